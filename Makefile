@@ -1,0 +1,74 @@
+# Everything that a developer or a CI machine runs. Needs Python >= 3.11, make, git and a package index; what else it
+# needs it puts into .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The interpreter that .venv is made with: `make venv PYTHON=python3.12`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CODE := paramserver storage trainer_client
+# Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
+TORCH := 2.13.0
+
+.PHONY: help venv test lint format demo proto lock clean distclean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package (editable)
+
+# PyPI's torch brings CUDA along (some GB). Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes
+# pip prefer the CPU build of the same version.
+$(INSTALLED): requirements.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not on the PATH: install Python >= 3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python >= 3.11 is needed: make venv PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+	@touch $@
+
+test: lint ## Check style and types, then run the tests
+	$(BIN)/python -m pytest
+
+lint: venv ## ruff (rules and format) and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv ## Bring the code into the checked format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: venv ## Train a small GPT-2 through the store, with a kill and a resume on the way
+	$(BIN)/python examples/demo.py
+
+proto: venv ## Generate paramserver/v1 from proto/ anew
+	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \
+	  proto/paramserver/v1/*.proto
+
+# Made with the oldest supported Python, so that every pin installs on all of them. torch's own platform packages stay
+# out: which ones there are depends on the platform's torch wheel, which pins them itself.
+lock: ## Resolve pyproject.toml anew into requirements.lock (with Python 3.11)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	  echo "the lock is made with Python 3.11: make lock PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear build/lock
+	build/lock/bin/python -m pip install --upgrade pip
+	build/lock/bin/python -m pip install --upgrade setuptools 'torch==$(TORCH)' '.[demo,dev]'
+	{ echo '# Made by `make lock` from pyproject.toml (all extras). Do not edit.'; \
+	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude paramserver \
+	    | grep --invert-match --extended-regexp '^(cuda-|nvidia-|triton==)' \
+	    | sed --regexp-extended 's/^(torch==[0-9.]+)\+.*/\1/'; } > requirements.lock
+	rm -rf build
+
+clean: ## Remove caches and build outputs
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find $(CODE) tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## Remove .venv too
+	rm -rf $(VENV)
