@@ -1,0 +1,490 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FLOAT32: _ClassVar[DType]
+    DTYPE_BFLOAT16: _ClassVar[DType]
+    DTYPE_FLOAT16: _ClassVar[DType]
+
+class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KIND_UNSPECIFIED: _ClassVar[Kind]
+    KIND_PARAM: _ClassVar[Kind]
+    KIND_MASTER: _ClassVar[Kind]
+    KIND_EXP_AVG: _ClassVar[Kind]
+    KIND_EXP_AVG_SQ: _ClassVar[Kind]
+    KIND_GRAD: _ClassVar[Kind]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_GPU: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+    TIER_NVME: _ClassVar[Tier]
+
+class ResumePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESUME_POLICY_UNSPECIFIED: _ClassVar[ResumePolicy]
+    RESUME_POLICY_AUTO: _ClassVar[ResumePolicy]
+    RESUME_POLICY_NEVER: _ClassVar[ResumePolicy]
+    RESUME_POLICY_MUST: _ClassVar[ResumePolicy]
+
+class LeaseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LEASE_MODE_UNSPECIFIED: _ClassVar[LeaseMode]
+    LEASE_MODE_READ: _ClassVar[LeaseMode]
+    LEASE_MODE_WRITE: _ClassVar[LeaseMode]
+DTYPE_UNSPECIFIED: DType
+DTYPE_FLOAT32: DType
+DTYPE_BFLOAT16: DType
+DTYPE_FLOAT16: DType
+KIND_UNSPECIFIED: Kind
+KIND_PARAM: Kind
+KIND_MASTER: Kind
+KIND_EXP_AVG: Kind
+KIND_EXP_AVG_SQ: Kind
+KIND_GRAD: Kind
+TIER_UNSPECIFIED: Tier
+TIER_GPU: Tier
+TIER_HOST: Tier
+TIER_NVME: Tier
+RESUME_POLICY_UNSPECIFIED: ResumePolicy
+RESUME_POLICY_AUTO: ResumePolicy
+RESUME_POLICY_NEVER: ResumePolicy
+RESUME_POLICY_MUST: ResumePolicy
+LEASE_MODE_UNSPECIFIED: LeaseMode
+LEASE_MODE_READ: LeaseMode
+LEASE_MODE_WRITE: LeaseMode
+
+class Durability(_message.Message):
+    __slots__ = ("step", "snapshot", "none")
+    class Step(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class Snapshot(_message.Message):
+        __slots__ = ("every_steps",)
+        EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
+        every_steps: int
+        def __init__(self, every_steps: _Optional[int] = ...) -> None: ...
+    class Volatile(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    NONE_FIELD_NUMBER: _ClassVar[int]
+    step: Durability.Step
+    snapshot: Durability.Snapshot
+    none: Durability.Volatile
+    def __init__(self, step: _Optional[_Union[Durability.Step, _Mapping]] = ..., snapshot: _Optional[_Union[Durability.Snapshot, _Mapping]] = ..., none: _Optional[_Union[Durability.Volatile, _Mapping]] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("hello", "heartbeat")
+    class Hello(_message.Message):
+        __slots__ = ("client",)
+        CLIENT_FIELD_NUMBER: _ClassVar[int]
+        client: str
+        def __init__(self, client: _Optional[str] = ...) -> None: ...
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: SessionRequest.Hello
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("welcome", "heartbeat", "notice")
+    class Welcome(_message.Message):
+        __slots__ = ("session_id", "epoch", "heartbeat_interval_millis", "heartbeat_timeout_millis", "arena", "version")
+        SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+        EPOCH_FIELD_NUMBER: _ClassVar[int]
+        HEARTBEAT_INTERVAL_MILLIS_FIELD_NUMBER: _ClassVar[int]
+        HEARTBEAT_TIMEOUT_MILLIS_FIELD_NUMBER: _ClassVar[int]
+        ARENA_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        session_id: str
+        epoch: str
+        heartbeat_interval_millis: int
+        heartbeat_timeout_millis: int
+        arena: Arena
+        version: str
+        def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., heartbeat_interval_millis: _Optional[int] = ..., heartbeat_timeout_millis: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+    class Notice(_message.Message):
+        __slots__ = ("text",)
+        TEXT_FIELD_NUMBER: _ClassVar[int]
+        text: str
+        def __init__(self, text: _Optional[str] = ...) -> None: ...
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    welcome: SessionResponse.Welcome
+    heartbeat: Heartbeat
+    notice: SessionResponse.Notice
+    def __init__(self, welcome: _Optional[_Union[SessionResponse.Welcome, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., notice: _Optional[_Union[SessionResponse.Notice, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Arena(_message.Message):
+    __slots__ = ("socket_path", "nonce", "size_bytes")
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    socket_path: str
+    nonce: bytes
+    size_bytes: int
+    def __init__(self, socket_path: _Optional[str] = ..., nonce: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class Parameter(_message.Message):
+    __slots__ = ("fqn", "shape", "dtype", "trainable")
+    FQN_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    fqn: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: DType
+    trainable: bool
+    def __init__(self, fqn: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., trainable: _Optional[bool] = ...) -> None: ...
+
+class OpenJobRequest(_message.Message):
+    __slots__ = ("session_id", "job", "run_id", "rank", "world_size", "attached_ranks", "parameters", "durability", "resume")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    job: str
+    run_id: str
+    rank: int
+    world_size: int
+    attached_ranks: int
+    parameters: _containers.RepeatedCompositeFieldContainer[Parameter]
+    durability: Durability
+    resume: ResumePolicy
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., run_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attached_ranks: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., durability: _Optional[_Union[Durability, _Mapping]] = ..., resume: _Optional[_Union[ResumePolicy, str]] = ...) -> None: ...
+
+class OpenJobResponse(_message.Message):
+    __slots__ = ("committed",)
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    committed: _containers.RepeatedCompositeFieldContainer[CommittedStep]
+    def __init__(self, committed: _Optional[_Iterable[_Union[CommittedStep, _Mapping]]] = ...) -> None: ...
+
+class CommittedStep(_message.Message):
+    __slots__ = ("step", "client_state")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_STATE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    client_state: bytes
+    def __init__(self, step: _Optional[int] = ..., client_state: _Optional[bytes] = ...) -> None: ...
+
+class Shard(_message.Message):
+    __slots__ = ("fqn", "offset", "numel", "position")
+    FQN_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    fqn: str
+    offset: int
+    numel: int
+    position: int
+    def __init__(self, fqn: _Optional[str] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
+class ShardGroup(_message.Message):
+    __slots__ = ("name", "numel", "shards", "kinds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    numel: int
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    kinds: _containers.RepeatedCompositeFieldContainer[KindSpec]
+    def __init__(self, name: _Optional[str] = ..., numel: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., kinds: _Optional[_Iterable[_Union[KindSpec, _Mapping]]] = ...) -> None: ...
+
+class KindSpec(_message.Message):
+    __slots__ = ("kind", "dtype", "placement")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    kind: Kind
+    dtype: DType
+    placement: Tier
+    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., placement: _Optional[_Union[Tier, str]] = ...) -> None: ...
+
+class RegisterShardsRequest(_message.Message):
+    __slots__ = ("session_id", "groups")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    groups: _containers.RepeatedCompositeFieldContainer[ShardGroup]
+    def __init__(self, session_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ...) -> None: ...
+
+class RegisterShardsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SlabName(_message.Message):
+    __slots__ = ("group", "kind")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    kind: Kind
+    def __init__(self, group: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("session_id", "wants")
+    class Want(_message.Message):
+        __slots__ = ("slab", "position")
+        SLAB_FIELD_NUMBER: _ClassVar[int]
+        POSITION_FIELD_NUMBER: _ClassVar[int]
+        slab: SlabName
+        position: int
+        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., position: _Optional[int] = ...) -> None: ...
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    wants: _containers.RepeatedCompositeFieldContainer[PrefetchRequest.Want]
+    def __init__(self, session_id: _Optional[str] = ..., wants: _Optional[_Iterable[_Union[PrefetchRequest.Want, _Mapping]]] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AcquireLeasesRequest(_message.Message):
+    __slots__ = ("session_id", "wants")
+    class Want(_message.Message):
+        __slots__ = ("slab", "mode", "position", "step")
+        SLAB_FIELD_NUMBER: _ClassVar[int]
+        MODE_FIELD_NUMBER: _ClassVar[int]
+        POSITION_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        slab: SlabName
+        mode: LeaseMode
+        position: int
+        step: int
+        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    wants: _containers.RepeatedCompositeFieldContainer[AcquireLeasesRequest.Want]
+    def __init__(self, session_id: _Optional[str] = ..., wants: _Optional[_Iterable[_Union[AcquireLeasesRequest.Want, _Mapping]]] = ...) -> None: ...
+
+class AcquireLeasesResponse(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARENA_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    version: int
+    arena_offset: int
+    size_bytes: int
+    generation: int
+    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ReleaseLeasesRequest(_message.Message):
+    __slots__ = ("session_id", "releases")
+    class Release(_message.Message):
+        __slots__ = ("lease_id", "publish", "next_use")
+        LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+        PUBLISH_FIELD_NUMBER: _ClassVar[int]
+        NEXT_USE_FIELD_NUMBER: _ClassVar[int]
+        lease_id: int
+        publish: bool
+        next_use: int
+        def __init__(self, lease_id: _Optional[int] = ..., publish: _Optional[bool] = ..., next_use: _Optional[int] = ...) -> None: ...
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    releases: _containers.RepeatedCompositeFieldContainer[ReleaseLeasesRequest.Release]
+    def __init__(self, session_id: _Optional[str] = ..., releases: _Optional[_Iterable[_Union[ReleaseLeasesRequest.Release, _Mapping]]] = ...) -> None: ...
+
+class ReleaseLeasesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReadRequest(_message.Message):
+    __slots__ = ("session_id", "lease_id", "range")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANGE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    lease_id: int
+    range: TensorRange
+    def __init__(self, session_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ...) -> None: ...
+
+class TensorRange(_message.Message):
+    __slots__ = ("fqn", "kind", "offset", "numel")
+    FQN_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    fqn: str
+    kind: Kind
+    offset: int
+    numel: int
+    def __init__(self, fqn: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ...) -> None: ...
+
+class ReadResponse(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: ReadHeader
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class ReadHeader(_message.Message):
+    __slots__ = ("size_bytes", "version", "dtype")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    version: int
+    dtype: DType
+    def __init__(self, size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: WriteHeader
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class WriteHeader(_message.Message):
+    __slots__ = ("session_id", "lease_id", "offset_bytes", "size_bytes")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    lease_id: int
+    offset_bytes: int
+    size_bytes: int
+    def __init__(self, session_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class WriteResponse(_message.Message):
+    __slots__ = ("size_bytes",)
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    def __init__(self, size_bytes: _Optional[int] = ...) -> None: ...
+
+class AdamW(_message.Message):
+    __slots__ = ("lr", "beta1", "beta2", "eps", "weight_decay", "update_count")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    update_count: int
+    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
+
+class ApplyGradientsRequest(_message.Message):
+    __slots__ = ("session_id", "step", "hyper_parameters", "updates")
+    class HyperParameters(_message.Message):
+        __slots__ = ("adamw",)
+        ADAMW_FIELD_NUMBER: _ClassVar[int]
+        adamw: AdamW
+        def __init__(self, adamw: _Optional[_Union[AdamW, _Mapping]] = ...) -> None: ...
+    class GroupUpdate(_message.Message):
+        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard")
+        GROUP_FIELD_NUMBER: _ClassVar[int]
+        GRAD_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+        GRAD_SCALE_FIELD_NUMBER: _ClassVar[int]
+        HYPER_PARAMETERS_OF_SHARD_FIELD_NUMBER: _ClassVar[int]
+        group: str
+        grad_lease_id: int
+        grad_scale: float
+        hyper_parameters_of_shard: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ...) -> None: ...
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    step: int
+    hyper_parameters: _containers.RepeatedCompositeFieldContainer[ApplyGradientsRequest.HyperParameters]
+    updates: _containers.RepeatedCompositeFieldContainer[ApplyGradientsRequest.GroupUpdate]
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[ApplyGradientsRequest.HyperParameters, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[ApplyGradientsRequest.GroupUpdate, _Mapping]]] = ...) -> None: ...
+
+class ApplyGradientsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CommitStepRequest(_message.Message):
+    __slots__ = ("session_id", "step", "client_state", "settled_step")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_STATE_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_STEP_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    step: int
+    client_state: bytes
+    settled_step: int
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., client_state: _Optional[bytes] = ..., settled_step: _Optional[int] = ...) -> None: ...
+
+class CommitStepResponse(_message.Message):
+    __slots__ = ("durable",)
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    durable: bool
+    def __init__(self, durable: _Optional[bool] = ...) -> None: ...
+
+class RollBackRequest(_message.Message):
+    __slots__ = ("session_id", "step")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    step: int
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class RollBackResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListVersionsRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class ListVersionsResponse(_message.Message):
+    __slots__ = ("versions",)
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    versions: _containers.RepeatedCompositeFieldContainer[VersionInfo]
+    def __init__(self, versions: _Optional[_Iterable[_Union[VersionInfo, _Mapping]]] = ...) -> None: ...
+
+class VersionInfo(_message.Message):
+    __slots__ = ("step", "durable", "committed_at_unix_seconds")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    durable: bool
+    committed_at_unix_seconds: float
+    def __init__(self, step: _Optional[int] = ..., durable: _Optional[bool] = ..., committed_at_unix_seconds: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,161 @@
+from paramserver.v1 import parameter_store_pb2 as _parameter_store_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetTiersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTiersResponse(_message.Message):
+    __slots__ = ("tiers", "epoch", "state_dir", "sessions", "unix_seconds")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIR_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierInfo]
+    epoch: str
+    state_dir: str
+    sessions: int
+    unix_seconds: float
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierInfo, _Mapping]]] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., sessions: _Optional[int] = ..., unix_seconds: _Optional[float] = ...) -> None: ...
+
+class TierInfo(_message.Message):
+    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    PROMOTIONS_FIELD_NUMBER: _ClassVar[int]
+    DEMOTIONS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    tier: _parameter_store_pb2.Tier
+    budget_bytes: int
+    used_bytes: int
+    leased_bytes: int
+    evictable_bytes: int
+    hits: int
+    misses: int
+    promotions: int
+    demotions: int
+    queue_depth: int
+    bytes_read: int
+    bytes_written: int
+    read_seconds: float
+    write_seconds: float
+    detail: str
+    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class WatchTiersRequest(_message.Message):
+    __slots__ = ("interval_seconds",)
+    INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    interval_seconds: float
+    def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
+
+class ListJobsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListJobsResponse(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobInfo]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[JobInfo, _Mapping]]] = ...) -> None: ...
+
+class JobInfo(_message.Message):
+    __slots__ = ("name", "world_size", "sessions", "parameters", "durability", "committed_step", "durable_step", "bytes", "created_at_unix_seconds", "committed_at_unix_seconds")
+    class TierBytes(_message.Message):
+        __slots__ = ("tier", "bytes")
+        TIER_FIELD_NUMBER: _ClassVar[int]
+        BYTES_FIELD_NUMBER: _ClassVar[int]
+        tier: _parameter_store_pb2.Tier
+        bytes: int
+        def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., bytes: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    world_size: int
+    sessions: int
+    parameters: int
+    durability: _parameter_store_pb2.Durability
+    committed_step: int
+    durable_step: int
+    bytes: _containers.RepeatedCompositeFieldContainer[JobInfo.TierBytes]
+    created_at_unix_seconds: float
+    committed_at_unix_seconds: float
+    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., durability: _Optional[_Union[_parameter_store_pb2.Durability, _Mapping]] = ..., committed_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., created_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ...) -> None: ...
+
+class ListShardsRequest(_message.Message):
+    __slots__ = ("job", "fqn_prefix", "kind", "page_size", "page_token")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FQN_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    fqn_prefix: str
+    kind: _parameter_store_pb2.Kind
+    page_size: int
+    page_token: str
+    def __init__(self, job: _Optional[str] = ..., fqn_prefix: _Optional[str] = ..., kind: _Optional[_Union[_parameter_store_pb2.Kind, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListShardsResponse(_message.Message):
+    __slots__ = ("shards", "next_page_token")
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[ShardInfo]
+    next_page_token: str
+    def __init__(self, shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ShardInfo(_message.Message):
+    __slots__ = ("fqn", "kind", "offset", "numel", "dtype", "group", "version", "tiers", "placement")
+    FQN_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    fqn: str
+    kind: _parameter_store_pb2.Kind
+    offset: int
+    numel: int
+    dtype: _parameter_store_pb2.DType
+    group: str
+    version: int
+    tiers: _containers.RepeatedScalarFieldContainer[_parameter_store_pb2.Tier]
+    placement: _parameter_store_pb2.Tier
+    def __init__(self, fqn: _Optional[str] = ..., kind: _Optional[_Union[_parameter_store_pb2.Kind, str]] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[_parameter_store_pb2.DType, str]] = ..., group: _Optional[str] = ..., version: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_parameter_store_pb2.Tier, str]]] = ..., placement: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ...) -> None: ...
+
+class DeleteJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class DeleteJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

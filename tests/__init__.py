@@ -1,0 +1,1 @@
+"""Makes the name `tests` this project's: shared helpers import as `tests.<room>.<module>`."""
