@@ -1,0 +1,43 @@
+"""Flat groups: every element has one owner, every cut is a multiple of 16, and chunks in rank order are the buffer."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer_client.layout import ALIGNMENT, flat_layout
+
+SIZES = [("a", 5), ("b", 1000), ("c", 16), ("d", 1), ("e", 0), ("f", 333)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 200])
+def test_every_element_has_exactly_one_owner(world_size: int) -> None:
+    layout = flat_layout(SIZES, world_size)
+    owned: dict[str, list[tuple[int, int]]] = {fqn: [] for fqn, _ in SIZES}
+    for rank in range(world_size):
+        for shard in layout.shards_of(rank):
+            owned[shard.fqn].append((shard.offset, shard.offset + shard.numel))
+
+    for fqn, numel in SIZES:
+        ends = [0, *(stop for _, stop in owned[fqn])]
+        assert [start for start, _ in owned[fqn]] == ends[:-1]
+        assert ends[-1] == numel
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_cut_is_aligned(world_size: int) -> None:
+    layout = flat_layout(SIZES, world_size)
+
+    assert layout.chunk % ALIGNMENT == 0
+    assert layout.numel == layout.chunk * world_size
+    for rank in range(world_size):
+        for shard in layout.shards_of(rank):
+            assert shard.offset % ALIGNMENT == 0
+            assert shard.position % ALIGNMENT == 0
+            slot = layout.slots[shard.slot]
+            assert slot.position + shard.offset == rank * layout.chunk + shard.position
+
+
+def test_padding_is_less_than_a_chunk_unit_per_rank_and_parameter() -> None:
+    layout = flat_layout(SIZES, 4)
+
+    assert layout.numel < sum(numel for _, numel in SIZES) + ALIGNMENT * (len(SIZES) + 4)

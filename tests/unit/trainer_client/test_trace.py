@@ -1,0 +1,78 @@
+"""The trace predicts a repeating sequence, and a deviation costs neither an exception nor its knowledge."""
+
+from __future__ import annotations
+
+from trainer_client.trace import Clock, Trace
+
+STEP = [0, 1, 2, 3, 3, 2, 1]
+
+
+def trained(*steps: list[int]) -> Trace:
+    trace = Trace(Clock())
+    for step in steps or (STEP,):
+        for unit in step:
+            trace.use(unit)
+        trace.end()
+    return trace
+
+
+def upcoming(trace: Trace) -> list[int]:
+    return [unit for unit, _ in trace.upcoming()]
+
+
+def test_a_new_trace_expects_nothing() -> None:
+    trace = Trace(Clock())
+    trace.use(0)
+
+    assert (upcoming(trace), trace.next_unit(), trace.next_use(0)) == ([], None, None)
+
+
+def test_what_comes_next_is_what_came_last_time() -> None:
+    trace = trained()
+    for index, unit in enumerate(STEP):
+        assert trace.next_unit() == unit
+        trace.use(unit)
+        assert upcoming(trace) == STEP[index + 1 :]
+
+
+def test_predicted_positions_are_those_of_the_uses() -> None:
+    trace = trained()
+    now = trace.use(0)
+    predicted = dict(zip(range(1, len(STEP)), trace.upcoming(), strict=True))
+    for index in range(1, len(STEP)):
+        unit, position = predicted[index]
+        assert trace.use(unit) == position == now + index
+
+
+def test_next_use_is_in_this_step_or_in_the_next_one() -> None:
+    trace = trained()
+    now = trace.use(0)
+
+    assert trace.next_use(2) == now + 2
+    assert trace.next_use(0) == now + len(STEP)
+
+
+def test_skipped_units_move_the_cursor_on() -> None:
+    trace = trained()
+    for unit in (0, 3):
+        trace.use(unit)
+
+    assert upcoming(trace) == [3, 2, 1]
+
+
+def test_an_unexpected_unit_leaves_the_expectation_alone() -> None:
+    trace = trained()
+    for unit in (0, 1, 7, 1):
+        trace.use(unit)
+    # The second use of 1 is taken for the one at the end of backward: nothing is left to expect.
+    assert upcoming(trace) == []
+
+    trace.end()
+    assert upcoming(trace) == [0, 1, 7, 1]
+
+
+def test_positions_grow_over_traces_that_share_a_clock() -> None:
+    clock = Clock(100)
+    training, inference = Trace(clock), Trace(clock)
+
+    assert [training.use(0), inference.use(0), training.use(1)] == [101, 102, 103]

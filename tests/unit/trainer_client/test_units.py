@@ -1,0 +1,144 @@
+"""Which parameters form a unit, and what their memory is while gathered and while released."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.collectives import Collectives
+from trainer_client.errors import ConfigError
+from trainer_client.units import FlatGroup, Placement, find_units, list_parameters
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.mixed = nn.ModuleList([nn.Linear(1, 1), nn.Bilinear(1, 1, 1)])
+        self.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([nn.Linear(2, 2)])])
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[1].linear.weight = self.blocks[0].linear.weight
+        self.last_bias = self.blocks[2].linear.bias
+
+
+def members(model: nn.Module) -> dict[str, list[str]]:
+    units = find_units(model, list_parameters(model))
+    return {unit.fqn: [parameter.fqn for parameter in unit.parameters] for unit in units}
+
+
+def test_blocks_of_outermost_uniform_lists_are_units_and_the_root_is_first() -> None:
+    units = list(members(Model()))
+
+    assert units == ["", "blocks.0", "blocks.1", "blocks.2", "stages.0.0", "stages.1.0"]
+
+
+def test_tied_parameters_appear_once_and_belong_to_the_root_if_two_units_use_them() -> None:
+    found = members(Model())
+
+    assert found[""] == [
+        "last_bias",
+        "embedding.weight",
+        "blocks.0.linear.weight",
+        "mixed.0.weight",
+        "mixed.0.bias",
+        "mixed.1.weight",
+        "mixed.1.bias",
+    ]
+    assert found["blocks.1"][0] == "blocks.1.linear.bias"
+    everything = [fqn for fqns in found.values() for fqn in fqns]
+    assert len(everything) == len(set(everything)) == len(list(Model().parameters()))
+
+
+def test_integer_and_meta_parameters_are_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("codes", nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
+    with pytest.raises(ConfigError, match="codes"):
+        list_parameters(model)
+    with pytest.raises(ConfigError, match=r"weight.*meta"):
+        list_parameters(nn.Linear(2, 2, device="meta"))
+
+
+def flat_group(model: nn.Module, dtype: torch.dtype, *, trainable: bool = True) -> FlatGroup:
+    return FlatGroup(
+        name="block",
+        parameters=list_parameters(model),
+        dtype=dtype,
+        trainable=trainable,
+        collectives=Collectives(torch.device("cpu")),
+    )
+
+
+def test_a_released_group_has_no_memory_and_reads_as_nan() -> None:
+    model = nn.Linear(30, 30)
+    group = flat_group(model, torch.float32)
+
+    group.take_over()
+
+    assert group.flat.untyped_storage().nbytes() == 0
+    assert model.weight.shape == (30, 30)
+    assert model.weight.untyped_storage().nbytes() == 4
+    assert model.weight.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gathered_group_has_the_values_that_its_chunks_had(dtype: torch.dtype) -> None:
+    model = nn.Linear(5, 7)
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    group = flat_group(model, dtype)
+    chunk = group.initial_chunk()
+    group.take_over()
+
+    group.fill(chunk.to(dtype))
+
+    assert torch.equal(model.weight, weight.to(dtype))
+    assert torch.equal(model.bias, bias.to(dtype))
+
+
+def test_what_autograd_saved_is_right_again_after_a_refill() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    inputs = torch.randn(3, 4, requires_grad=True)
+    expected = torch.autograd.grad(model(inputs).sum(), [inputs, *model.parameters()])
+    group = flat_group(model, torch.float32)
+    chunk = group.initial_chunk()
+    group.take_over()
+
+    group.fill(chunk)
+    output = model(inputs).sum()
+    group.free()
+    group.fill(chunk)
+    actual = torch.autograd.grad(output, [inputs, *model.parameters()])
+
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainable", "kinds"),
+    [
+        (torch.float32, True, [pb.KIND_PARAM, pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ, pb.KIND_GRAD]),
+        (torch.bfloat16, True, [pb.KIND_PARAM, pb.KIND_MASTER, pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ, pb.KIND_GRAD]),
+        (torch.bfloat16, False, [pb.KIND_PARAM]),
+    ],
+)
+def test_a_group_declares_the_kinds_that_its_precision_needs(
+    dtype: torch.dtype, trainable: bool, kinds: list[pb.Kind]
+) -> None:
+    group = flat_group(nn.Linear(5, 7), dtype, trainable=trainable)
+
+    declared = group.to_proto(Placement(param=pb.TIER_NVME, optimizer=pb.TIER_HOST))
+
+    assert [spec.kind for spec in declared.kinds] == kinds
+    assert declared.kinds[0].placement == pb.TIER_NVME
+    assert all(spec.placement == pb.TIER_HOST for spec in declared.kinds[1:])
+    assert declared.name == ("block[0:64]" if trainable else "block[0:64]:frozen")
+    assert [(s.fqn, s.numel, s.position) for s in declared.shards] == [("weight", 35, 0), ("bias", 7, 48)]

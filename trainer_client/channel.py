@@ -1,0 +1,145 @@
+"""The way to the daemon: addresses, channel options, deadlines, and the one place where gRPC errors become ours.
+
+Owns no state. Must never retry a call that could have been executed: the caller knows what a repetition means.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from trainer_client.errors import (
+    ConfigError,
+    DataLossError,
+    JobConflictError,
+    StepAbortedError,
+    StoreBudgetError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+
+SERVICE_NAME = "paramserver.v1.ParameterStore"
+
+# Control calls answer from memory. Leases wait for bytes, budget and updates; commits wait for the slowest rank.
+CONTROL_DEADLINE_SECONDS = 30.0
+LEASE_DEADLINE_SECONDS = 300.0
+COMMIT_DEADLINE_SECONDS = 900.0
+
+# sun_path of a UNIX socket, without the closing NUL.
+_MAX_SOCKET_PATH_BYTES = 107
+
+_OPTIONS = (
+    # A proxy of the environment has no business between a trainer and the daemon of its node.
+    ("grpc.enable_http_proxy", 0),
+    # A daemon that has just been started serves within a second; grpc's default waits as long before it looks again.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+_ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
+    grpc.StatusCode.UNAVAILABLE: StoreUnavailableError,
+    grpc.StatusCode.CANCELLED: StoreUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeoutError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: StoreBudgetError,
+    grpc.StatusCode.FAILED_PRECONDITION: JobConflictError,
+    grpc.StatusCode.ALREADY_EXISTS: JobConflictError,
+    grpc.StatusCode.ABORTED: StepAbortedError,
+    grpc.StatusCode.DATA_LOSS: DataLossError,
+}
+
+T = TypeVar("T")
+
+
+def check_address(address: str) -> str:
+    """A gRPC target for `unix:/path/to.sock` or `host:port`.
+
+    Raises:
+        ConfigError: it is neither, or the socket's path is longer than the system allows.
+    """
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        if not path.startswith("/"):
+            raise ConfigError(f"store address {address!r}: write the absolute path of the socket after 'unix:'")
+        if len(path.encode()) > _MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"store address {address!r}: a socket's path has at most {_MAX_SOCKET_PATH_BYTES} bytes, "
+                f"this one {len(path.encode())}: choose a shorter directory"
+            )
+        return address
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"store address {address!r}: write 'unix:/path/paramserver.sock' or 'host:port'")
+    return address
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel to the daemon, without encryption; connects on first use."""
+    return grpc.insecure_channel(check_address(address), options=_OPTIONS)
+
+
+def is_serving(channel: grpc.Channel, timeout_seconds: float) -> bool:
+    """Whether the daemon answers SERVING for the parameter store."""
+    health = health_pb2_grpc.HealthStub(channel)
+    try:
+        answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=timeout_seconds)
+    except grpc.RpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def wait_until_serving(address: str, timeout_seconds: float) -> None:
+    """Returns when the daemon serves.
+
+    Raises:
+        StoreUnavailableError: it did not within the time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    with open_channel(address) as channel:
+        while not is_serving(channel, timeout_seconds=min(1.0, timeout_seconds)):
+            if time.monotonic() > deadline:
+                raise StoreUnavailableError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    f"no store daemon serves at {address} (waited {timeout_seconds:g} s): start one with "
+                    "`paramserver serve`, or correct paramserver.address or $PARAMSERVER_ADDRESS",
+                )
+            time.sleep(0.05)
+
+
+def translate(error: grpc.RpcError) -> StoreError:
+    """Our error for a failed call."""
+    # Every RpcError that grpc raises or keeps in a future is also a grpc.Call.
+    assert isinstance(error, grpc.Call)
+    code = error.code() or grpc.StatusCode.UNKNOWN
+    reason = error.details() or "no reason given"
+    if code is grpc.StatusCode.UNAVAILABLE:
+        reason = (
+            f"the store daemon cannot be reached any more ({reason}): look at its log, then restart the job; "
+            "it resumes from the last commit"
+        )
+    return _ERRORS.get(code, StoreError)(code, reason)
+
+
+class Pending(Generic[T]):
+    """A call under way: `wait` gives its result, as often as it is asked."""
+
+    def __init__(self, future: Any, finish: Callable[[Any], T]) -> None:
+        self._future = future
+        self._finish = finish
+
+    def wait(self) -> T:
+        """Raises StoreError."""
+        try:
+            response = self._future.result()
+        except grpc.RpcError as error:
+            raise translate(error) from error
+        except grpc.FutureCancelledError as error:
+            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from error
+        return self._finish(response)

@@ -1,0 +1,101 @@
+"""What a commit carries besides tensors, so that a resumed run is the run that was interrupted: JSON, nothing pickled.
+
+Owns the encoding and the random states. Must never read what it did not write: an unknown format is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer_client.errors import ClientStateError
+
+FORMAT = 1
+
+_TENSOR, _TUPLE, _PAIRS, _COUNTER = "$tensor", "$tuple", "$pairs", "$counter"
+
+
+def encode(state: Mapping[str, Any]) -> bytes:
+    """Raises ClientStateError for a value that JSON cannot hold, naming where it is."""
+    return json.dumps({"format": FORMAT, "state": _pack(state, "")}, separators=(",", ":")).encode()
+
+
+def decode(encoded: bytes) -> dict[str, Any]:
+    """Raises ClientStateError if this version did not write it."""
+    try:
+        document = json.loads(encoded)
+        if document["format"] == FORMAT:
+            state: dict[str, Any] = _unpack(document["state"])
+            return state
+    except (ValueError, KeyError, TypeError) as error:
+        raise ClientStateError(f"the stored client state cannot be read: {error}") from error
+    raise ClientStateError(f"the stored client state has format {document['format']}, this version reads {FORMAT}")
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of all generators that a training loop uses: torch's, Python's, and numpy's if it is imported."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if numpy := sys.modules.get("numpy"):
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = (name, keys.tolist(), position, has_gauss, cached)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if "numpy" in states and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(states["numpy"])
+
+
+def _pack(value: Any, path: str) -> Any:
+    """`value` as JSON; what JSON does not know is a dict with one key that starts with $."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        content = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), content]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_pack(item, f"{path}[{index}]") for index, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_pack(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value) and not isinstance(value, Counter):
+            return {key: _pack(item, f"{path}.{key}") for key, item in value.items()}
+        pairs = [[_pack(key, path), _pack(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
+    raise ClientStateError(
+        f"client state{path} is a {type(value).__name__}: only numbers, strings, tensors, lists, tuples and dicts of "
+        "them can be committed"
+    )
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not (tag := next(iter(value))).startswith("$"):
+        return {key: _unpack(item) for key, item in value.items()}
+    content = value[tag]
+    if tag == _TENSOR:
+        name, shape, encoded = content
+        raw = bytearray(base64.b64decode(encoded))
+        dtype = getattr(torch, name)
+        return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    if tag == _TUPLE:
+        return tuple(_unpack(item) for item in content)
+    pairs = {_unpack(key): _unpack(item) for key, item in content}
+    return Counter(pairs) if tag == _COUNTER else pairs

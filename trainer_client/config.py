@@ -1,0 +1,247 @@
+"""The training config: the part of DeepSpeed's that this version honours, and the section `paramserver`.
+
+Owns the names, types and defaults of the keys, and the messages for those that are refused. A key is honoured with
+DeepSpeed's meaning or refused by its full dotted name: nothing is parsed and ignored. Must never read the environment
+on its own: `store_address` gets it as an argument.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import ValidationError as PydanticError
+
+from trainer_client.errors import ConfigError
+
+ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
+DEFAULT_STATE_DIR = "paramserver-state"
+
+# Keys that belong to the daemon's own config as soon as it is not this job's child.
+_DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Bf16Section(Section):
+    enabled: bool = False
+
+
+class Fp16Section(Section):
+    """DeepSpeed's loss scaling; `loss_scale` 0 means dynamic."""
+
+    enabled: bool = False
+    loss_scale: NonNegativeFloat = 0.0
+    initial_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class AdamWSection(Section):
+    """Hyper-parameters of `torch.optim.AdamW`, with its defaults."""
+
+    lr: NonNegativeFloat = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
+    weight_decay: NonNegativeFloat = 1e-2
+
+
+class OptimizerSection(Section):
+    type: Literal["AdamW"]
+    params: AdamWSection = AdamWSection()
+
+
+class OffloadSection(Section):
+    device: Literal["cpu", "nvme"]
+    nvme_path: Path | None = None
+
+
+class ZeroSection(Section):
+    stage: Literal[3]
+    offload_param: OffloadSection
+    offload_optimizer: OffloadSection
+
+
+class ParamserverSection(Section):
+    """Where the store is and how the job uses it.
+
+    `address` is `unix:/path` or `host:port` of a daemon that an operator runs. Without it (and without
+    $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
+    ./paramserver-state) with these budgets per node.
+    """
+
+    address: str | None = None
+    job: Annotated[str, Field(min_length=1)] = "default"
+    state_dir: Path | None = None
+    host_budget: ByteSize = ByteSize(1 << 30)
+    nvme_budget: ByteSize = ByteSize(64 << 30)
+    resume: Literal["auto", "never", "must"] = "auto"
+    durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
+
+
+class TrainingConfig(Section):
+    train_batch_size: PositiveInt | None = None
+    train_micro_batch_size_per_gpu: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt | None = None
+    gradient_clipping: NonNegativeFloat = 0.0
+    steps_per_print: PositiveInt | None = 10
+    bf16: Bf16Section = Bf16Section()
+    fp16: Fp16Section = Fp16Section()
+    optimizer: OptimizerSection | None = None
+    zero_optimization: ZeroSection
+    paramserver: ParamserverSection = ParamserverSection()
+
+    def store_address(self, environ: Mapping[str, str]) -> str | None:
+        """The address of a daemon that is not ours to start; None: start one for the job."""
+        return self.paramserver.address or environ.get(ADDRESS_VARIABLE) or None
+
+    def state_dir(self) -> Path:
+        """The state directory of the job's own daemon."""
+        zero = self.zero_optimization
+        nvme_path = zero.offload_param.nvme_path or zero.offload_optimizer.nvme_path
+        return self.paramserver.state_dir or nvme_path or Path(DEFAULT_STATE_DIR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """`train = micro * accumulation * world size`."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, str]) -> TrainingConfig:
+    """Validates a config.
+
+    Args:
+        source: the config as a dict, or the path of a JSON file.
+        environ: the process environment (only $PARAMSERVER_ADDRESS matters).
+
+    Raises:
+        ConfigError: names each refused key in full, its value, and what to write instead.
+    """
+    raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
+    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path != "paramserver.resume"]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        config = TrainingConfig.model_validate(raw)
+    except PydanticError as error:
+        raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
+    _check_together(config, environ)
+    return config
+
+
+def resolve_batch_sizes(config: TrainingConfig, world_size: int) -> BatchSizes:
+    """Completes DeepSpeed's triple: any one of micro and train batch size, or any two of the three, give the rest."""
+    train = config.train_batch_size
+    micro = config.train_micro_batch_size_per_gpu
+    accumulation = config.gradient_accumulation_steps
+    if micro is None and train is None:
+        raise ConfigError("write train_batch_size or train_micro_batch_size_per_gpu: neither is there")
+    if train is None:
+        assert micro is not None
+        accumulation = accumulation or 1
+        train = micro * accumulation * world_size
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = train // (accumulation * world_size)
+    elif accumulation is None:
+        accumulation = train // (micro * world_size)
+    if train != micro * accumulation * world_size or not micro or not accumulation:
+        raise ConfigError(
+            f"train_batch_size = {train} is not train_micro_batch_size_per_gpu * gradient_accumulation_steps * "
+            f"world size = {micro} * {accumulation} * {world_size}: change one of them, or leave one out"
+        )
+    return BatchSizes(train=train, micro=micro, accumulation=accumulation)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"config {path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config {path} holds a {type(raw).__name__}: write a JSON object")
+    return raw
+
+
+def _auto_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _auto_keys(value, f"{path}.")
+        elif value == "auto":
+            yield path
+
+
+def _explain(detail: Any) -> str:
+    """One error of pydantic's as a sentence about a dotted key."""
+    path = ".".join(str(part) for part in detail["loc"])
+    value = detail["input"]
+    if detail["type"] == "extra_forbidden":
+        known = _keys_beside(detail["loc"])
+        near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "remove it"
+        return f"{path} is not honoured by this version; {hint} (honoured here: {', '.join(known)})"
+    if path == "zero_optimization.stage":
+        stage = value if detail["type"] != "missing" else "missing"
+        return f"zero_optimization.stage is {stage}; this version honours stage 3 only: write 3"
+    if detail["type"] == "missing" and path == "zero_optimization":
+        return (
+            'zero_optimization is missing: write {"stage": 3, "offload_param": {"device": "nvme"}, '
+            '"offload_optimizer": {"device": "nvme"}}'
+        )
+    if path.endswith(("offload_param", "offload_optimizer")) or path.endswith(".device"):
+        given = "missing" if detail["type"] == "missing" else f"{value!r}"
+        return f'{path} is {given}; the store keeps this state: write {{"device": "cpu"}} or {{"device": "nvme"}}'
+    if detail["type"] == "missing":
+        return f"{path} is missing"
+    return f"{path} = {value!r} is refused: {detail['msg']}"
+
+
+def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
+    """The honoured keys of the section that holds `location`."""
+    section: type[BaseModel] = TrainingConfig
+    for part in location[:-1]:
+        annotation = section.model_fields[str(part)].annotation
+        candidates = (annotation, *get_args(annotation))
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return sorted(section.model_fields)
+
+
+def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
+    """What no single key can tell."""
+    if config.bf16.enabled and config.fp16.enabled:
+        raise ConfigError("bf16.enabled and fp16.enabled are both true: choose one")
+    zero = config.zero_optimization
+    paths = {
+        f"zero_optimization.{name}.nvme_path": section.nvme_path
+        for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer))
+        if section.nvme_path is not None
+    }
+    if len(set(paths.values())) > 1:
+        listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())
+        raise ConfigError(f"the store has one directory, but {listed}: write the same path in both")
+    address = config.store_address(environ)
+    if address is None:
+        return
+    origin = "paramserver.address" if config.paramserver.address else f"${ADDRESS_VARIABLE}"
+    ours = [f"paramserver.{key}" for key in _DAEMON_KEYS if key in config.paramserver.model_fields_set]
+    if refused := [*paths, *ours]:
+        raise ConfigError(
+            f"{', '.join(refused)}: the daemon at {address} ({origin}) has its own config for this; remove it here"
+        )

@@ -1,0 +1,63 @@
+"""The errors that the training library raises, by what the user can do about them.
+
+Owns nothing; holds no logic. Every message names the thing (parameter, config key, path, budget), its value, and what
+to do. Errors of the store keep its gRPC status code; `channel.py` is the only place that makes them.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class TrainerClientError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(TrainerClientError, ValueError):
+    """The config, the model or an argument of `initialize` asks for something that cannot be honoured."""
+
+
+class ClientStateError(TrainerClientError):
+    """A value cannot be part of the client state that a commit carries, or a stored client state cannot be read."""
+
+
+class LocalDaemonError(TrainerClientError):
+    """The store daemon that belongs to this job could not be started."""
+
+
+class StoreError(TrainerClientError):
+    """The store refused or failed a call.
+
+    Args:
+        code: the gRPC status code.
+        message: what the store said.
+    """
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(f"{message} [{code.name}]")
+        self.code = code
+        self.message = message
+
+
+class StoreUnavailableError(StoreError):
+    """The daemon cannot be reached, or the session with it has ended."""
+
+
+class StoreTimeoutError(StoreError):
+    """The deadline passed while the store waited for bytes, budget or other ranks."""
+
+
+class StoreBudgetError(StoreError):
+    """A byte budget or a disk of the store is full."""
+
+
+class JobConflictError(StoreError):
+    """The job exists with another layout, another run holds it, or its resume policy forbids to go on."""
+
+
+class StepAbortedError(StoreError):
+    """The step was abandoned: a rank died or a roll-back came. Start again; the last committed step is intact."""
+
+
+class DataLossError(StoreError):
+    """Stored bytes are damaged."""

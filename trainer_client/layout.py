@@ -1,0 +1,85 @@
+"""Where parameters lie in a flat buffer, and which part of it each rank owns. Pure functions of sizes.
+
+[Note: flat groups] The parameters of a unit that share compute dtype and requires_grad lie in one flat buffer, each
+starting at a multiple of 16 elements. The buffer is padded so that it divides into `world_size` chunks of equal size,
+each a multiple of 16 elements; rank r owns elements [r * chunk, (r + 1) * chunk). An all-gather of the chunks therefore
+*is* the flat buffer, and no copy-out follows. The 16 comes from torch's fused CPU AdamW, which rounds the last
+`numel % 16` elements of a call differently: with every cut at a multiple of 16, any partition gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a whole parameter lies in the flat buffer, in elements."""
+
+    fqn: str
+    position: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRange:
+    """The part of a parameter that lies in one rank's chunk, in elements."""
+
+    slot: int  # index into FlatLayout.slots
+    fqn: str
+    offset: int  # into the flattened parameter
+    numel: int
+    position: int  # into the chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatLayout:
+    slots: tuple[Slot, ...]
+    chunk: int  # elements that a rank owns
+    world_size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat buffer, padding included."""
+        return self.chunk * self.world_size
+
+    def chunk_range(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of a rank's chunk in the flat buffer."""
+        return rank * self.chunk, (rank + 1) * self.chunk
+
+    def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
+        """The parameter ranges in a rank's chunk, by position."""
+        start, stop = self.chunk_range(rank)
+        shards = []
+        for index, slot in enumerate(self.slots):
+            first = max(slot.position, start)
+            last = min(slot.position + slot.numel, stop)
+            if first < last:
+                shards.append(
+                    ShardRange(
+                        slot=index,
+                        fqn=slot.fqn,
+                        offset=first - slot.position,
+                        numel=last - first,
+                        position=first - start,
+                    )
+                )
+        return tuple(shards)
+
+
+def flat_layout(sizes: Sequence[tuple[str, int]], world_size: int) -> FlatLayout:
+    """Lays parameters, given as (FQN, elements), one after the other; see [Note: flat groups]."""
+    slots = []
+    position = 0
+    for fqn, numel in sizes:
+        slots.append(Slot(fqn=fqn, position=position, numel=numel))
+        position += round_up(numel, ALIGNMENT)
+    chunk = round_up(position, ALIGNMENT * world_size) // world_size
+    return FlatLayout(slots=tuple(slots), chunk=chunk, world_size=world_size)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

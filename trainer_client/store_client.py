@@ -1,0 +1,198 @@
+"""The store as this rank sees it: typed calls, leases as tensors, and the session behind them.
+
+Owns the channel, the session and the choice of the data plane. Must never block where asynchrony was asked for, nor
+swallow a failure: what fails behind the caller's back is raised by the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from trainer_client.arena import Arena
+from trainer_client.channel import (
+    COMMIT_DEADLINE_SECONDS,
+    CONTROL_DEADLINE_SECONDS,
+    LEASE_DEADLINE_SECONDS,
+    Pending,
+    open_channel,
+    translate,
+)
+from trainer_client.errors import StoreError
+from trainer_client.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
+from trainer_client.session import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slab:
+    """One kind of one shard group."""
+
+    group: str
+    kind: pb.Kind
+
+    def to_proto(self) -> pb.SlabName:
+        return pb.SlabName(group=self.group, kind=self.kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupUpdate:
+    """One group's hand-over of gradients; see ApplyGradientsRequest in the wire contract."""
+
+    group: str
+    gradient: LeasedBytes
+    scale: float
+    hyper_parameters_of_shard: Sequence[int]
+
+
+class StoreClient:
+    """Args:
+    address: `unix:/path` or `host:port`.
+    client: who we are, for people.
+    prefer_streams: leave the arena alone even where it can be mapped.
+
+    Raises:
+        StoreError: the daemon cannot be reached.
+    """
+
+    def __init__(self, address: str, client: str, *, prefer_streams: bool = False) -> None:
+        self._failure: StoreError | None = None
+        self._channel = open_channel(address)
+        try:
+            self._stub = pb_grpc.ParameterStoreStub(self._channel)
+            self._session = Session(self._stub, client)
+        except BaseException:
+            self._channel.close()
+            raise
+        self.session_id = self._session.welcome.session_id
+        self.epoch = self._session.welcome.epoch
+        self.arena_bytes = self._session.welcome.arena.size_bytes
+        arena = None if prefer_streams else Arena.map(self._session.welcome.arena)
+        self.plane: Plane = ArenaPlane(arena) if arena else StreamPlane(self._stub, self.session_id)
+
+    def close(self) -> None:
+        """Ends the session, and with it all leases; idempotent."""
+        self._session.close()
+        self._channel.close()
+
+    def open_job(self, request: pb.OpenJobRequest) -> Sequence[pb.CommittedStep]:
+        """Attaches this rank to its job; the committed steps, oldest first."""
+        request.session_id = self.session_id
+        response: pb.OpenJobResponse = self._call(self._stub.OpenJob, request)
+        return response.committed
+
+    def register_shards(self, groups: Iterable[pb.ShardGroup]) -> None:
+        request = pb.RegisterShardsRequest(session_id=self.session_id, groups=groups)
+        self._call(self._stub.RegisterShards, request)
+
+    def roll_back(self, step: int) -> None:
+        self._call(self._stub.RollBack, pb.RollBackRequest(session_id=self.session_id, step=step))
+
+    def prefetch(self, wants: Iterable[tuple[Slab, int]]) -> None:
+        """Replaces the prefetch window by slabs with their positions. Does not wait."""
+        request = pb.PrefetchRequest(
+            session_id=self.session_id,
+            wants=[pb.PrefetchRequest.Want(slab=slab.to_proto(), position=position) for slab, position in wants],
+        )
+        self._send(self._stub.Prefetch, request)
+
+    def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
+        """Read leases on the newest versions, all or none, in the order of the slabs."""
+        wants = [
+            pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position)
+            for slab in slabs
+        ]
+
+        def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
+            return [self.plane.open_read(lease) for lease in response.leases]
+
+        return Pending(self._acquire(wants), finish)
+
+    def acquire_write(self, slabs: Iterable[Slab], step: int) -> Pending[list[LeasedBytes]]:
+        """Write leases, all or none, in the order of the slabs; the bytes will belong to `step`."""
+        wants = [
+            pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs
+        ]
+
+        def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
+            return [self.plane.open_write(lease) for lease in response.leases]
+
+        return Pending(self._acquire(wants), finish)
+
+    def release(self, leases: Iterable[LeasedBytes], next_use: int | None = None) -> Pending[None]:
+        """Returns leases, and with them the right to look at their bytes. Does not wait, and need not be waited for."""
+        releases = [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, next_use=next_use) for leased in leases]
+        request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
+        return self._send(self._stub.ReleaseLeases, request)
+
+    def publish(self, leases: Sequence[LeasedBytes]) -> None:
+        """Returns write leases and stages their bytes as the version of their step."""
+        for leased in leases:
+            self.plane.flush(leased)
+        releases = [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, publish=True) for leased in leases]
+        request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
+        self._call(self._stub.ReleaseLeases, request)
+
+    def apply_gradients(self, step: int, hyper_parameters: Sequence[pb.AdamW], updates: Sequence[GroupUpdate]) -> None:
+        """Hands gradients over, in this order; returns when the store has accepted them. Consumes their leases."""
+        for update in updates:
+            self.plane.flush(update.gradient)
+        request = pb.ApplyGradientsRequest(
+            session_id=self.session_id,
+            step=step,
+            hyper_parameters=[pb.ApplyGradientsRequest.HyperParameters(adamw=adamw) for adamw in hyper_parameters],
+            updates=[
+                pb.ApplyGradientsRequest.GroupUpdate(
+                    group=update.group,
+                    grad_lease_id=update.gradient.lease_id,
+                    grad_scale=update.scale,
+                    hyper_parameters_of_shard=update.hyper_parameters_of_shard,
+                )
+                for update in updates
+            ],
+        )
+        self._call(self._stub.ApplyGradients, request)
+
+    def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[bool]:
+        """This rank's vote for a step; the result says whether the commit is durable."""
+        self._check()
+        request = pb.CommitStepRequest(
+            session_id=self.session_id, step=step, client_state=client_state, settled_step=settled_step
+        )
+        future = self._stub.CommitStep.future(request, timeout=COMMIT_DEADLINE_SECONDS)
+        return Pending(future, lambda response: bool(response.durable))
+
+    def _acquire(self, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Any:
+        self._check()
+        request = pb.AcquireLeasesRequest(session_id=self.session_id, wants=wants)
+        return self._stub.AcquireLeases.future(request, timeout=LEASE_DEADLINE_SECONDS)
+
+    def _call(self, method: Any, request: Any) -> Any:
+        self._check()
+        try:
+            return method(request, timeout=CONTROL_DEADLINE_SECONDS)
+        except grpc.RpcError as error:
+            raise translate(error) from error
+
+    def _send(self, method: Any, request: Any) -> Pending[None]:
+        """Starts a call that need not be waited for: its failure is also raised by the next call."""
+        self._check()
+        future = method.future(request, timeout=CONTROL_DEADLINE_SECONDS)
+        future.add_done_callback(self._note_failure)
+        return Pending(future, lambda _: None)
+
+    def _note_failure(self, future: Any) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if isinstance(error, grpc.RpcError):
+            self._failure = translate(error)
+
+    def _check(self) -> None:
+        self._session.check()
+        if self._failure is not None:
+            raise self._failure
