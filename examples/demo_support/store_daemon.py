@@ -1,0 +1,134 @@
+"""The store daemon as a child process, and the admin tool beside it.
+
+Owns the process: it ends with the context, and also if this process is killed, for it watches the pipe behind its
+stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from demo_support.errors import DemoError, log_tail
+
+SERVICE = "paramserver.v1.ParameterStore"
+START_SECONDS = 60.0
+STOP_SECONDS = 30.0
+POLL_SECONDS = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class DaemonMemory:
+    """Peaks over the readings, in bytes. `overhead` is what is resident without the shared memory of the host tier."""
+
+    resident: int = 0
+    overhead: int = 0
+
+    def read(self, pid: int) -> None:
+        fields: dict[str, int] = {}
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if value.endswith(" kB"):
+                fields[name] = int(value.split()[0]) * 1024
+        # A process that is just ending has no such fields any more.
+        self.resident = max(self.resident, fields.get("VmRSS", 0))
+        self.overhead = max(self.overhead, fields.get("RssAnon", 0) + fields.get("RssFile", 0))
+
+
+class StoreDaemon:
+    """`paramserver serve` on a UNIX socket; use as a context."""
+
+    def __init__(self, *, state_dir: Path, log_path: Path, host_budget: str, nvme_budget: str) -> None:
+        self.memory = DaemonMemory()
+        self._log_path = log_path
+        # Not under state_dir: a socket's path must be short, and nobody knows how deep this checkout lies.
+        self._socket_dir = tempfile.TemporaryDirectory(prefix="paramserver-")
+        socket = Path(self._socket_dir.name) / "paramserver.sock"
+        self.address = f"unix:{socket}"
+        self._command = [
+            *(sys.executable, "-m", "paramserver", "serve", "--exit-with-stdin"),
+            *("--state-dir", str(state_dir), "--socket", str(socket)),
+            *("--host-budget", host_budget, "--nvme-budget", nvme_budget),
+        ]
+
+    def __enter__(self) -> Self:
+        with self._log_path.open("wb") as log_file:
+            # Its own session: Ctrl-C in the terminal is for the demo, which then stops the daemon.
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, start_new_session=True
+            )
+        try:
+            self._wait_until_serving()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def check(self) -> None:
+        """Reads the memory use. Raises DemoError if the daemon has stopped."""
+        if (code := self._process.poll()) is not None:
+            raise DemoError(
+                f"the store daemon stopped with exit code {code}; its log ends:\n{log_tail(self._log_path)}"
+            )
+        self.memory.read(self._process.pid)
+
+    def _wait_until_serving(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
+        with grpc.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while time.monotonic() < deadline:
+                self.check()
+                with suppress(grpc.RpcError):
+                    answer = stub.Check(request, timeout=1.0, wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                time.sleep(POLL_SECONDS)
+        raise DemoError(
+            f"the store daemon does not serve after {START_SECONDS:g} s; its log ends:\n{log_tail(self._log_path)}"
+        )
+
+    def _stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        for signal_it in (self._process.terminate, self._process.kill):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+                break
+            signal_it()
+        self._process.wait()
+        self._socket_dir.cleanup()
+
+    # The admin tool
+
+    def show(self, verb: str) -> None:
+        """Runs `paramserver-admin VERB` as a person would, its output going to the terminal."""
+        print(f"$ paramserver-admin {verb} --address {self.address}", flush=True)
+        subprocess.run(self._admin_command(verb), check=True)
+
+    def query(self, verb: str) -> Any:
+        """What `paramserver-admin VERB --json` prints."""
+        result = subprocess.run([*self._admin_command(verb), "--json"], check=False, capture_output=True, text=True)
+        if result.returncode != 0:
+            raise DemoError(f"paramserver-admin {verb} --json failed: {result.stderr.strip()}")
+        return json.loads(result.stdout)
+
+    def _admin_command(self, verb: str) -> list[str]:
+        # The script that pip installed beside this interpreter.
+        return [str(Path(sys.executable).with_name("paramserver-admin")), verb, "--address", self.address]

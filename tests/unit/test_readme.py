@@ -1,0 +1,96 @@
+"""The README tells the truth: its example runs and resumes, its tables list the keys and commands that there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from paramserver.admin import cli as admin_cli
+from paramserver.config import DaemonConfig
+from trainer_client.config import TrainingConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def section(heading: str) -> str:
+    """The text under a heading, up to the next one of its level or above."""
+    level = len(heading) - len(heading.lstrip("#"))
+    after = README.split(f"\n{heading}\n", maxsplit=1)[1]
+    return re.split(rf"^#{{1,{level}}} ", after, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def keys_of_table(text: str) -> list[str]:
+    """The first column, where it is code."""
+    return re.findall(r"^\| `([\w.]+)` \|", text, flags=re.MULTILINE)
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all keys of a config that are not sections."""
+    for name, field in model.model_fields.items():
+        candidates = (field.annotation, *get_args(field.annotation))
+        inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if inner:
+            yield from leaves(inner[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def run_example(directory: Path) -> tuple[int, int, float]:
+    """Runs the README's training loop in `directory`; (resumed step, steps, last loss), from a line added to it."""
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    script = directory / "example.py"
+    report = 'print(engine.resumed_step, engine.global_steps, float(globals().get("loss", "nan")))'
+    script.write_text(f"{example}{report}\n")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "PARAMSERVER_ADDRESS")}
+    result = subprocess.run(
+        [sys.executable, script.name],
+        cwd=directory,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    resumed, steps, loss = result.stdout.split()
+    return int(resumed), int(steps), float(loss)
+
+
+@pytest.mark.timeout(120)
+def test_the_example_trains_and_its_second_run_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+    resumed, steps, loss = run_example(tmp_path)
+
+    assert (resumed, steps) == (0, 50)
+    assert loss < 1 / 64, "what it would have without looking at the inputs"
+    assert run_example(tmp_path)[:2] == (50, 50)
+
+
+def test_the_config_table_lists_the_keys_that_are_honoured() -> None:
+    assert sorted(keys_of_table(section("## Training config").split("\n### ")[0])) == sorted(leaves(TrainingConfig))
+
+
+def test_the_daemon_table_lists_the_keys_of_its_config() -> None:
+    assert sorted(keys_of_table(section("## The daemon"))) == sorted(DaemonConfig.model_fields)
+
+
+@pytest.mark.parametrize("verb", ["tiers", "jobs", "shards", "delete-job"])
+def test_the_admin_commands_exist(verb: str) -> None:
+    assert f"paramserver-admin {verb}" in section("## The daemon")
+    assert CliRunner().invoke(admin_cli.app, [verb, "--help"]).exit_code == 0
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+
+    assert targets
+    assert [target for target in targets if not (ROOT / target).exists()] == []
