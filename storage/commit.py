@@ -1,0 +1,246 @@
+"""Making steps committed and durable, and going back to them.
+
+The order is what keeps the promise: data is synced before the catalog names it, and extents become free only after the
+catalog no longer names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from storage.catalog import Catalog, CommitRecord
+from storage.errors import DataLossError, NotFoundError
+from storage.placement import Residents
+from storage.shard import SlabKey
+from storage.slab import Slab
+from storage.tiers.extents import Extent
+from storage.tiers.host import HostTier
+from storage.tiers.nvme import NvmeRegion, NvmeTier
+from storage.versions import Job, unneeded_versions
+
+log = logging.getLogger(__name__)
+
+InCatalogThread = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+class Committer:
+    """Moves jobs from one committed step to another."""
+
+    def __init__(
+        self, host: HostTier, nvme: NvmeTier, residents: Residents, catalog: Catalog, in_catalog_thread: InCatalogThread
+    ) -> None:
+        self._host = host
+        self._nvme = nvme
+        self._residents = residents
+        self._catalog = catalog
+        self._in_catalog_thread = in_catalog_thread
+
+    async def commit(self, job: Job, record: CommitRecord, settled: int) -> bool:
+        """Commits a step whose updates are done; returns whether it is durable when this returns.
+
+        With durability `step` it is. With `snapshot:N` every N-th step becomes durable in the background; the last
+        snapshot must be over (see `finish_snapshot`).
+        """
+        job.settled = max(job.settled, settled)
+        if job.spec.durability.every_steps == 1:
+            await self._make_durable(job, record)
+        else:
+            if job.spec.durability.covers(record.step):
+                self._begin_snapshot(job, record)
+            job.retained[record.step] = record
+        self._prune(job)
+        return record.step in job.durable
+
+    def check_retained(self, job: Job, step: int) -> None:
+        """Raises NotFoundError for a step that cannot be gone back to."""
+        if step not in job.retained:
+            held = ", ".join(map(str, sorted(job.retained))) or "none"
+            raise NotFoundError(f"job {job.spec.name!r} does not hold step {step}; it holds: {held}")
+
+    async def roll_back(self, job: Job, step: int) -> None:
+        """See Engine.roll_back; nothing is pending here."""
+        # First: a snapshot that becomes durable lets go of older steps.
+        if job.snapshot is not None:
+            await asyncio.wait([job.snapshot])
+        self.check_retained(job, step)
+        for slab in job.slabs() if step not in job.durable else ():
+            if _is_lost(slab, step):
+                durable = ", ".join(map(str, sorted(job.durable))) or "none"
+                raise DataLossError(
+                    f"job {job.spec.name!r} cannot go back to step {step}: the bytes of {slab.key} were kept in host "
+                    f"memory only and have been overwritten; durable steps: {durable}"
+                )
+        newer = {s for s in job.retained if s > step}
+        if not newer:
+            return
+        if newer & job.durable:
+            kept = sorted(job.durable - newer)
+            await self._in_catalog_thread(lambda: self._forget(job.spec.name, kept))
+            job.durable -= newer
+            if not job.durable:
+                for slab in job.slabs():
+                    slab.recorded.clear()
+        for s in newer:
+            del job.retained[s]
+        job.settled = min(job.settled, step)
+        self._restore(job, step)
+
+    def discard_pending(self, job: Job) -> None:
+        """Forgets what an abandoned step wrote.
+
+        Where it overwrote the only bytes of the last committed step, the job goes back to its last durable one, if any.
+        """
+        newest = job.newest
+        if newest is not None and job.durable and any(_is_lost(slab, newest) for slab in job.slabs()):
+            job.retained = {step: record for step, record in job.retained.items() if step in job.durable}
+            log.warning(
+                "job %s goes back from step %d to step %d: an unfinished step has overwritten bytes that were kept in "
+                "host memory only",
+                *(job.spec.name, newest, job.newest),
+            )
+        self._restore(job, job.newest)
+
+    def _restore(self, job: Job, step: int | None) -> None:
+        """Makes the versions that `step` sees the newest ones; None: there are none."""
+        for slab in job.slabs():
+            if slab.latest is None or (step is not None and slab.latest <= step):
+                continue
+            if step is None:
+                slab.latest = None
+            elif slab.backed or step in job.durable:
+                slab.latest = slab.version_at(step)
+            else:
+                # Gone: whoever asks for them is told so.
+                slab.latest = step
+            if slab.copy is not None and slab.copy.at_home:
+                slab.copy.step = None
+            else:
+                self._residents.detach(slab)
+        self._free_unneeded(job)
+
+    async def _make_durable(self, job: Job, record: CommitRecord) -> None:
+        written = _unrecorded(job, record.step)
+        extents = {slab.key: (version, region.extents) for slab, (version, region) in written.items()}
+        kept = _durable_after(job, record.step)
+        await self._nvme.sync()
+        await self._in_catalog_thread(lambda: self._record(job, record, extents, sorted(kept)))
+        for slab, (version, _) in written.items():
+            slab.recorded.add(version)
+        job.durable = kept
+        job.retained[record.step] = record
+        job.retained = dict(sorted(job.retained.items()))
+
+    async def finish_snapshot(self, job: Job, step: int) -> None:
+        """Waits for the last snapshot where the commit of `step` will begin another. Raises its failure, once: the next
+        one may find room again."""
+        if job.snapshot is not None and job.spec.durability.covers(step):
+            await asyncio.wait([job.snapshot])
+            last, job.snapshot = job.snapshot, None
+            last.result()
+
+    def _begin_snapshot(self, job: Job, record: CommitRecord) -> None:
+        alone = [slab for slab in job.slabs() if slab.latest is not None and slab.latest not in slab.versions]
+        # Set before anything else runs: an update that begins later must find it, and wait for the slab to be written.
+        for slab in alone:
+            slab.snapshot = asyncio.Event()
+        job.snapshot_step = record.step
+        job.snapshot = asyncio.ensure_future(self._snapshot(job, record, alone))
+        # Whoever waits for it next raises its failure; until then asyncio must not call it unhandled.
+        job.snapshot.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _snapshot(self, job: Job, record: CommitRecord, alone: list[Slab]) -> None:
+        """Writes what is in host memory only, then records the step."""
+        try:
+            for slab in alone:
+                await self._write_copy(slab)
+            await self._make_durable(job, record)
+            log.info("snapshot of job %s, step %d, is durable", job.spec.name, record.step)
+        except Exception:
+            log.exception("snapshot of job %s, step %d, failed", job.spec.name, record.step)
+            raise
+        finally:
+            for slab in alone:
+                _release_snapshot(slab)
+            job.snapshot_step = None
+            self._prune(job)
+
+    async def _write_copy(self, slab: Slab) -> None:
+        """Puts the newest bytes, which are in host memory, on NVMe too."""
+        copy = slab.current_copy
+        if copy is None or slab.latest is None:
+            raise DataLossError(f"{slab.key}: the copy in host memory was lost before its snapshot was written")
+        region = await self._nvme.allocate(slab.nbytes)
+        self._residents.pin(copy)
+        try:
+            await self._nvme.write_from(region, 0, self._host.view(copy.region))
+        except BaseException:
+            self._nvme.free(region)
+            raise
+        finally:
+            self._residents.unpin(slab, copy, copy.next_use)
+        slab.versions[slab.latest] = region
+        _release_snapshot(slab)
+
+    def _record(
+        self,
+        job: Job,
+        record: CommitRecord,
+        written: Mapping[SlabKey, tuple[int, tuple[Extent, ...]]],
+        kept: list[int],
+    ) -> None:
+        with self._catalog.transaction():
+            if not job.durable:
+                self._catalog.create_job(job.spec, [group.spec for group in job.groups.values()], job.created_at)
+            self._catalog.add_commit(job.spec.name, record, written)
+            self._catalog.retain(job.spec.name, kept)
+
+    def _forget(self, job: str, kept: list[int]) -> None:
+        with self._catalog.transaction():
+            self._catalog.retain(job, kept)
+
+    def _prune(self, job: Job) -> None:
+        """Drops the steps that nobody can want any more. Durable ones were chosen when the catalog was written."""
+        newest = job.newest
+        for step in list(job.retained):
+            if step < job.settled and step != newest and step not in job.durable:
+                del job.retained[step]
+        self._free_unneeded(job)
+
+    def _free_unneeded(self, job: Job) -> None:
+        steps = {*job.retained} if job.snapshot_step is None else {*job.retained, job.snapshot_step}
+        for slab in job.slabs():
+            for version in unneeded_versions(slab, steps):
+                self._nvme.free(slab.versions.pop(version))
+                slab.recorded.discard(version)
+
+
+def _is_lost(slab: Slab, step: int) -> bool:
+    """Whether the slab's bytes of `step`, a step that is not durable, were in host memory only and are gone."""
+    if slab.backed or slab.latest is None:
+        return False
+    return slab.latest > step or (slab.current_copy is None and slab.latest not in slab.versions)
+
+
+def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, NvmeRegion]]:
+    """What `step` sees and the catalog does not know yet."""
+    found: dict[Slab, tuple[int, NvmeRegion]] = {}
+    for slab in job.slabs():
+        version = slab.version_at(step)
+        if version is not None and version not in slab.recorded:
+            found[slab] = (version, slab.versions[version])
+    return found
+
+
+def _durable_after(job: Job, step: int) -> set[int]:
+    """The durable steps to keep with `step` added: from the newest one on that all ranks are known to have."""
+    steps = {*job.durable, step}
+    base = max((s for s in steps if s <= job.settled), default=None)
+    return {s for s in steps if base is None or s >= base}
+
+
+def _release_snapshot(slab: Slab) -> None:
+    if slab.snapshot is not None:
+        slab.snapshot.set()
+        slab.snapshot = None

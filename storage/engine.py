@@ -1,0 +1,427 @@
+"""The face of the storage engine: jobs, reads, writes, updates, commit and roll-back over the tiers.
+
+Owns the state directory: the lock, the catalog and the data file. All methods are called on one event loop. Reads wait
+for the update of what they read; nothing that is committed is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from storage import syscalls
+from storage.catalog import Catalog, CommitRecord
+from storage.commit import Committer
+from storage.errors import ConflictError, StepAbortedError
+from storage.placement import Residents
+from storage.prefetch import PrefetchQueue
+from storage.reader import RangeReader
+from storage.registry import Registry
+from storage.shard import GroupSpec, JobSpec, Kind
+from storage.slab import NEVER, Group, HostCopy, Slab
+from storage.tiers.arena import Arena, ArenaRange
+from storage.tiers.host import HostTier
+from storage.tiers.nvme import NvmeTier
+from storage.transform import Kernel, TilePool, Transformer
+from storage.versions import Job, PendingStep
+
+log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Where the engine keeps its files, and how much of everything it may use."""
+
+    state_dir: Path
+    host_budget_bytes: int
+    nvme_budget_bytes: int
+    io_read_threads: int = 4
+    io_write_threads: int = 2
+    optimizer_threads: int = 1
+    # Bytes of prefetches under way at once.
+    prefetch_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """A slab's bytes in the arena, held until `Engine.unpin`."""
+
+    slab: Slab
+    copy: HostCopy
+    writing: bool = False
+
+    @property
+    def region(self) -> ArenaRange:
+        """Where the bytes are."""
+        return self.copy.region
+
+
+class Engine:
+    """An open state directory."""
+
+    def __init__(self, config: EngineConfig, lock_fd: int, catalog: Catalog, host: HostTier, nvme: NvmeTier) -> None:
+        """For `open` only."""
+        self.config = config
+        self.host = host
+        self.nvme = nvme
+        self.residents = Residents(host)
+        self.queue = PrefetchQueue(host, nvme, self.residents, config.prefetch_bytes)
+        self._lock_fd = lock_fd
+        self._catalog = catalog
+        self._catalog_thread = ThreadPoolExecutor(1, "catalog")
+        tiles = TilePool(host)
+        self.reader = RangeReader(host, nvme, tiles)
+        self._registry = Registry(host, nvme, self.residents, tiles.nbytes)
+        self._compute = ThreadPoolExecutor(config.optimizer_threads, "optimizer", initializer=_one_torch_thread)
+        self._transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
+        self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
+        self._gradients: dict[ArenaRange, str] = {}
+
+    @classmethod
+    async def open(cls, config: EngineConfig) -> Engine:
+        """Opens a state directory, creating it if it is not there, and finds every committed step of every job.
+
+        Raises:
+            DeviceError: the directory cannot be made or used.
+            ConflictError: another daemon has it, or its format is unknown.
+            BudgetExceededError: a budget is smaller than what it must hold.
+            DiskFullError: the machine has not that much shared memory, or the disk is full.
+            DataLossError: the files are damaged.
+        """
+        syscalls.make_directory(config.state_dir)
+        async with AsyncExitStack() as undo:
+            lock_fd = syscalls.lock_file(config.state_dir / "lock")
+            undo.callback(os.close, lock_fd)
+            catalog = Catalog(config.state_dir / "catalog.sqlite")
+            undo.callback(catalog.close)
+            stored = catalog.load()
+            used = [
+                e for job in stored for steps in job.versions.values() for extents in steps.values() for e in extents
+            ]
+            nvme = NvmeTier(
+                config.state_dir / "data.0",
+                config.nvme_budget_bytes,
+                used,
+                read_threads=config.io_read_threads,
+                write_threads=config.io_write_threads,
+            )
+            undo.push_async_callback(nvme.close)
+            syscalls.sync_directory(config.state_dir)
+            host = HostTier(config.host_budget_bytes)
+            undo.push_async_callback(host.close)
+            engine = cls(config, lock_fd, catalog, host, nvme)
+            undo.pop_all()
+        engine._registry.restore(stored)
+        return engine
+
+    async def close(self) -> None:
+        """Finishes what must be finished, abandons the pending steps, and lets go of everything."""
+        for job in self.jobs.values():
+            await self._quiesce(job)
+        await self.queue.close()
+        await self.nvme.close()
+        self._compute.shutdown()
+        self._catalog_thread.shutdown()
+        self._catalog.close()
+        await self.host.close()
+        os.close(self._lock_fd)
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that clients map."""
+        return self.host.arena
+
+    # --- jobs
+
+    @property
+    def jobs(self) -> Mapping[str, Job]:
+        """All jobs, by name."""
+        return self._registry.jobs
+
+    def job(self, name: str) -> Job:
+        """Raises NotFoundError for a job that is not here."""
+        return self._registry.job(name)
+
+    async def open_job(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
+        """The job, created in memory if it has no committed step. Abandons the step that an earlier run left behind.
+
+        Raises:
+            AlreadyExistsError: it has committed steps and `may_exist` is false.
+            NotFoundError: it has none and `must_exist` is true.
+            ConflictError: it was stored with another layout, world size or durability.
+        """
+        known = self._registry.find(spec, may_exist=may_exist, must_exist=must_exist)
+        if known is not None:
+            await self._quiesce(known)
+        return self._registry.attach(spec)
+
+    async def delete_job(self, name: str) -> None:
+        """Forgets a job and frees all that it has."""
+        job = self.job(name)
+        await self._quiesce(job)
+        if job.durable:
+            await self._in_catalog_thread(lambda: self._catalog.delete_job(name))
+        self._registry.discard(job)
+
+    async def register(self, job: Job, specs: Sequence[GroupSpec]) -> None:
+        """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.
+
+        Raises:
+            InvalidRequestError: a group is malformed.
+            ConflictError: the job has other groups, or a placement changed that cannot be changed.
+            BudgetExceededError: a budget is too small; nothing new is registered then.
+        """
+        moved = await self._registry.register(job, specs)
+        if moved and job.durable:
+            await self._in_catalog_thread(lambda: self._catalog.set_placements(moved))
+
+    async def detach(self, job: Job) -> None:
+        """To be called when no client uses the job any more: its unfinished step is abandoned, and host memory that
+        holds nothing unique is given back."""
+        await self.abandon_pending(job)
+        self._registry.detach(job)
+
+    async def _quiesce(self, job: Job) -> None:
+        await self.abandon_pending(job)
+        if job.snapshot is not None:
+            await asyncio.wait([job.snapshot])
+
+    # --- reads and writes
+
+    async def fetch(self, job: Job, group: str, kind: Kind, position: float = NEVER) -> Pin:
+        """Pins the newest bytes of a slab in the arena; waits for the update that writes them.
+
+        Raises:
+            StepAbortedError: that update failed or was abandoned.
+        """
+        slab = job.slab(group, kind)
+        update = job.pending.updates.get(group) if job.pending else None
+        if update is not None:
+            await asyncio.wait([update])
+            if update.cancelled() or update.exception() is not None:
+                raise StepAbortedError(
+                    f"the update of group {group!r} did not finish; resume from the last committed step"
+                )
+        return Pin(slab, await self.queue.fetch(slab, position))
+
+    def prefetch(self, owner: str, job: Job, wants: Iterable[tuple[str, Kind, float]]) -> None:
+        """Replaces the prefetch window of `owner`: (group, kind, trace position) of what it will need soon.
+
+        What an update under way is about to replace is left out: its old bytes are of no use.
+
+        Raises:
+            NotFoundError: for a slab that the job does not have.
+        """
+        slabs = [(job.slab(group, kind), position) for group, kind, position in wants]
+        updating = job.pending.updates if job.pending else {}
+        self.queue.replace_window(
+            owner, [(s, p) for s, p in slabs if s.key.group not in updating or updating[s.key.group].done()]
+        )
+
+    def end_prefetch(self, owner: str) -> None:
+        """Drops the prefetch window of `owner`."""
+        self.queue.replace_window(owner, [])
+
+    def unpin(self, pin: Pin, next_use: float = NEVER) -> None:
+        """Gives a pin back; `next_use` is the trace position at which the slab is needed again."""
+        self.residents.unpin(pin.slab, pin.copy, next_use)
+
+    async def stage(self, job: Job, group: str, kind: Kind) -> Pin:
+        """Room in the arena for the initial bytes of a slab, to be filled, then published or unpinned.
+
+        Raises:
+            ConflictError: the job has committed steps; its bytes change through updates only.
+        """
+        slab = job.slab(group, kind)
+        job.open_pending(0).check_open()
+        if slab.copy is None:
+            region = await self.host.allocate(slab.nbytes)
+            if slab.copy is not None:
+                self.host.free(region)
+                raise ConflictError(f"{slab.key} is being written by another lease")
+            slab.copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
+        elif slab.copy.pins:
+            raise ConflictError(f"{slab.key} is being written by another lease")
+        # What was published before is about to be overwritten here, and stays valid only where it is on NVMe too.
+        slab.copy.step = None
+        if not slab.backed:
+            slab.latest = None
+        self.residents.pin(slab.copy)
+        return Pin(slab, slab.copy, writing=True)
+
+    async def publish(self, pin: Pin) -> None:
+        """Makes staged bytes the slab's version 0, to be committed, and unpins them.
+
+        Raises:
+            ConflictError: step 0 is committed already, or being committed.
+        """
+        slab, job = pin.slab, self.job(pin.slab.key.job)
+        try:
+            with ExitStack() as undo:
+                if slab.backed:
+                    region = await self.nvme.allocate(slab.nbytes)
+                    undo.callback(self.nvme.free, region)
+                    await self.nvme.write_from(region, 0, self.host.view(pin.region))
+                # Not before: a commit may have come while the bytes were written.
+                job.open_pending(0).check_open()
+                undo.pop_all()
+            if slab.backed:
+                if old := slab.versions.pop(0, None):
+                    self.nvme.free(old)
+                slab.versions[0] = region
+            slab.latest = 0
+            pin.copy.step = 0
+        finally:
+            self.residents.unpin(slab, pin.copy)
+
+    async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
+        """Room for the gradient of a group, until it is consumed by `update` or freed."""
+        spec = job.group(group).spec
+        if Kind.GRAD not in spec.slab_of_kind:
+            raise ConflictError(
+                f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
+            )
+        region = await self.host.allocate(spec.slab_bytes(Kind.GRAD), from_top=True)
+        self._gradients[region] = job.spec.name
+        return region
+
+    def free_gradient(self, region: ArenaRange) -> None:
+        """Gives the room of a gradient back."""
+        del self._gradients[region]
+        self.host.free(region)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients in the arena."""
+        return sum(region.nbytes for region in self._gradients)
+
+    # --- steps
+
+    def check_update(self, job: Job, step: int, group: str) -> None:
+        """Raises ConflictError unless `update` would take this group in this step now."""
+        pending = job.open_pending(step)
+        pending.check_open()
+        if group in pending.updates:
+            raise ConflictError(f"group {group!r} was updated in step {step} already")
+        if Kind.GRAD not in job.group(group).spec.slab_of_kind:
+            raise ConflictError(f"group {group!r} is frozen: it was registered without a gradient")
+
+    def update(self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel) -> None:
+        """Schedules the update of a group to version `step`; consumes the gradient. `commit` reports its failure.
+
+        An update of slabs that are in host memory only begins when `commit` is called: until then its step can still be
+        abandoned, and their old bytes are nowhere else.
+
+        Raises:
+            ConflictError: see `check_update`.
+        """
+        self.check_update(job, step, group)
+        update = asyncio.ensure_future(self._update(job, job.group(group), step, gradient, kernel))
+        # Not at the end of the coroutine: one that is cancelled before its first step never gets there. `commit` raises
+        # the first failure; asyncio must not call the others unhandled.
+        update.add_done_callback(lambda done: done.cancelled() or done.exception())
+        update.add_done_callback(lambda _: self.free_gradient(gradient))
+        job.open_pending(step).updates[group] = update
+
+    async def _update(self, job: Job, group: Group, step: int, gradient: ArenaRange, kernel: Kernel) -> None:
+        pending = job.pending
+        assert pending is not None
+        if not all(slab.backed for slab in group.slabs):
+            # The old bytes are in one place only: touch them when nothing can stop the step any more.
+            await pending.sealed.wait()
+        dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
+        low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
+        reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
+        await self._transformer.run(
+            group,
+            step,
+            reads=reads,
+            gradient=self.host.tensor(gradient, dtype, group.spec.numel),
+            kernel=kernel,
+        )
+
+    async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
+        """Waits for the step's updates and makes it the newest committed one; returns whether it is durable already.
+
+        From here on the step is finished whoever dies. `settled` is the newest step that all ranks everywhere have.
+
+        Raises:
+            ConflictError: the step is not the next one, or initial values are missing.
+            StorageError: the last snapshot failed, which this commit, tried again, leaves behind; or an update failed:
+                `roll_back` is then the only way on.
+        """
+        pending = job.open_pending(step)
+        pending.check_open()
+        pending.at_rest.clear()
+        try:
+            # Before the seal: when this raises, nothing has been overwritten, and the commit can be tried again.
+            await self._committer.finish_snapshot(job, step)
+            pending.sealed.set()
+            await self._finish_updates(job, pending)
+            record = CommitRecord(step=step, committed_at=time.time(), client_states=dict(client_states))
+            durable = await self._committer.commit(job, record, settled)
+            job.pending = None
+            return durable
+        finally:
+            pending.at_rest.set()
+
+    async def _finish_updates(self, job: Job, pending: PendingStep) -> None:
+        """Returns when the step has all its bytes; raises what prevents that."""
+        step = pending.step
+        if pending.updates:
+            await asyncio.wait(pending.updates.values())
+            for update in pending.updates.values():
+                if update.cancelled():
+                    raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
+                if error := update.exception():
+                    raise error
+        for slab in job.slabs() if step == 0 else ():
+            if slab.key.kind in (Kind.PARAM, Kind.MASTER) and slab.latest is None:
+                raise ConflictError(f"{slab.key} has no initial values; publish them before step 0 is committed")
+
+    async def roll_back(self, job: Job, step: int) -> None:
+        """Makes a committed step the newest one again, and abandons the pending step.
+
+        Raises:
+            NotFoundError: the step is not retained.
+            DataLossError: some of its bytes were kept in host memory only, and are gone.
+        """
+        self._committer.check_retained(job, step)
+        await self.abandon_pending(job)
+        await self._committer.roll_back(job, step)
+
+    async def abandon_pending(self, job: Job) -> None:
+        """Stops the updates of an unfinished step and discards what they wrote. A commit under way is waited for."""
+        pending = job.pending
+        if pending is None:
+            return
+        if not pending.sealed.is_set() and not pending.abandoned:
+            # Once only: a second cancellation would break into the undoing that the first one began.
+            for update in pending.updates.values():
+                update.cancel()
+        await pending.at_rest.wait()
+        pending.abandoned = True
+        if pending.updates:
+            await asyncio.wait(pending.updates.values())
+        if job.pending is pending:
+            job.pending = None
+            self._committer.discard_pending(job)
+
+    async def _in_catalog_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        # Not cancellable: a transaction that has begun must be known to have ended.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._catalog_thread, work))
+
+
+def _one_torch_thread() -> None:
+    torch.set_num_threads(1)

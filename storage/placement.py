@@ -1,0 +1,80 @@
+"""Which copies stay in the host tier: pins, and eviction by next use.
+
+A step uses slabs in an order that repeats, so the copy whose next use is farthest goes first; least-recently-used order
+would hit nothing.
+"""
+
+from __future__ import annotations
+
+from storage.slab import NEVER, HostCopy, Slab
+from storage.tiers.host import HostTier
+
+
+class Residents:
+    """All copies in the host tier. A copy without pins, away from home, can be dropped at any time."""
+
+    def __init__(self, host: HostTier) -> None:
+        self._host = host
+        self._evictable: dict[HostCopy, Slab] = {}
+        self._pinned: set[HostCopy] = set()
+        host.reclaim = self._evict_one
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of copies in use."""
+        return sum(copy.region.nbytes for copy in self._pinned)
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of copies that can be dropped at once."""
+        return sum(copy.region.nbytes for copy in self._evictable)
+
+    def pin(self, copy: HostCopy) -> None:
+        """Keeps a copy where it is until it is unpinned as often."""
+        copy.pins += 1
+        copy.idle.clear()
+        self._pinned.add(copy)
+        self._evictable.pop(copy, None)
+
+    def unpin(self, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
+        """Takes a pin back. A copy that nobody uses any more, and that does not hold the newest bytes, is dropped."""
+        copy.pins -= 1
+        copy.next_use = next_use
+        if copy.pins:
+            return
+        copy.idle.set()
+        self._pinned.discard(copy)
+        if slab.copy is not copy or (slab.current_copy is None and not copy.at_home):
+            self._drop(slab, copy)
+        elif not copy.at_home:
+            self._evictable[copy] = slab
+            self._host.room_made()
+
+    def detach(self, slab: Slab) -> None:
+        """Lets the slab's copy go, at home or not: now if it is idle, else when its last pin is taken back."""
+        copy, slab.copy = slab.copy, None
+        if copy is not None and not copy.pins:
+            self._evictable.pop(copy, None)
+            self._host.free(copy.region)
+
+    def set_next_use(self, slab: Slab, position: float) -> None:
+        """Says when an idle copy is needed, for those that nobody fetched through a lease."""
+        if slab.copy is not None:
+            slab.copy.next_use = position
+
+    def _evict_one(self, later_than: float | None) -> bool:
+        copy = max(self._evictable, key=lambda copy: copy.next_use, default=None)
+        if copy is None or (later_than is not None and copy.next_use <= later_than):
+            return False
+        slab = self._evictable.pop(copy)
+        slab.copy = None
+        self._host.counters.demotions += 1
+        # Straight to the arena: the one who asked for room takes it before those who wait.
+        self._host.arena.free(copy.region)
+        return True
+
+    def _drop(self, slab: Slab, copy: HostCopy) -> None:
+        self._evictable.pop(copy, None)
+        if slab.copy is copy:
+            slab.copy = None
+        self._host.free(copy.region)

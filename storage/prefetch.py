@@ -1,0 +1,193 @@
+"""The asynchronous fetch queue: brings slabs from NVMe into the host tier, in the order in which they are needed.
+
+A demand is served before any prefetch. Prefetches run in trace order under a byte budget, and only ever displace what
+is needed later than themselves. Nothing here raises or blocks because a client deviates from its trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from storage.placement import Residents
+from storage.slab import NEVER, HostCopy, Slab
+from storage.tiers.arena import ArenaRange
+from storage.tiers.base import round_up
+from storage.tiers.host import HostTier
+from storage.tiers.io_engine import Priority
+from storage.tiers.nvme import NvmeTier
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    slab: Slab
+    position: float
+    owners: set[str] = field(default_factory=set)
+    waiters: list[asyncio.Future[HostCopy]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def priority(self) -> Priority:
+        return Priority.DEMAND if self.waiters else Priority.PREFETCH
+
+
+class PrefetchQueue:
+    """One queue for the whole store."""
+
+    def __init__(self, host: HostTier, nvme: NvmeTier, residents: Residents, in_flight_bytes: int) -> None:
+        self._host = host
+        self._nvme = nvme
+        self._residents = residents
+        self._in_flight_budget = in_flight_bytes
+        self._in_flight = 0
+        self._fetches: dict[Slab, _Fetch] = {}
+        self._windows: dict[str, dict[Slab, float]] = {}
+        host.on_free = self._pump
+
+    @property
+    def depth(self) -> int:
+        """Fetches waiting or under way."""
+        return len(self._fetches)
+
+    async def fetch(self, slab: Slab, position: float) -> HostCopy:
+        """The newest bytes of a slab in the host tier, pinned for the caller; waits for room and for the device.
+
+        Raises:
+            BudgetExceededError: the slab can never fit.
+            DataLossError: the bytes are nowhere any more.
+            DeviceError: they cannot be read.
+        """
+        if copy := slab.current_copy:
+            self._host.counters.hits += 1
+            self._residents.pin(copy)
+            return copy
+        self._host.counters.misses += 1
+        fetch = self._fetches.get(slab) or self._enqueue(slab, position)
+        waiter: asyncio.Future[HostCopy] = asyncio.get_running_loop().create_future()
+        fetch.waiters.append(waiter)
+        self._pump()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._residents.unpin(slab, waiter.result())
+            elif waiter in fetch.waiters:
+                fetch.waiters.remove(waiter)
+                self._drop_if_unwanted(fetch)
+            raise
+
+    def replace_window(self, owner: str, wants: Iterable[tuple[Slab, float]]) -> None:
+        """Sets what `owner` will need soon. What it wanted before, and nobody else does, is dropped if not started, and
+        becomes the first to be displaced if it is already here."""
+        window = dict(wants)
+        before = self._windows.pop(owner, {})
+        if window:
+            self._windows[owner] = window
+        for slab, position in before.items():
+            # Unless a lease that was returned since has named another use.
+            if slab not in window and slab.copy is not None and slab.copy.next_use == position:
+                slab.copy.next_use = NEVER
+        for fetch in list(self._fetches.values()):
+            if owner in fetch.owners and fetch.slab not in window:
+                fetch.owners.discard(owner)
+                self._drop_if_unwanted(fetch)
+        for slab, position in window.items():
+            if slab.current_copy:
+                self._residents.set_next_use(slab, position)
+                continue
+            fetch = self._fetches.get(slab) or self._enqueue(slab, position)
+            fetch.position = position
+            fetch.owners.add(owner)
+        self._pump()
+
+    async def close(self) -> None:
+        """Drops what has not started and waits for the rest."""
+        tasks = [fetch.task for fetch in self._fetches.values() if fetch.task]
+        for fetch in self._fetches.values():
+            for waiter in fetch.waiters:
+                waiter.cancel()
+        self._fetches = {slab: fetch for slab, fetch in self._fetches.items() if fetch.task}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _enqueue(self, slab: Slab, position: float) -> _Fetch:
+        fetch = _Fetch(slab, position)
+        self._fetches[slab] = fetch
+        return fetch
+
+    def _drop_if_unwanted(self, fetch: _Fetch) -> None:
+        if not fetch.task and not fetch.owners and not fetch.waiters:
+            self._fetches.pop(fetch.slab, None)
+
+    def _pump(self) -> None:
+        """Starts what may start now."""
+        waiting = [fetch for fetch in self._fetches.values() if fetch.task is None]
+        for fetch in sorted(waiting, key=lambda fetch: (fetch.priority, fetch.position)):
+            nbytes = round_up(fetch.slab.nbytes)
+            region: ArenaRange | None = None
+            if fetch.priority is Priority.PREFETCH:
+                if self._in_flight and self._in_flight + nbytes > self._in_flight_budget:
+                    return
+                region = self._host.try_allocate(nbytes, fetch.position)
+                if region is None:
+                    return
+            self._in_flight += nbytes
+            fetch.task = asyncio.ensure_future(self._run(fetch, region, nbytes))
+
+    async def _run(self, fetch: _Fetch, region: ArenaRange | None, nbytes: int) -> None:
+        slab = fetch.slab
+        try:
+            copy = await self._load(fetch, region)
+        except BaseException as error:
+            del self._fetches[slab]
+            for waiter in fetch.waiters:
+                if not waiter.done():
+                    waiter.set_exception(error if isinstance(error, Exception) else asyncio.CancelledError())
+            if not isinstance(error, Exception):
+                raise
+        else:
+            del self._fetches[slab]
+            for waiter in fetch.waiters:
+                if not waiter.done():
+                    self._residents.pin(copy)
+                    waiter.set_result(copy)
+            self._residents.unpin(slab, copy, fetch.position if fetch.owners else NEVER)
+        finally:
+            self._in_flight -= nbytes
+            self._pump()
+
+    async def _load(self, fetch: _Fetch, region: ArenaRange | None) -> HostCopy:
+        """A pinned copy of the newest bytes; read again where they changed meanwhile."""
+        slab = fetch.slab
+        copy = slab.copy
+        if copy is not None and copy.at_home:
+            # Its bytes were discarded by a roll-back: read the older ones into the same place.
+            if region is not None:
+                self._host.free(region)
+            self._residents.pin(copy)
+        else:
+            if region is None:
+                region = await self._host.allocate(slab.nbytes)
+            copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
+            self._residents.pin(copy)
+            slab.copy = copy
+        try:
+            while copy.step is None or copy.step != slab.latest:
+                latest = slab.latest
+                await self._read(slab, latest, self._host.view(copy.region), fetch.priority)
+                copy.step = latest
+                if latest is None:
+                    break
+        except BaseException:
+            self._residents.unpin(slab, copy)
+            raise
+        self._host.counters.promotions += 1
+        return copy
+
+    async def _read(self, slab: Slab, step: int | None, view: memoryview, priority: Priority) -> None:
+        if step is None:
+            view[:] = bytes(len(view))
+        else:
+            await self._nvme.read_into(slab.source(step), 0, view, priority)

@@ -1,0 +1,196 @@
+"""Which jobs and groups there are, and whether the budgets can carry them. Refuses before anything is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from storage.catalog import StoredJob
+from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError
+from storage.placement import Residents
+from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
+from storage.slab import Group, HostCopy, Slab
+from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.host import HostTier
+from storage.tiers.nvme import NvmeRegion, NvmeTier
+from storage.versions import Job, check_group, check_layout
+
+
+class Registry:
+    """The jobs of one store."""
+
+    def __init__(self, host: HostTier, nvme: NvmeTier, residents: Residents, tile_bytes: int) -> None:
+        """`tile_bytes`: what the optimizer's buffers take of the host budget."""
+        self.jobs: dict[str, Job] = {}
+        self._host = host
+        self._nvme = nvme
+        self._residents = residents
+        self._tile_bytes = tile_bytes
+
+    def restore(self, stored: Iterable[StoredJob]) -> None:
+        """Takes in what the catalog holds: every job as its last durable commit left it."""
+        for job in stored:
+            self.jobs[job.spec.name] = _restore(job)
+
+    def job(self, name: str) -> Job:
+        """Raises NotFoundError for a job that is not here."""
+        if name not in self.jobs:
+            known = ", ".join(sorted(self.jobs)) or "none"
+            raise NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+        return self.jobs[name]
+
+    def find(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job | None:
+        """The job as it is now, if there is one and the caller may have it; see Engine.open_job for what is raised."""
+        job = self.jobs.get(spec.name)
+        if job is None or job.newest is None:
+            if must_exist:
+                raise NotFoundError(f"job {spec.name!r} has no committed step to resume from, and resume is 'must'")
+            return job
+        if not may_exist:
+            raise AlreadyExistsError(
+                f"job {spec.name!r} has committed step {job.newest} and resume is 'never'; "
+                "use another job name, or delete the job"
+            )
+        check_layout(job.spec, spec)
+        return job
+
+    def attach(self, spec: JobSpec) -> Job:
+        """The job for a new run: as it was committed, or fresh where nothing was."""
+        job = self.jobs.get(spec.name)
+        if job is not None and job.newest is None:
+            self.discard(job)
+            job = None
+        if job is None:
+            self.jobs[spec.name] = job = Job(spec, created_at=time.time())
+        # The same layout as before; the number of ranks on this node may have changed.
+        job.spec = spec
+        return job
+
+    def detach(self, job: Job) -> None:
+        """See Engine.detach."""
+        job.spec = job.spec.without_ranks()
+        for slab in job.slabs():
+            if slab.backed or slab.latest is None or slab.latest in slab.versions:
+                self._residents.detach(slab)
+
+    def discard(self, job: Job) -> None:
+        """Takes a job out of memory, and frees what it has in all tiers: the catalog must not name it any more."""
+        del self.jobs[job.spec.name]
+        for slab in job.slabs():
+            self._residents.detach(slab)
+            for region in slab.versions.values():
+                self._nvme.free(region)
+
+    async def register(self, job: Job, specs: Sequence[GroupSpec]) -> dict[SlabKey, TierName]:
+        """See Engine.register; returns the slabs that have a new home."""
+        new: list[Group] = []
+        moved: dict[SlabKey, TierName] = {}
+        for spec in specs:
+            spec.validate()
+            if spec.name in job.groups:
+                moved |= self._update_placements(job, job.groups[spec.name], spec)
+            elif job.newest is not None:
+                raise ConflictError(
+                    f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another partition; "
+                    "resume with the same number of ranks, units and precision"
+                )
+            else:
+                new.append(_new_group(job.spec, spec))
+        job.groups.update({group.spec.name: group for group in new})
+        try:
+            self._check_host_budget()
+            # All jobs in use draw on the same free space, each at its own time.
+            active = [other for other in self.jobs.values() if other.spec.local_ranks]
+            self._nvme.reserve(sum(_nvme_need(other.spec, slab) for other in active for slab in other.slabs()))
+            await self._settle_at_home(job)
+        except BaseException:
+            for group in new:
+                del job.groups[group.spec.name]
+                for slab in group.slabs:
+                    self._residents.detach(slab)
+            raise
+        return moved
+
+    def _update_placements(self, job: Job, group: Group, wanted: GroupSpec) -> dict[SlabKey, TierName]:
+        """Moves the slabs of a stored group to where the client wants them now."""
+        check_group(group.spec, wanted)
+        moved: dict[SlabKey, TierName] = {}
+        for slab in group.slabs:
+            placement = wanted.slab_of_kind[slab.key.kind].placement
+            if placement is slab.spec.placement:
+                continue
+            if slab.latest is not None and slab.latest not in slab.versions:
+                raise ConflictError(
+                    f"{slab.key}: placement cannot change from {slab.spec.placement.value} to {placement.value} while "
+                    "the newest version is in host memory only"
+                )
+            moved[slab.key] = placement
+            slab.spec = SlabSpec(kind=slab.spec.kind, dtype=slab.spec.dtype, placement=placement)
+            slab.backed = _is_backed(job.spec, slab.spec)
+            self._residents.detach(slab)
+        group.spec = wanted
+        return moved
+
+    def _check_host_budget(self) -> None:
+        """What cannot be dropped at the worst moment of a step must fit: copies at home, gradients, the optimizer's
+        buffers, and for each rank the unit that it uses and the one that it fetches."""
+        jobs = [job for job in self.jobs.values() if job.spec.local_ranks or any(s.copy for s in job.slabs())]
+        slabs = [slab for job in jobs for slab in job.slabs()]
+        groups = [group.spec for job in jobs if job.spec.local_ranks for group in job.groups.values()]
+        home = sum(round_up(slab.nbytes) for slab in slabs if slab.at_home_in_host)
+        gradients = sum(round_up(group.slab_bytes(Kind.GRAD)) for group in groups if Kind.GRAD in group.slab_of_kind)
+        passing = [round_up(s.nbytes) for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
+        unit = max(passing, default=0)
+        units = 2 * sum(job.spec.local_ranks for job in jobs)
+        need = PAGE_BYTES + self._tile_bytes + home + gradients + unit * units
+        if need > self._host.budget_bytes:
+            names = ", ".join(sorted(job.spec.name for job in jobs))
+            raise BudgetExceededError(
+                f"host_budget {self._host.budget_bytes} is too small for {names}: {home} bytes placed on the host, "
+                f"{gradients} of gradients, {units} units of up to {unit} in use or on their way, {self._tile_bytes} "
+                f"of optimizer buffers; raise host_budget to at least {need}, place less on the host, or use more nodes"
+            )
+
+    async def _settle_at_home(self, job: Job) -> None:
+        """Gives every slab placed in the host tier its place there; the bytes come when they are first needed."""
+        for slab in job.slabs():
+            if slab.at_home_in_host and slab.copy is None:
+                slab.copy = HostCopy(await self._host.allocate(slab.nbytes), step=None, at_home=True)
+                slab.copy.idle.set()
+
+
+def _is_backed(job: JobSpec, slab: SlabSpec) -> bool:
+    return slab.placement is TierName.NVME or job.durability.every_steps == 1
+
+
+def _nvme_need(job: JobSpec, slab: Slab) -> int:
+    """Bytes of NVMe that a slab will need besides the versions it has: for the committed version and the pending one,
+    with ranks on other nodes for the one before, which they may not have passed yet; and for the last snapshot and the
+    one under way."""
+    settling = 1 if job.local_ranks < job.world_size else 0
+    versions = (2 + settling if slab.backed else 0) + (2 if job.durability.every_steps > 1 else 0)
+    return max(0, versions - len(slab.versions)) * round_up(slab.nbytes)
+
+
+def _new_group(job: JobSpec, spec: GroupSpec) -> Group:
+    slabs = tuple(
+        Slab(SlabKey(job.name, spec.name, slab.kind), slab, spec.numel, backed=_is_backed(job, slab))
+        for slab in spec.slabs
+        if slab.kind is not Kind.GRAD
+    )
+    return Group(spec, slabs)
+
+
+def _restore(stored: StoredJob) -> Job:
+    job = Job(stored.spec, stored.created_at)
+    job.retained = {commit.step: commit for commit in stored.commits}
+    job.durable = set(job.retained)
+    for spec in stored.groups:
+        group = _new_group(stored.spec, spec)
+        job.groups[spec.name] = group
+        for slab in group.slabs:
+            versions = stored.versions.get(slab.key, {})
+            slab.versions = {step: NvmeRegion(extents) for step, extents in versions.items()}
+            slab.recorded = set(slab.versions)
+            slab.latest = max(slab.versions, default=None)
+    return job

@@ -1,0 +1,181 @@
+"""Identity: what a shard is, how shards are grouped, and what their bytes mean.
+
+A *group* is the set of shards that one rank keeps of one unit; it exists in several *kinds* (parameter, master weight,
+moments, gradient). The bytes of one kind of one group are a *slab*: what the tiers store, move and lease as one run.
+Groups are named by the unit and the element range that they cover, never by a rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from storage.errors import InvalidRequestError
+
+# torch's fused CPU AdamW rounds the last `numel % 16` elements of a call differently; shards that start at multiples of
+# 16 elements of their parameter give every partition the bits of the unsharded parameter.
+ELEMENT_ALIGNMENT = 16
+
+
+class Kind(enum.Enum):
+    """What the bytes of a slab are."""
+
+    PARAM = "param"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    GRAD = "grad"
+
+
+class DType(enum.Enum):
+    """Element types that the store keeps."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The same type in torch."""
+        return _TORCH_DTYPES[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.torch.itemsize
+
+
+_TORCH_DTYPES = {
+    DType.FLOAT32: torch.float32,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT16: torch.float16,
+}
+
+
+class TierName(enum.Enum):
+    """Where bytes can live, fastest first."""
+
+    GPU = "gpu"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Elements `[offset, offset + numel)` of one flattened parameter, at `position` of its group (all in elements)."""
+
+    fqn: str
+    offset: int
+    numel: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabSpec:
+    """One kind of a group: its element type and the tier where its newest version is at home."""
+
+    kind: Kind
+    dtype: DType
+    placement: TierName
+
+
+@dataclass(frozen=True, slots=True)
+class SlabKey:
+    """Names a slab."""
+
+    job: str
+    group: str
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.job}/{self.group}/{self.kind.value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """Shards that are stored, moved and leased together, `numel` elements with the padding between them."""
+
+    name: str
+    numel: int
+    shards: tuple[Shard, ...]
+    slabs: tuple[SlabSpec, ...]
+
+    @cached_property
+    def slab_of_kind(self) -> dict[Kind, SlabSpec]:
+        """The group's kinds."""
+        return {slab.kind: slab for slab in self.slabs}
+
+    def slab_bytes(self, kind: Kind) -> int:
+        """Bytes of one kind, without padding to pages."""
+        return self.numel * self.slab_of_kind[kind].dtype.itemsize
+
+    def validate(self) -> None:
+        """Raises InvalidRequestError, naming group and field, unless shards lie in order, aligned and inside."""
+        if not self.name:
+            raise InvalidRequestError("a shard group has an empty name; name it by its unit and element range")
+        if self.numel <= 0 or self.numel % ELEMENT_ALIGNMENT:
+            raise InvalidRequestError(
+                f"group {self.name!r}: numel {self.numel} must be a positive multiple of {ELEMENT_ALIGNMENT}"
+            )
+        if len(self.slab_of_kind) != len(self.slabs):
+            raise InvalidRequestError(f"group {self.name!r} names a kind twice")
+        if Kind.PARAM not in self.slab_of_kind:
+            raise InvalidRequestError(f"group {self.name!r} has no slab of kind param")
+        end = 0
+        for shard in self.shards:
+            if shard.position < end or shard.numel <= 0 or shard.position + shard.numel > self.numel:
+                raise InvalidRequestError(
+                    f"group {self.name!r}: shard {shard.fqn!r} at position {shard.position}, {shard.numel} elements, "
+                    f"overlaps its neighbour or leaves the group's {self.numel} elements"
+                )
+            if shard.position % ELEMENT_ALIGNMENT or shard.offset % ELEMENT_ALIGNMENT:
+                raise InvalidRequestError(
+                    f"group {self.name!r}: shard {shard.fqn!r} starts at offset {shard.offset}, position "
+                    f"{shard.position}; both must be multiples of {ELEMENT_ALIGNMENT}"
+                )
+            end = shard.position + shard.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter of the model: `dtype` is that of Kind.PARAM."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: DType
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durability:
+    """When a commit survives kill -9 and power loss: every `every_steps`-th one; 0: none does."""
+
+    every_steps: int
+
+    def covers(self, step: int) -> bool:
+        """Whether the commit of `step` is to be made durable."""
+        return self.every_steps > 0 and step % self.every_steps == 0
+
+    def __str__(self) -> str:
+        return {0: "none", 1: "step"}.get(self.every_steps, f"snapshot:{self.every_steps}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a job is: its model, on how many ranks, and how durable.
+
+    `local_ranks` of the `world_size` ranks are attached to this store now; 0: none.
+    """
+
+    name: str
+    world_size: int
+    local_ranks: int
+    parameters: tuple[ParameterSpec, ...]
+    durability: Durability
+
+    def without_ranks(self) -> JobSpec:
+        """The same job while nobody is attached to it."""
+        return replace(self, local_ranks=0)

@@ -1,0 +1,1 @@
+"""The tiers behind one contract (`base`): host memory (an arena of shared memory) and NVMe files."""

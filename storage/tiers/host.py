@@ -1,0 +1,145 @@
+"""The host tier: ranges of the arena under its exact budget, with fair waiting.
+
+Owns the arena and the queue of those who wait for room. Which clean copies to drop when room is short is not its to
+decide: it asks `reclaim`, which placement provides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from storage.errors import BudgetExceededError
+from storage.shard import DType, TierName
+from storage.tiers.arena import Arena, ArenaRange
+from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
+
+
+@dataclass(slots=True)
+class _Waiter:
+    nbytes: int
+    from_top: bool
+    granted: asyncio.Future[ArenaRange]
+
+
+class HostTier:
+    """Shared memory that clients on this node map."""
+
+    name = TierName.HOST
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Allocates the whole budget.
+
+        Raises:
+            DiskFullError: the machine has not that much shared memory.
+        """
+        self.arena = Arena(budget_bytes)
+        self.counters = TierCounters()
+        # Drops one clean copy whose next use comes after the given position (None: any); False where there is none.
+        self.reclaim: Callable[[float | None], bool] = lambda _: False
+        self.on_free: Callable[[], None] = lambda: None
+        self._waiters: deque[_Waiter] = deque()
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.arena.size_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in allocated ranges, with the arena's own first page."""
+        return self.arena.used_bytes
+
+    @property
+    def queue_depth(self) -> int:
+        """Allocations that wait for room."""
+        return len(self._waiters)
+
+    async def allocate(self, nbytes: int, *, from_top: bool = False) -> ArenaRange:
+        """Waits in turn until clean copies that were dropped, or ranges that were freed, make room.
+
+        Raises:
+            BudgetExceededError: more than the whole arena is asked for.
+        """
+        if round_up(nbytes) > self.budget_bytes - PAGE_BYTES:
+            raise BudgetExceededError(
+                f"host_budget {self.budget_bytes} cannot hold one range of {nbytes} bytes; "
+                f"raise host_budget to more than {round_up(nbytes) + PAGE_BYTES}"
+            )
+        if not self._waiters and (range_ := self._allocate(nbytes, from_top=from_top, later_than=None)):
+            return range_
+        waiter = _Waiter(nbytes, from_top, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        try:
+            return await waiter.granted
+        except asyncio.CancelledError:
+            if waiter.granted.done() and not waiter.granted.cancelled():
+                self.free(waiter.granted.result())
+            else:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                self.room_made()
+            raise
+
+    def try_allocate(self, nbytes: int, later_than: float) -> ArenaRange | None:
+        """Without waiting, dropping only copies that are needed after position `later_than`; yields to all who wait."""
+        if self._waiters:
+            return None
+        return self._allocate(nbytes, from_top=False, later_than=later_than)
+
+    def free(self, region: ArenaRange) -> None:
+        """Gives a range back and serves those who wait."""
+        self.arena.free(region)
+        self.room_made()
+
+    def room_made(self) -> None:
+        """To be called when a copy becomes clean and unused: those who wait may go on."""
+        self._serve()
+        self.on_free()
+
+    def view(self, region: ArenaRange) -> memoryview:
+        """The bytes of a range, whole pages."""
+        return self.arena.view(region)
+
+    def tensor(self, region: ArenaRange, dtype: DType, numel: int, offset: int = 0) -> torch.Tensor:
+        """`numel` elements from element `offset` of a range, as a 1-D tensor over the same memory."""
+        start = offset * dtype.itemsize
+        view = self.arena.view(region)[start : start + numel * dtype.itemsize]
+        return torch.frombuffer(view, dtype=dtype.torch)
+
+    async def read_into(self, region: ArenaRange, offset: int, buffer: memoryview) -> None:
+        """Copies out of a range."""
+        buffer[:] = self.arena.view(region)[offset : offset + len(buffer)]
+        self.counters.bytes_read += len(buffer)
+
+    async def write_from(self, region: ArenaRange, offset: int, buffer: memoryview) -> None:
+        """Copies into a range."""
+        self.arena.view(region)[offset : offset + len(buffer)] = buffer
+        self.counters.bytes_written += len(buffer)
+
+    async def close(self) -> None:
+        """Lets go of the arena."""
+        self.arena.close()
+
+    def _allocate(self, nbytes: int, *, from_top: bool, later_than: float | None) -> ArenaRange | None:
+        while (range_ := self.arena.allocate(nbytes, from_top=from_top)) is None:
+            if not self.reclaim(later_than):
+                return None
+        return range_
+
+    def _serve(self) -> None:
+        while self._waiters:
+            waiter = self._waiters[0]
+            if waiter.granted.cancelled():
+                # Its task has not run since, to leave the queue itself.
+                self._waiters.popleft()
+                continue
+            range_ = self._allocate(waiter.nbytes, from_top=waiter.from_top, later_than=None)
+            if range_ is None:
+                return
+            self._waiters.popleft()
+            waiter.granted.set_result(range_)

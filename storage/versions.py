@@ -1,0 +1,144 @@
+"""Jobs, their steps, and which versions a set of retained steps needs.
+
+A step is *pending* while its updates run, then *committed*, and durable when the catalog has it. The last committed
+step stays until every rank of the job has committed the newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from storage.catalog import CommitRecord
+from storage.errors import ConflictError, NotFoundError
+from storage.shard import GroupSpec, JobSpec, Kind, ParameterSpec
+from storage.slab import Group, Slab
+
+
+@dataclass(slots=True, eq=False)
+class PendingStep:
+    """The step under way. `sealed` is set when every rank has voted for it: it will then be finished, whoever dies."""
+
+    step: int
+    updates: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    sealed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Clear while a commit is under way: what it records must be neither discarded nor replaced.
+    at_rest: asyncio.Event = field(default_factory=asyncio.Event)
+    # Its updates are being stopped.
+    abandoned: bool = False
+
+    def __post_init__(self) -> None:
+        self.at_rest.set()
+
+    def check_open(self) -> None:
+        """Raises ConflictError when nothing can become part of the step any more."""
+        if self.abandoned or not self.at_rest.is_set():
+            state = "abandoned" if self.abandoned else "committed"
+            raise ConflictError(f"step {self.step} is being {state}; nothing can be added to it")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job in memory."""
+
+    spec: JobSpec
+    created_at: float
+    groups: dict[str, Group] = field(default_factory=dict)
+    # Committed steps that can be returned to, oldest first; those in `durable` are in the catalog.
+    retained: dict[int, CommitRecord] = field(default_factory=dict)
+    durable: set[int] = field(default_factory=set)
+    pending: PendingStep | None = None
+    # The newest step that every rank of the job, on every node, has committed.
+    settled: int = 0
+    # The snapshot under way, or the last one, and the step whose versions it needs.
+    snapshot: asyncio.Task[None] | None = None
+    snapshot_step: int | None = None
+
+    @property
+    def newest(self) -> int | None:
+        """The newest committed step."""
+        return max(self.retained, default=None)
+
+    @property
+    def next_step(self) -> int:
+        """The only step that can be prepared now."""
+        newest = self.newest
+        return 0 if newest is None else newest + 1
+
+    def slabs(self) -> Iterator[Slab]:
+        """All slabs of the job."""
+        return (slab for group in self.groups.values() for slab in group.slabs)
+
+    def group(self, name: str) -> Group:
+        """Raises NotFoundError, naming the job, for an unknown group."""
+        if name not in self.groups:
+            raise NotFoundError(f"job {self.spec.name!r} has no shard group {name!r}; register it first")
+        return self.groups[name]
+
+    def slab(self, group: str, kind: Kind) -> Slab:
+        """Raises NotFoundError for an unknown group, or a kind that it does not have."""
+        for slab in self.group(group).slabs:
+            if slab.key.kind is kind:
+                return slab
+        raise NotFoundError(f"group {group!r} of job {self.spec.name!r} has no slab of kind {kind.value}")
+
+    def open_pending(self, step: int) -> PendingStep:
+        """The step under way, begun if need be; raises ConflictError for any step but the next."""
+        if step != self.next_step:
+            raise ConflictError(
+                f"job {self.spec.name!r}: step {step} cannot be prepared, the next one is {self.next_step}; "
+                "resume from the last committed step"
+            )
+        if self.pending is None:
+            self.pending = PendingStep(step)
+        return self.pending
+
+
+def unneeded_versions(slab: Slab, retained: Iterable[int]) -> list[int]:
+    """Versions on NVMe that no retained step sees and that are not the newest."""
+    needed = {slab.version_at(step) for step in retained} | {slab.latest}
+    return [version for version in slab.versions if version not in needed]
+
+
+def check_layout(stored: JobSpec, wanted: JobSpec) -> None:
+    """Raises ConflictError naming the first difference."""
+    name = stored.name
+    if stored.world_size != wanted.world_size:
+        raise ConflictError(
+            f"job {name!r} was stored by {stored.world_size} ranks and this run has {wanted.world_size}; this version "
+            f"resumes with the same number of ranks: start {stored.world_size}, or use another job name"
+        )
+    have, want = ({p.fqn: p for p in spec.parameters} for spec in (stored, wanted))
+    for fqn in [*want, *have]:
+        if fqn not in have or fqn not in want:
+            where = "the stored job" if fqn not in have else "this model"
+            raise ConflictError(
+                f"job {name!r} has another layout: parameter {fqn!r} is not in {where}; use another job name"
+            )
+        if have[fqn] != want[fqn]:
+            raise ConflictError(
+                f"job {name!r} has another layout: parameter {fqn!r} is {_describe(have[fqn])} in the store and "
+                f"{_describe(want[fqn])} in this model; use another job name"
+            )
+    if stored.durability != wanted.durability:
+        raise ConflictError(
+            f"job {name!r} has durability {stored.durability} and this run asks for {wanted.durability}; "
+            "keep the first, or use another job name"
+        )
+
+
+def check_group(stored: GroupSpec, wanted: GroupSpec) -> None:
+    """Raises ConflictError unless both hold the same shards in the same kinds and types; placements may differ."""
+    same_types = {k: s.dtype for k, s in stored.slab_of_kind.items()} == {
+        k: s.dtype for k, s in wanted.slab_of_kind.items()
+    }
+    if stored.numel != wanted.numel or stored.shards != wanted.shards or not same_types:
+        raise ConflictError(
+            f"shard group {wanted.name!r} is stored with another layout or precision; use another job name"
+        )
+
+
+def _describe(parameter: ParameterSpec) -> str:
+    frozen = "" if parameter.trainable else ", frozen"
+    return f"{list(parameter.shape)} {parameter.dtype.value}{frozen}"
