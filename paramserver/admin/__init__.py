@@ -1,0 +1,1 @@
+"""The operator's tool: one file per verb, printers apart."""

@@ -1,0 +1,132 @@
+"""Readings as tables for people and as JSON for programs. No calls to the daemon in here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+
+
+def print_json(message: Message) -> None:
+    """One line: the message with the proto's field names, absent values included; 64-bit integers as numbers."""
+    fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    print(json.dumps(_numbers(fields)))
+
+
+def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
+    """Use, traffic and hit rate of each tier."""
+    columns = ["tier", "used", "budget", "use", "leased", "evictable", "hits", "queue", "read", "written"]
+    table = _table(f"Tiers of {response.state_dir} ({response.sessions} sessions)", columns, left=("tier",))
+    for tier in response.tiers:
+        asked = tier.hits + tier.misses
+        table.add_row(
+            tier_name(tier.tier),
+            decimal(tier.used_bytes),
+            decimal(tier.budget_bytes),
+            f"{tier.used_bytes / tier.budget_bytes:.0%}" if tier.budget_bytes else "-",
+            decimal(tier.leased_bytes),
+            decimal(tier.evictable_bytes),
+            f"{tier.hits / asked:.0%} of {asked}" if asked else "-",
+            str(tier.queue_depth),
+            f"{decimal(tier.bytes_read)} {_rate(tier.bytes_read, tier.read_seconds)}".strip(),
+            f"{decimal(tier.bytes_written)} {_rate(tier.bytes_written, tier.write_seconds)}".strip(),
+        )
+    # Paths are long: below the table, where they do not squeeze the figures.
+    table.caption = "; ".join(f"{tier_name(tier.tier)}: {tier.detail}" for tier in response.tiers)
+    table.caption_justify = "left"
+    return table
+
+
+def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
+    """Progress and size of each job."""
+    table = _table(
+        "Jobs",
+        ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "host", "nvme"],
+        left=("job", "durability"),
+    )
+    for job in jobs:
+        size = {entry.tier: entry.bytes for entry in job.bytes}
+        committed_at = job.committed_at_unix_seconds
+        table.add_row(
+            job.name,
+            str(job.world_size),
+            str(job.sessions),
+            f"{job.parameters:,}",
+            _durability(job.durability),
+            str(job.committed_step) if job.HasField("committed_step") else "-",
+            str(job.durable_step) if job.HasField("durable_step") else "-",
+            f"{max(0.0, time.time() - committed_at):.0f} s" if job.HasField("committed_at_unix_seconds") else "-",
+            decimal(size.get(pb.TIER_HOST, 0)),
+            decimal(size.get(pb.TIER_NVME, 0)),
+        )
+    return table
+
+
+def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
+    """Where each shard's newest bytes are."""
+    table = _table(
+        f"Shards of {job}",
+        ["parameter", "kind", "offset", "elements", "type", "version", "home", "tiers", "group"],
+        left=("parameter", "kind", "type", "home", "tiers", "group"),
+    )
+    for shard in shards:
+        table.add_row(
+            shard.fqn,
+            pb.Kind.Name(shard.kind).removeprefix("KIND_").lower(),
+            str(shard.offset),
+            str(shard.numel),
+            pb.DType.Name(shard.dtype).removeprefix("DTYPE_").lower(),
+            str(shard.version) if shard.HasField("version") else "-",
+            tier_name(shard.placement),
+            " ".join(tier_name(tier) for tier in shard.tiers) or "-",
+            shard.group,
+        )
+    return table
+
+
+def console() -> Console:
+    """Standard output; a file or a pipe gets whole lines, however long."""
+    out = Console()
+    return out if out.is_terminal else Console(width=200)
+
+
+def tier_name(tier: pb.Tier) -> str:
+    """ "host", "nvme"."""
+    return pb.Tier.Name(tier).removeprefix("TIER_").lower()
+
+
+def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return table
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    """While requests were under way, which may be less than the device can do with several of them."""
+    return f"({decimal(int(nbytes / seconds))}/s)" if seconds else ""
+
+
+def _durability(durability: pb.Durability) -> str:
+    if durability.WhichOneof("class") == "snapshot":
+        return f"snapshot:{durability.snapshot.every_steps}"
+    return durability.WhichOneof("class") or "-"
+
+
+def _numbers(value: object) -> object:
+    """protobuf's JSON writes 64-bit integers as strings; programs want numbers."""
+    if isinstance(value, dict):
+        text = {"name", "fqn", "job", "group", "epoch", "state_dir", "detail"}
+        return {k: v if k in text else _numbers(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value

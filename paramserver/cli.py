@@ -1,0 +1,89 @@
+"""The `paramserver` command: runs a store daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paramserver import __version__
+from paramserver.config import ConfigError, load_config
+
+app = typer.Typer(
+    help="A node's store for the training state of models larger than GPU memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paramserver {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help='TOML file with the keys below (host_budget = "8GiB").')] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Directory for catalog, data, lock and socket.")] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Shared memory of the host tier, taken at start. [1GiB]")
+    ] = None,
+    nvme_budget: Annotated[str | None, typer.Option(help="Most bytes on the nvme tier. [64GiB]")] = None,
+    socket: Annotated[Path | None, typer.Option(help="UNIX socket. [STATE_DIR/paramserver.sock]")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT for TCP besides the UNIX socket. [none]")] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow TCP beyond loopback.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. [info]")] = None,
+    log_format: Annotated[str | None, typer.Option(help="console or json. [console]")] = None,
+    exit_with_stdin: Annotated[
+        bool, typer.Option("--exit-with-stdin", help="Stop when standard input ends, as when the parent process dies.")
+    ] = False,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Exit status: 0 after a clean stop, 2 for a bad configuration, 1 for other errors.
+    """
+    flags = {
+        "state_dir": state_dir,
+        "host_budget": host_budget,
+        "nvme_budget": nvme_budget,
+        "socket": socket,
+        "listen": listen,
+        "insecure": insecure,
+        "log_level": log_level,
+        "log_format": log_format,
+    }
+    try:
+        settings = load_config(config, flags)
+    except ConfigError as error:
+        typer.echo(f"paramserver: {error}", err=True)
+        raise typer.Exit(2) from None
+    # torch and grpc take a second to import: not for --help or a bad configuration.
+    import uvloop  # noqa: PLC0415
+
+    from paramserver.logs import configure_logging  # noqa: PLC0415
+    from paramserver.server import serve as serve_until_stopped  # noqa: PLC0415
+    from storage.errors import StorageError  # noqa: PLC0415
+
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        uvloop.run(serve_until_stopped(settings, exit_with_stdin=exit_with_stdin))
+    except (StorageError, OSError) as error:
+        typer.echo(f"paramserver: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def main() -> None:
+    """Entry point."""
+    app()

@@ -1,0 +1,117 @@
+"""The daemon's configuration: a TOML file and flags, checked as a whole before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+# The kernel's limit for the path of a UNIX socket, with the ending zero (man 7 unix).
+MAX_SOCKET_PATH_BYTES = 107
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message names the key, the value and what is allowed."""
+
+
+class DaemonConfig(BaseModel):
+    """One store daemon. Sizes are bytes or strings like "256MiB"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state_dir: Path = Field(description="directory for the catalog, the data file, the lock and the socket")
+    host_budget: ByteSize = Field(
+        default=ByteSize(1 << 30), ge=1 << 20, description="bytes of shared memory behind the host tier, taken at start"
+    )
+    nvme_budget: ByteSize = Field(
+        default=ByteSize(64 << 30), ge=1 << 20, description="most bytes of the data file on the nvme tier"
+    )
+    socket: Path | None = Field(
+        default=None, description="UNIX socket; default: paramserver.sock in the state directory"
+    )
+    listen: str | None = Field(default=None, description="HOST:PORT to listen on over TCP besides the UNIX socket")
+    insecure: bool = Field(default=False, description="allow TCP on addresses that other machines can reach")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+    io_read_threads: int = Field(default=4, ge=1, le=64, description="threads that read from nvme")
+    io_write_threads: int = Field(default=2, ge=1, le=64, description="threads that write to nvme")
+    optimizer_threads: int = Field(default=1, ge=1, le=64, description="threads that run optimizer kernels")
+    heartbeat_timeout_seconds: float = Field(
+        default=15.0, ge=1.0, le=600.0, description="silence after which a client's session is void"
+    )
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> DaemonConfig:
+        if len(str(self.arena_socket_path).encode()) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(
+                f"socket: the path {self.arena_socket_path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that the "
+                "kernel allows; set `socket` to a shorter one"
+            )
+        if self.listen is not None and not self.insecure and not _is_loopback(self.listen):
+            raise ValueError(
+                f"listen: {self.listen} can be reached from other machines, and connections would be neither encrypted "
+                "nor authenticated; listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
+            )
+        return self
+
+    @property
+    def socket_path(self) -> Path:
+        """Where the gRPC server listens."""
+        return (self.socket or self.state_dir / "paramserver.sock").absolute()
+
+    @property
+    def arena_socket_path(self) -> Path:
+        """Where clients of this node get the arena's file descriptor."""
+        return self.socket_path.with_name(self.socket_path.name + ".arena")
+
+
+def load_config(path: Path | None, flags: Mapping[str, Any]) -> DaemonConfig:
+    """Reads the file, if any; flags that are not None override its keys.
+
+    Raises:
+        ConfigError: naming the key, its value and what is allowed.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+    values |= {key: value for key, value in flags.items() if value is not None}
+    try:
+        return DaemonConfig.model_validate(values)
+    except ValidationError as error:
+        where = f" (file {path})" if path is not None else ""
+        lines = [_explain(tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input")) for e in error.errors()]
+        raise ConfigError("\n".join(f"bad configuration{where}: {line}" for line in lines)) from error
+
+
+def _explain(location: tuple[str, ...], kind: str, message: str, value: object) -> str:
+    key = ".".join(location)
+    known = list(DaemonConfig.model_fields)
+    if kind == "extra_forbidden":
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}"
+    if kind == "missing":
+        return f"{key!r} is missing; set it in the config file or with --{key.replace('_', '-')}"
+    if not key:
+        return message.removeprefix("Value error, ")
+    return f"{key} = {value!r}: {message}"
+
+
+def _is_loopback(listen: str) -> bool:
+    host = listen.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""Optimizer kernels: elementwise updates of the states in host buffers, one file each, bit-equal to torch.optim."""

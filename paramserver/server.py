@@ -1,0 +1,136 @@
+"""The daemon's life: opens the engine, serves until it is told to stop, closes everything in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from paramserver import __version__
+from paramserver.arena_door import ArenaDoor
+from paramserver.config import DaemonConfig
+from paramserver.parameter_store import ParameterStore
+from paramserver.sessions import Sessions
+from paramserver.store_admin import StoreAdmin
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
+from storage.engine import Engine, EngineConfig
+from storage.errors import DeviceError
+
+log = logging.getLogger(__name__)
+
+# Control messages only; a layout of some ten thousand parameters is the largest of them. Tensor bytes go in chunks.
+MAX_MESSAGE_BYTES = 16 << 20
+STOP_GRACE_SECONDS = 5.0
+STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"].full_name
+ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"].full_name
+
+
+async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
+    """Runs a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
+
+    Raises:
+        StorageError: the state directory, its files or the budgets do not allow to start.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if exit_with_stdin:
+        loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
+
+    # Sockets and files are this user's alone.
+    os.umask(0o077)
+    engine = await Engine.open(
+        EngineConfig(
+            state_dir=config.state_dir,
+            host_budget_bytes=config.host_budget,
+            nvme_budget_bytes=config.nvme_budget,
+            io_read_threads=config.io_read_threads,
+            io_write_threads=config.io_write_threads,
+            optimizer_threads=config.optimizer_threads,
+        )
+    )
+    async with contextlib.AsyncExitStack() as cleanup:
+        cleanup.push_async_callback(engine.close)
+        await _serve(config, engine, stop, cleanup)
+    log.info("stopped")
+
+
+async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, cleanup: contextlib.AsyncExitStack) -> None:
+    door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
+    cleanup.push_async_callback(door.close)
+    sessions = Sessions(engine)
+    welcome = _welcome(config, engine)
+    store = ParameterStore(engine, sessions, welcome)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+    parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, server)
+    store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
+        StoreAdmin(engine, sessions, welcome.epoch, config.state_dir), server
+    )
+    health_service = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    reflection.enable_server_reflection(
+        [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
+    _bind(server, f"unix:{config.socket_path}", f"socket {config.socket_path}")
+    if config.listen is not None:
+        _bind(server, config.listen, f"listen address {config.listen}")
+    await server.start()
+    for service in ("", STORE_SERVICE, ADMIN_SERVICE):
+        await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
+    log.info("serving on %s%s", config.socket_path, f" and {config.listen}" if config.listen else "")
+    try:
+        await stop.wait()
+    finally:
+        log.info("stopping")
+        await health_service.enter_graceful_shutdown()
+        store.announce_stop()
+        await server.stop(STOP_GRACE_SECONDS)
+        config.socket_path.unlink(missing_ok=True)
+
+
+def _bind(server: grpc.aio.Server, address: str, what: str) -> None:
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise DeviceError(f"cannot listen on {what}: it is in use or not an address of this machine") from error
+    if bound == 0:
+        raise DeviceError(f"cannot listen on {what}")
+    if address.startswith("unix:"):
+        Path(address.removeprefix("unix:")).chmod(0o600)
+
+
+def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome:
+    timeout = int(config.heartbeat_timeout_seconds * 1000)
+    return pb.SessionResponse.Welcome(
+        epoch=secrets.token_hex(16),
+        heartbeat_interval_millis=timeout // 5,
+        heartbeat_timeout_millis=timeout,
+        arena=pb.Arena(
+            socket_path=str(config.arena_socket_path), nonce=engine.arena.nonce, size_bytes=engine.arena.size_bytes
+        ),
+        version=__version__,
+    )
+
+
+def _on_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        loop.remove_reader(sys.stdin.fileno())
+        stop.set()

@@ -1,0 +1,177 @@
+"""The StoreAdmin service: readings of the tiers, jobs and shards for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc.aio
+
+from paramserver import wire
+from paramserver.sessions import Sessions
+from paramserver.status import answering_errors
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from storage.engine import Engine
+from storage.errors import ConflictError, InvalidRequestError
+from storage.shard import Kind, TierName
+from storage.slab import Slab
+from storage.tiers.base import TierCounters
+from storage.versions import Job
+
+MIN_WATCH_SECONDS = 0.1
+DEFAULT_PAGE = 1000
+MAX_PAGE = 10_000
+
+
+class StoreAdmin(admin_grpc.StoreAdminServicer):
+    """See store_admin.proto."""
+
+    def __init__(self, engine: Engine, sessions: Sessions, epoch: str, state_dir: Path) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._epoch = epoch
+        self._state_dir = state_dir
+
+    async def GetTiers(
+        self,
+        request: admin_pb.GetTiersRequest,
+        context: grpc.aio.ServicerContext[admin_pb.GetTiersRequest, admin_pb.GetTiersResponse],
+    ) -> admin_pb.GetTiersResponse:
+        async with answering_errors(context):
+            return self._read_tiers()
+
+    async def WatchTiers(
+        self,
+        request: admin_pb.WatchTiersRequest,
+        context: grpc.aio.ServicerContext[admin_pb.WatchTiersRequest, admin_pb.GetTiersResponse],
+    ) -> AsyncIterator[admin_pb.GetTiersResponse]:
+        async with answering_errors(context):
+            interval = request.interval_seconds
+            if not math.isfinite(interval) or interval < MIN_WATCH_SECONDS:
+                raise InvalidRequestError(f"interval_seconds {interval} must be at least {MIN_WATCH_SECONDS}")
+            while True:
+                yield self._read_tiers()
+                await asyncio.sleep(interval)
+
+    async def ListJobs(
+        self,
+        request: admin_pb.ListJobsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.ListJobsRequest, admin_pb.ListJobsResponse],
+    ) -> admin_pb.ListJobsResponse:
+        async with answering_errors(context):
+            jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
+            return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) for job in jobs])
+
+    async def ListShards(
+        self,
+        request: admin_pb.ListShardsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.ListShardsRequest, admin_pb.ListShardsResponse],
+    ) -> admin_pb.ListShardsResponse:
+        async with answering_errors(context):
+            job = self._engine.job(request.job)
+            if request.page_size > MAX_PAGE:
+                raise InvalidRequestError(f"page_size {request.page_size} is above {MAX_PAGE}")
+            if request.page_token and not (request.page_token.isdecimal() and len(request.page_token) < 20):
+                raise InvalidRequestError(f"page_token {request.page_token[:40]!r} was not given out by this store")
+            start = int(request.page_token or 0)
+            stop = start + (request.page_size or DEFAULT_PAGE)
+            kinds = set(Kind) if request.kind == pb.KIND_UNSPECIFIED else {wire.kind(request.kind)}
+            shards = [
+                _describe_shard(slab, shard.fqn, shard.offset, shard.numel)
+                for group in job.groups.values()
+                for slab in group.slabs
+                if slab.key.kind in kinds
+                for shard in group.spec.shards
+                if shard.fqn.startswith(request.fqn_prefix)
+            ]
+            shards.sort(key=lambda shard: (shard.fqn, shard.kind, shard.offset))
+            return admin_pb.ListShardsResponse(
+                shards=shards[start:stop], next_page_token=str(stop) if stop < len(shards) else ""
+            )
+
+    async def DeleteJob(
+        self,
+        request: admin_pb.DeleteJobRequest,
+        context: grpc.aio.ServicerContext[admin_pb.DeleteJobRequest, admin_pb.DeleteJobResponse],
+    ) -> admin_pb.DeleteJobResponse:
+        async with answering_errors(context):
+            if attached := self._sessions.attached(request.job):
+                raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
+            await asyncio.shield(self._engine.delete_job(request.job))
+            return admin_pb.DeleteJobResponse()
+
+    def _read_tiers(self) -> admin_pb.GetTiersResponse:
+        engine = self._engine
+        host = admin_pb.TierInfo(
+            tier=pb.TIER_HOST,
+            budget_bytes=engine.host.budget_bytes,
+            used_bytes=engine.host.used_bytes,
+            leased_bytes=engine.residents.leased_bytes + engine.gradient_bytes,
+            evictable_bytes=engine.residents.evictable_bytes,
+            queue_depth=engine.host.queue_depth + engine.queue.depth,
+            detail="shared memory",
+        )
+        nvme = admin_pb.TierInfo(
+            tier=pb.TIER_NVME,
+            budget_bytes=engine.nvme.budget_bytes,
+            used_bytes=engine.nvme.used_bytes,
+            queue_depth=engine.nvme.queue_depth,
+            detail=engine.nvme.detail,
+        )
+        _fill_counters(host, engine.host.counters)
+        _fill_counters(nvme, engine.nvme.counters)
+        return admin_pb.GetTiersResponse(
+            tiers=[host, nvme],
+            epoch=self._epoch,
+            state_dir=str(self._state_dir.absolute()),
+            sessions=len(self._sessions),
+            unix_seconds=time.time(),
+        )
+
+    def _describe_job(self, job: Job) -> admin_pb.JobInfo:
+        newest, durable = job.newest, max(job.durable, default=None)
+        slabs = list(job.slabs())
+        nvme = sum(region.nbytes for slab in slabs for region in slab.versions.values())
+        host = sum(slab.copy.region.nbytes for slab in slabs if slab.copy is not None)
+        return admin_pb.JobInfo(
+            name=job.spec.name,
+            world_size=job.spec.world_size,
+            sessions=self._sessions.attached(job.spec.name),
+            parameters=sum(s.numel for g in job.groups.values() for s in g.spec.shards),
+            durability=wire.durability_to_wire(job.spec.durability),
+            committed_step=newest,
+            durable_step=durable,
+            bytes=[
+                admin_pb.JobInfo.TierBytes(tier=pb.TIER_HOST, bytes=host),
+                admin_pb.JobInfo.TierBytes(tier=pb.TIER_NVME, bytes=nvme),
+            ],
+            created_at_unix_seconds=job.created_at,
+            committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
+        )
+
+
+def _describe_shard(slab: Slab, fqn: str, offset: int, numel: int) -> admin_pb.ShardInfo:
+    tiers = [TierName.HOST] if slab.current_copy is not None else []
+    if slab.latest in slab.versions:
+        tiers.append(TierName.NVME)
+    return admin_pb.ShardInfo(
+        fqn=fqn,
+        kind=wire.KIND_TO_WIRE[slab.key.kind],
+        offset=offset,
+        numel=numel,
+        dtype=wire.DTYPE_TO_WIRE[slab.spec.dtype],
+        group=slab.key.group,
+        version=slab.latest,
+        tiers=[wire.TIER_TO_WIRE[tier] for tier in tiers],
+        placement=wire.TIER_TO_WIRE[slab.spec.placement],
+    )
+
+
+def _fill_counters(info: admin_pb.TierInfo, counters: TierCounters) -> None:
+    for field in TierCounters.__dataclass_fields__:
+        setattr(info, field, getattr(counters, field))

@@ -1,0 +1,215 @@
+"""Between the wire's messages and the engine's types. Everything that comes in is checked here; names are only data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.errors import InvalidRequestError
+from storage.shard import (
+    DType,
+    Durability,
+    GroupSpec,
+    JobSpec,
+    Kind,
+    ParameterSpec,
+    Shard,
+    SlabSpec,
+    TierName,
+)
+
+MAX_NAME_BYTES = 1024
+# Above this a signed 64-bit offset overflows somewhere below; no tensor is that large.
+MAX_ELEMENTS = 1 << 48
+
+_KINDS = {
+    pb.KIND_PARAM: Kind.PARAM,
+    pb.KIND_MASTER: Kind.MASTER,
+    pb.KIND_EXP_AVG: Kind.EXP_AVG,
+    pb.KIND_EXP_AVG_SQ: Kind.EXP_AVG_SQ,
+    pb.KIND_GRAD: Kind.GRAD,
+}
+_DTYPES = {
+    pb.DTYPE_FLOAT32: DType.FLOAT32,
+    pb.DTYPE_BFLOAT16: DType.BFLOAT16,
+    pb.DTYPE_FLOAT16: DType.FLOAT16,
+}
+_TIERS = {pb.TIER_GPU: TierName.GPU, pb.TIER_HOST: TierName.HOST, pb.TIER_NVME: TierName.NVME}
+
+KIND_TO_WIRE = {value: key for key, value in _KINDS.items()}
+DTYPE_TO_WIRE = {value: key for key, value in _DTYPES.items()}
+TIER_TO_WIRE = {value: key for key, value in _TIERS.items()}
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+def kind(value: pb.Kind) -> Kind:
+    """Raises InvalidRequestError for a value that is no kind."""
+    return _lookup(_KINDS, value, "kind")
+
+
+def name(value: str, field: str) -> str:
+    """A name that people and logs can bear: not empty, bounded, printable."""
+    if not value or len(value.encode()) > MAX_NAME_BYTES or not value.isprintable():
+        raise InvalidRequestError(
+            f"{field} must be 1 to {MAX_NAME_BYTES} bytes of printable text; it is {value[:80]!r}"
+        )
+    return value
+
+
+def job_spec(request: pb.OpenJobRequest) -> JobSpec:
+    """The job that a client wants to open."""
+    if not 0 < request.world_size < 1 << 20 or not 0 < request.attached_ranks <= request.world_size:
+        raise InvalidRequestError(
+            f"world_size {request.world_size} and attached_ranks {request.attached_ranks} must be positive, "
+            "the second not above the first"
+        )
+    if request.rank >= request.world_size:
+        raise InvalidRequestError(f"rank {request.rank} is not below world_size {request.world_size}")
+    parameters = tuple(
+        ParameterSpec(
+            fqn=name(p.fqn, "parameters.fqn"),
+            shape=tuple(p.shape),
+            dtype=_lookup(_DTYPES, p.dtype, f"dtype of parameter {p.fqn!r}"),
+            trainable=p.trainable,
+        )
+        for p in request.parameters
+    )
+    if len({p.fqn for p in parameters}) != len(parameters):
+        raise InvalidRequestError("a parameter is listed twice in `parameters`")
+    return JobSpec(
+        name=name(request.job, "job"),
+        world_size=request.world_size,
+        local_ranks=request.attached_ranks,
+        parameters=parameters,
+        durability=durability(request.durability),
+    )
+
+
+def durability(message: pb.Durability) -> Durability:
+    """Raises InvalidRequestError unless exactly one class is set."""
+    match message.WhichOneof("class"):
+        case "step":
+            return Durability(every_steps=1)
+        case "none":
+            return Durability(every_steps=0)
+        case "snapshot" if 0 < message.snapshot.every_steps < 1 << 32:
+            return Durability(every_steps=message.snapshot.every_steps)
+        case "snapshot":
+            raise InvalidRequestError(f"snapshot.every_steps {message.snapshot.every_steps} must be positive")
+        case _:
+            raise InvalidRequestError("durability is not set; set step, snapshot or none")
+
+
+def durability_to_wire(value: Durability) -> pb.Durability:
+    """The inverse of `durability`."""
+    if value.every_steps == 0:
+        return pb.Durability(none=pb.Durability.Volatile())
+    if value.every_steps == 1:
+        return pb.Durability(step=pb.Durability.Step())
+    return pb.Durability(snapshot=pb.Durability.Snapshot(every_steps=value.every_steps))
+
+
+def group_spec(message: pb.ShardGroup) -> GroupSpec:
+    """A shard group as the client declares it; its geometry is checked."""
+    name(message.name, "groups.name")
+    if message.numel > MAX_ELEMENTS:
+        raise InvalidRequestError(f"group {message.name!r}: numel {message.numel} is above {MAX_ELEMENTS}")
+    spec = GroupSpec(
+        name=message.name,
+        numel=message.numel,
+        shards=tuple(
+            Shard(
+                fqn=name(s.fqn, f"shards.fqn of group {message.name!r}"),
+                offset=s.offset,
+                numel=s.numel,
+                position=s.position,
+            )
+            for s in message.shards
+        ),
+        slabs=tuple(_slab_spec(message.name, k) for k in message.kinds),
+    )
+    spec.validate()
+    _check_kinds(spec)
+    return spec
+
+
+def _check_kinds(group: GroupSpec) -> None:
+    """Raises InvalidRequestError unless the group can be updated by an optimizer, or is frozen."""
+    kinds = group.slab_of_kind
+    full_precision = kinds[Kind.PARAM].dtype is DType.FLOAT32
+    if full_precision and Kind.MASTER in kinds:
+        raise InvalidRequestError(f"group {group.name!r}: kind param is float32 and is the master weight itself")
+    needed = {Kind.EXP_AVG, Kind.EXP_AVG_SQ} | (set() if full_precision else {Kind.MASTER})
+    if Kind.GRAD in kinds and not needed <= kinds.keys():
+        missing = ", ".join(sorted(kind.value for kind in needed - kinds.keys()))
+        raise InvalidRequestError(f"group {group.name!r} has kind grad, and lacks what its updates need: {missing}")
+
+
+def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
+    tier = _lookup(_TIERS, message.placement, f"placement of group {group!r}")
+    if tier is TierName.GPU:
+        raise InvalidRequestError(f"group {group!r}: this store has no gpu tier; place the slab on host or nvme")
+    slab = SlabSpec(
+        kind=kind(message.kind), dtype=_lookup(_DTYPES, message.dtype, f"dtype of group {group!r}"), placement=tier
+    )
+    if slab.kind in (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ) and slab.dtype is not DType.FLOAT32:
+        raise InvalidRequestError(f"group {group!r}: kind {slab.kind.value} must be float32, not {slab.dtype.value}")
+    return slab
+
+
+def adamw_update(
+    group: GroupSpec, update: pb.ApplyGradientsRequest.GroupUpdate, hyper_parameters: Sequence[AdamWHyperParameters]
+) -> AdamWUpdate:
+    """The kernel for one group; raises InvalidRequestError where the request does not fit the group."""
+    indexes = update.hyper_parameters_of_shard
+    if len(indexes) != len(group.shards):
+        raise InvalidRequestError(
+            f"group {group.name!r} has {len(group.shards)} shards, hyper_parameters_of_shard has {len(indexes)} entries"
+        )
+    if any(not -1 <= index < len(hyper_parameters) for index in indexes):
+        raise InvalidRequestError(
+            f"group {group.name!r}: hyper_parameters_of_shard must be -1 or an index below {len(hyper_parameters)}"
+        )
+    if not math.isfinite(update.grad_scale):
+        raise InvalidRequestError(f"group {group.name!r}: grad_scale {update.grad_scale} is not finite")
+    return AdamWUpdate(
+        shards=group.shards,
+        hyper_parameters=[None if index < 0 else hyper_parameters[index] for index in indexes],
+        grad_scale=update.grad_scale,
+    )
+
+
+def adamw_hyper_parameters(message: pb.ApplyGradientsRequest.HyperParameters) -> AdamWHyperParameters:
+    """Raises InvalidRequestError, naming the field, for values that torch.optim.AdamW would refuse."""
+    if message.WhichOneof("optimizer") != "adamw":
+        raise InvalidRequestError("hyper_parameters.optimizer is not set; this store knows adamw")
+    a = message.adamw
+    for field, value, good in (
+        ("lr", a.lr, math.isfinite(a.lr) and a.lr >= 0),
+        ("beta1", a.beta1, 0 <= a.beta1 < 1),
+        ("beta2", a.beta2, 0 <= a.beta2 < 1),
+        ("eps", a.eps, math.isfinite(a.eps) and a.eps >= 0),
+        ("weight_decay", a.weight_decay, math.isfinite(a.weight_decay) and a.weight_decay >= 0),
+        ("update_count", a.update_count, 0 < a.update_count < 1 << 53),
+    ):
+        if not good:
+            raise InvalidRequestError(f"adamw.{field} = {value} is out of its range")
+    return AdamWHyperParameters(
+        lr=a.lr,
+        beta1=a.beta1,
+        beta2=a.beta2,
+        eps=a.eps,
+        weight_decay=a.weight_decay,
+        update_count=a.update_count,
+    )
+
+
+def _lookup(table: dict[KeyT, ValueT], value: KeyT, field: str) -> ValueT:
+    if value not in table:
+        raise InvalidRequestError(f"{field} has the value {value!r}, which this store does not know")
+    return table[value]
