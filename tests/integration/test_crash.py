@@ -1,0 +1,145 @@
+"""Whoever is killed in mid-step: the run goes on from the last committed step and ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.crash_run import Plan
+from tests.integration.training import ROOT, free_port, store_config
+
+STEPS = 12
+KILLED_AT = 5
+WORLD_SIZE = 2
+END_SECONDS = 60.0
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Launch:
+    """The ranks of one launch."""
+
+    def __init__(self, plan: Plan) -> None:
+        directory = Path(plan.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.plan = plan
+        plan_file = directory / "plan.json"
+        plan_file.write_text(json.dumps(asdict(plan)))
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(WORLD_SIZE),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.logs = [directory / f"rank-{rank}.log" for rank in range(WORLD_SIZE)]
+        self.ranks = []
+        for rank, log in enumerate(self.logs):
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.integration.crash_run", str(plan_file)],
+                    cwd=ROOT,
+                    env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            self.ranks.append(process)
+
+    def wait_for_step(self, step: int) -> None:
+        """Returns when every rank is about to hand over the gradients of `step`."""
+        deadline = time.monotonic() + END_SECONDS
+        files = [self.plan.progress_file(rank) for rank in range(WORLD_SIZE)]
+        while not all(file.exists() and f"{step}\n" in file.read_text() for file in files):
+            assert all(rank.poll() is None for rank in self.ranks), self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.001)
+
+    def wait(self) -> list[int]:
+        """The exit codes."""
+        return [rank.wait(END_SECONDS) for rank in self.ranks]
+
+    def output(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs)
+
+
+@contextmanager
+def launched(plan: Plan) -> Iterator[Launch]:
+    launch = Launch(plan)
+    try:
+        yield launch
+    finally:
+        for rank in launch.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def make_plan(directory: Path, device: str) -> Plan:
+    return Plan(directory=str(directory), steps=STEPS, config=store_config(directory / "state", device))
+
+
+def run_to_the_end(plan: Plan) -> dict[str, torch.Tensor]:
+    with launched(plan) as launch:
+        assert launch.wait() == [0] * WORLD_SIZE, launch.output()
+    weights: dict[str, torch.Tensor] = torch.load(plan.weights_file)
+    return weights
+
+
+def daemon_of(plan: Plan) -> int:
+    return int((Path(plan.directory) / "state" / "lock").read_text())
+
+
+def kill_one_trainer(launch: Launch) -> None:
+    launch.ranks[1].kill()
+
+
+def kill_all_trainers(launch: Launch) -> None:
+    for rank in launch.ranks:
+        rank.kill()
+
+
+def kill_daemon(launch: Launch) -> None:
+    os.kill(daemon_of(launch.plan), signal.SIGKILL)
+
+
+def kill_everything(launch: Launch) -> None:
+    kill_daemon(launch)
+    kill_all_trainers(launch)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return run_to_the_end(make_plan(tmp_path_factory.mktemp("whole"), "nvme"))
+
+
+@pytest.mark.parametrize(
+    ("kill", "device"),
+    [(kill_one_trainer, "nvme"), (kill_all_trainers, "cpu"), (kill_daemon, "nvme"), (kill_everything, "cpu")],
+)
+def test_a_run_killed_in_mid_step_ends_with_the_bits_of_the_uninterrupted_one(
+    tmp_path: Path, uninterrupted: dict[str, torch.Tensor], kill: Callable[[Launch], None], device: str
+) -> None:
+    plan = make_plan(tmp_path, device)
+    with launched(plan) as launch:
+        launch.wait_for_step(KILLED_AT)
+        kill(launch)
+        # Nobody hangs: the survivors notice, and end with an error.
+        assert all(launch.wait()), launch.output()
+
+    weights = run_to_the_end(plan)
+
+    first, second = map(int, plan.starts_file.read_text().split())
+    assert first == 0
+    # The killed step is committed or not, as a whole; no step before it is lost.
+    assert second in (KILLED_AT - 1, KILLED_AT)
+    assert weights.keys() == uninterrupted.keys()
+    assert [name for name in weights if not torch.equal(weights[name], uninterrupted[name])] == []

@@ -1,0 +1,103 @@
+"""Low precision follows its rule: compute and gradients in bf16 or fp16, weights and moments in fp32, one rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainer_client
+from tests.integration.training import Run, build_model, make_optimizer, micro_batches, store_config
+from trainer_client.engine import Engine
+
+STEPS = 12
+CLIPPING = 0.5
+LEARNING_RATE = 1e-2
+
+
+def reference(dtype: torch.dtype) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+    """(loss, fp32 weights after the step) of a hand-written loop: fp32 weights are updated by torch's AdamW from
+    gradients that were computed in `dtype` at their rounded values."""
+    model = build_model(Run())
+    masters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=LEARNING_RATE, fused=True)
+    model.to(dtype)
+    for batch in micro_batches(STEPS):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            masters[name].grad = parameter.grad.float()
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(masters.values(), CLIPPING)
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters[name])
+        yield loss.item(), masters
+
+
+def start(config: dict[str, Any], **precision: Any) -> Engine:
+    model = build_model(Run())
+    optimizer, _ = make_optimizer(model, Run())
+    engine, *_ = trainer_client.initialize(
+        model=model, optimizer=optimizer, config=config | precision | {"gradient_clipping": CLIPPING}
+    )
+    return engine
+
+
+def test_bf16_equals_a_hand_written_loop_bit_for_bit(tmp_path: Path) -> None:
+    losses = []
+    with start(store_config(tmp_path), bf16={"enabled": True}) as engine:
+        for batch in micro_batches(STEPS):
+            losses.append(engine.backward(engine(input_ids=batch, labels=batch).loss).item())
+            engine.step()
+        weights = engine.full_state_dict()
+
+    expected = list(reference(torch.bfloat16))
+    assert losses == [loss for loss, _ in expected]
+    masters = expected[-1][1]
+    assert [name for name in masters if not torch.equal(weights[name], masters[name])] == []
+
+
+def test_fp16_skips_steps_until_the_loss_scale_fits_and_then_learns(tmp_path: Path) -> None:
+    losses = []
+    with start(store_config(tmp_path), fp16={"enabled": True, "initial_scale_power": 32, "hysteresis": 1}) as engine:
+        initial = engine.full_state_dict()
+        skipped_weights = None
+        for batch in micro_batches(40):
+            losses.append(engine.backward(engine(input_ids=batch, labels=batch).loss).item())
+            engine.step()
+            if engine.skipped_steps == engine.global_steps:
+                skipped_weights = engine.full_state_dict()
+        skipped, steps = engine.skipped_steps, engine.global_steps
+
+    assert skipped_weights is not None, "the first scale is beyond fp16: its gradient cannot be finite"
+    assert all(torch.equal(initial[name], skipped_weights[name]) for name in initial)
+    assert 0 < skipped < 30
+    assert steps == 40
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_was_not_made(tmp_path: Path, precision: str) -> None:
+    enabled = {"bf16": {"enabled": precision == "bf16"}}
+
+    def train(directory: Path, *, poisoned: bool) -> tuple[dict[str, torch.Tensor], Engine]:
+        with start(store_config(directory), **enabled) as engine:
+            for index, batch in enumerate(micro_batches(6)):
+                if poisoned and index == 3:
+                    engine.backward(engine(input_ids=batch, labels=batch).loss * torch.nan)
+                    engine.step()
+                engine.backward(engine(input_ids=batch, labels=batch).loss)
+                engine.step()
+            return engine.full_state_dict(), engine
+
+    clean, _ = train(tmp_path / "clean", poisoned=False)
+    poisoned, engine = train(tmp_path / "poisoned", poisoned=True)
+
+    assert (engine.global_steps, engine.skipped_steps) == (7, 1)
+    assert [name for name in clean if not torch.equal(clean[name], poisoned[name])] == []
