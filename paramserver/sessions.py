@@ -167,6 +167,9 @@ class Sessions:
             raise InvalidRequestError(
                 f"rank {rank} describes job {spec.name!r} in another way than the other ranks of its run"
             )
+        if run.job.done():
+            # Why the job could not be opened, for a rank that comes after the one that tried.
+            run.job.result()
         run.check_whole()
         run.ranks[rank] = session
         session.run, session.rank = run, rank

@@ -173,5 +173,11 @@ def _describe_shard(slab: Slab, fqn: str, offset: int, numel: int) -> admin_pb.S
 
 
 def _fill_counters(info: admin_pb.TierInfo, counters: TierCounters) -> None:
-    for field in TierCounters.__dataclass_fields__:
-        setattr(info, field, getattr(counters, field))
+    info.hits = counters.hits
+    info.misses = counters.misses
+    info.promotions = counters.promotions
+    info.demotions = counters.demotions
+    info.bytes_read = counters.bytes_read
+    info.bytes_written = counters.bytes_written
+    info.read_seconds = counters.reading.seconds
+    info.write_seconds = counters.writing.seconds

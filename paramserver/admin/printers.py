@@ -112,7 +112,6 @@ def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
 
 
 def _rate(nbytes: int, seconds: float) -> str:
-    """While requests were under way, which may be less than the device can do with several of them."""
     return f"({decimal(int(nbytes / seconds))}/s)" if seconds else ""
 
 

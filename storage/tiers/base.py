@@ -6,7 +6,8 @@ blocking work elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from storage.shard import TierName
@@ -22,6 +23,25 @@ def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
 
 
 @dataclass(slots=True)
+class BusyClock:
+    """The time in which at least one operation was under way."""
+
+    seconds: float = 0.0
+    _running: int = 0
+    _since: float = 0.0
+
+    def __enter__(self) -> None:
+        if self._running == 0:
+            self._since = time.perf_counter()
+        self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self.seconds += time.perf_counter() - self._since
+
+
+@dataclass(slots=True)
 class TierCounters:
     """Grows from the start of the daemon; read by metrics and the admin tool."""
 
@@ -31,8 +51,8 @@ class TierCounters:
     demotions: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
+    reading: BusyClock = field(default_factory=BusyClock)
+    writing: BusyClock = field(default_factory=BusyClock)
 
 
 class Tier(Protocol[RegionT]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,21 +157,18 @@ class NvmeTier:
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority, *, write: bool
     ) -> None:
         pool, move = (self._writes, syscalls.write_exact) if write else (self._reads, syscalls.read_exact)
-        start = time.perf_counter()
 
         def request(position: int, piece: memoryview) -> asyncio.Task[None]:
             return asyncio.ensure_future(pool.run(lambda: move(self._fd, piece, position, self.path), priority))
 
         pieces = list(_requests(region, offset, buffer))
         tasks = [request(position, piece) for position, piece in pieces]
-        await settle(tasks)
-        seconds = time.perf_counter() - start
+        with self.counters.writing if write else self.counters.reading:
+            await settle(tasks)
         if write:
             self.counters.bytes_written += len(buffer)
-            self.counters.write_seconds += seconds
         else:
             self.counters.bytes_read += len(buffer)
-            self.counters.read_seconds += seconds
 
 
 async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:

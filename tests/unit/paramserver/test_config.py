@@ -1,0 +1,108 @@
+"""The daemon's configuration is checked as a whole, and what is wrong is named with what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramserver.config import MAX_SOCKET_PATH_BYTES, ConfigError, DaemonConfig, load_config
+
+MIB = 1 << 20
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "paramserver.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_gives_what_it_says_and_defaults_for_the_rest(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, 'state_dir = "/data"\nhost_budget = "256MiB"\nnvme_budget = 8589934592\noptimizer_threads = 3\n'
+    )
+    config = load_config(path, {})
+    assert (config.host_budget, config.nvme_budget, config.optimizer_threads) == (256 * MIB, 8 << 30, 3)
+    assert config.socket_path == Path("/data/paramserver.sock")
+    assert config.arena_socket_path == Path("/data/paramserver.sock.arena")
+    assert (config.listen, config.insecure, config.log_level) == (None, False, "info")
+
+
+def test_flags_go_before_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
+    path = written(tmp_path, 'state_dir = "/data"\nhost_budget = "1GiB"\nlog_format = "json"\n')
+    config = load_config(path, {"host_budget": "2MiB", "state_dir": None, "log_format": None, "socket": Path("/run/s")})
+    assert (config.host_budget, config.state_dir, config.log_format) == (2 * MIB, Path("/data"), "json")
+    assert config.socket_path == Path("/run/s")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"host_buget": 1}, "unknown key 'host_buget'; did you mean 'host_budget'?"),
+        ({"colour": "red"}, "unknown key 'colour'; known keys: state_dir, host_budget, nvme_budget"),
+        ({"state_dir": None}, "'state_dir' is missing; set it in the config file or with --state-dir"),
+        ({"host_budget": "much"}, "host_budget = 'much'"),
+        ({"host_budget": "256QiB"}, "host_budget = '256QiB'"),
+        ({"host_budget": 1000}, "host_budget = 1000: Input should be greater than or equal to 1048576"),
+        ({"nvme_budget": "-5GiB"}, "nvme_budget = '-5GiB'"),
+        ({"log_level": "loud"}, "log_level = 'loud': Input should be 'debug', 'info', 'warning' or 'error'"),
+        ({"io_read_threads": 0}, "io_read_threads = 0"),
+        ({"optimizer_threads": 65}, "optimizer_threads = 65"),
+        ({"heartbeat_timeout_seconds": 0.1}, "heartbeat_timeout_seconds = 0.1"),
+        ({"heartbeat_timeout_seconds": float("nan")}, "heartbeat_timeout_seconds = nan"),
+    ],
+)
+def test_a_bad_key_or_value_is_refused_by_its_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"state_dir": "/data"} | values if values != {"state_dir": None} else {})
+    assert named in str(caught.value)
+
+
+def test_all_that_is_wrong_is_told_at_once_with_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, 'host_budget = "x"\nnvme_budget = "y"\nzzz = 1\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4 and all(line.startswith(f"bad configuration (file {path}): ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("a = ", "is not valid TOML"), (None, "No such file"), (b"\xff\xfe", "is not valid TOML")]
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | bytes | None, named: str) -> None:
+    path = tmp_path / "broken.toml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=f"{path}.*{named}"):
+        load_config(path, {})
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:5000", "[::1]:5000", "localhost:1"])
+def test_loopback_needs_nothing(listen: str) -> None:
+    assert load_config(None, {"state_dir": "/d", "listen": listen}).listen == listen
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "example.org:1", "localhost.evil.org:1", ":1"])
+def test_an_address_that_others_can_reach_must_be_asked_for(listen: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"state_dir": "/d", "listen": listen})
+    assert f"listen: {listen} can be reached from other machines" in str(caught.value)
+    assert "--insecure" in str(caught.value)
+    assert load_config(None, {"state_dir": "/d", "listen": listen, "insecure": True}).listen == listen
+
+
+def test_a_socket_path_that_the_kernel_cannot_hold_is_refused_before_anything_starts() -> None:
+    room = MAX_SOCKET_PATH_BYTES - len("/paramserver.sock.arena")
+    fits = "/" + "d" * (room - 1)
+    assert len(str(load_config(None, {"state_dir": fits}).arena_socket_path)) == MAX_SOCKET_PATH_BYTES
+    with pytest.raises(ConfigError, match=r"longer than the 107 bytes that the kernel allows; set `socket`"):
+        load_config(None, {"state_dir": fits + "d"})
+    assert load_config(None, {"state_dir": fits + "d", "socket": "/run/s"})
+    with pytest.raises(ConfigError, match="longer than"):
+        load_config(None, {"state_dir": "/" + "\N{SNOWMAN}" * 35})
+
+
+def test_every_key_says_what_it_is() -> None:
+    documented = {name for name, field in DaemonConfig.model_fields.items() if field.description}
+    assert set(DaemonConfig.model_fields) - documented == {"log_level", "log_format"}

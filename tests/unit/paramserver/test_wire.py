@@ -1,0 +1,235 @@
+"""What comes in over the wire is checked field by field; each refusal names the field and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from paramserver import wire
+from paramserver.status import status_code
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage import errors
+from storage.errors import InvalidRequestError
+from storage.shard import DType, Durability, Kind, TierName
+
+HUGE = (1 << 64) - 1
+
+
+def open_job(**changes: Any) -> pb.OpenJobRequest:
+    fields: dict[str, Any] = {
+        "job": "job",
+        "run_id": "run",
+        "rank": 1,
+        "world_size": 4,
+        "attached_ranks": 2,
+        "parameters": [pb.Parameter(fqn="w", shape=[2, 3], dtype=pb.DTYPE_BFLOAT16, trainable=True)],
+        "durability": pb.Durability(step=pb.Durability.Step()),
+    }
+    return pb.OpenJobRequest(**(fields | changes))
+
+
+def kinds(*names: str, param: pb.DType = pb.DTYPE_BFLOAT16) -> list[pb.KindSpec]:
+    return [
+        pb.KindSpec(
+            kind=f"KIND_{name}",
+            dtype=param if name in ("PARAM", "GRAD") else pb.DTYPE_FLOAT32,
+            placement=pb.TIER_NVME,
+        )
+        for name in names
+    ]
+
+
+def shard_group(**changes: Any) -> pb.ShardGroup:
+    fields: dict[str, Any] = {
+        "name": "unit[0:32]",
+        "numel": 32,
+        "shards": [pb.Shard(fqn="w", offset=0, numel=20, position=0)],
+        "kinds": kinds("PARAM", "MASTER", "EXP_AVG", "EXP_AVG_SQ", "GRAD"),
+    }
+    return pb.ShardGroup(**(fields | changes))
+
+
+def adamw(**changes: Any) -> pb.ApplyGradientsRequest.HyperParameters:
+    fields = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "update_count": 1}
+    return pb.ApplyGradientsRequest.HyperParameters(adamw=pb.AdamW(**(fields | changes)))
+
+
+def test_a_job_is_taken_as_it_is_described() -> None:
+    spec = wire.job_spec(open_job())
+    assert (spec.name, spec.world_size, spec.local_ranks) == ("job", 4, 2)
+    (parameter,) = spec.parameters
+    assert (parameter.fqn, parameter.shape, parameter.dtype) == ("w", (2, 3), DType.BFLOAT16)
+    assert spec.durability == Durability(every_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"job": ""}, "job must be 1 to 1024 bytes of printable text; it is ''"),
+        ({"job": "a\nb"}, "job must be .* printable"),
+        ({"job": "x" * 1025}, "job must be 1 to 1024 bytes"),
+        ({"world_size": 0}, "world_size 0"),
+        ({"world_size": 1 << 30}, f"world_size {1 << 30}"),
+        ({"attached_ranks": 0}, "attached_ranks 0"),
+        ({"attached_ranks": 5}, "world_size 4 and attached_ranks 5"),
+        ({"rank": 4}, "rank 4 is not below world_size 4"),
+        ({"durability": pb.Durability()}, "durability is not set; set step, snapshot or none"),
+        ({"durability": pb.Durability(snapshot=pb.Durability.Snapshot())}, "snapshot.every_steps 0"),
+        ({"durability": pb.Durability(snapshot=pb.Durability.Snapshot(every_steps=HUGE))}, "snapshot.every_steps"),
+        ({"parameters": [pb.Parameter(fqn="w", shape=[1])]}, "dtype of parameter 'w' has the value 0"),
+        ({"parameters": [pb.Parameter(fqn="", dtype=pb.DTYPE_FLOAT32)]}, r"parameters\.fqn must be"),
+        ({"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32)] * 2}, "listed twice in `parameters`"),
+    ],
+)
+def test_a_malformed_job_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        wire.job_spec(open_job(**changes))
+
+
+@pytest.mark.parametrize("every_steps", [0, 1, 2, 1000])
+def test_durability_survives_the_wire(every_steps: int) -> None:
+    value = Durability(every_steps=every_steps)
+    assert wire.durability(wire.durability_to_wire(value)) == value
+
+
+def test_a_group_is_taken_as_it_is_described() -> None:
+    spec = wire.group_spec(shard_group())
+    assert (spec.name, spec.numel, spec.shards[0].numel) == ("unit[0:32]", 32, 20)
+    assert spec.slab_of_kind[Kind.PARAM].dtype is DType.BFLOAT16
+    assert spec.slab_of_kind[Kind.MASTER].placement is TierName.NVME
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        kinds("PARAM"),
+        kinds("PARAM", "EXP_AVG", "EXP_AVG_SQ", "GRAD", param=pb.DTYPE_FLOAT32),
+        kinds("PARAM", "MASTER", "EXP_AVG", "EXP_AVG_SQ", "GRAD"),
+    ],
+    ids=["frozen", "fp32", "bf16"],
+)
+def test_the_kinds_that_a_client_declares_are_accepted(good: list[pb.KindSpec]) -> None:
+    assert len(wire.group_spec(shard_group(kinds=good)).slabs) == len(good)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"name": ""}, r"groups\.name must be"),
+        ({"name": "\x00"}, r"groups\.name must be"),
+        ({"numel": HUGE}, f"numel {HUGE} is above"),
+        ({"numel": 17}, "numel 17 must be a positive multiple of 16"),
+        ({"shards": [pb.Shard(fqn="", numel=1)]}, "shards.fqn of group"),
+        ({"shards": [pb.Shard(fqn="w", numel=HUGE)]}, f"shard 'w' at position 0, {HUGE} elements"),
+        ({"shards": [pb.Shard(fqn="w", numel=1, position=HUGE)]}, f"position {HUGE}"),
+        ({"shards": [pb.Shard(fqn="w", numel=1, offset=HUGE)]}, f"offset {HUGE}"),
+        ({"kinds": []}, "no slab of kind param"),
+        ({"kinds": kinds("PARAM", "PARAM")}, "names a kind twice"),
+        ({"kinds": [pb.KindSpec(kind=99, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_HOST)]}, "kind has the value 99"),  # type: ignore[arg-type]
+        ({"kinds": [pb.KindSpec(kind=pb.KIND_PARAM, placement=pb.TIER_HOST)]}, "dtype of group .* value 0"),
+        ({"kinds": [pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32)]}, "placement of group .* value 0"),
+        (
+            {"kinds": [pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_GPU)]},
+            "has no gpu tier",
+        ),
+        (
+            {
+                "kinds": [
+                    *kinds("PARAM"),
+                    pb.KindSpec(kind=pb.KIND_MASTER, dtype=pb.DTYPE_FLOAT16, placement=pb.TIER_HOST),
+                ]
+            },
+            "kind master must be float32, not float16",
+        ),
+        ({"kinds": kinds("PARAM", "EXP_AVG", "EXP_AVG_SQ", "GRAD")}, "has kind grad, and lacks .*: master"),
+        ({"kinds": kinds("PARAM", "MASTER", "GRAD")}, "lacks what its updates need: exp_avg, exp_avg_sq"),
+        ({"kinds": kinds("PARAM", "MASTER", param=pb.DTYPE_FLOAT32)}, "float32 and is the master weight itself"),
+    ],
+)
+def test_a_malformed_group_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        wire.group_spec(shard_group(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lr": -1.0}, r"adamw\.lr = -1\.0"),
+        ({"lr": math.nan}, r"adamw\.lr = nan"),
+        ({"lr": math.inf}, r"adamw\.lr = inf"),
+        ({"beta1": 1.0}, r"adamw\.beta1 = 1\.0"),
+        ({"beta2": -0.1}, r"adamw\.beta2 = -0\.1"),
+        ({"beta2": math.nan}, r"adamw\.beta2 = nan"),
+        ({"eps": -1e-8}, r"adamw\.eps"),
+        ({"weight_decay": math.inf}, r"adamw\.weight_decay = inf"),
+        ({"update_count": 0}, r"adamw\.update_count = 0"),
+        ({"update_count": HUGE}, rf"adamw\.update_count = {HUGE}"),
+    ],
+)
+def test_hyper_parameters_that_torch_would_refuse_are_refused(changes: dict[str, Any], named: str) -> None:
+    assert wire.adamw_hyper_parameters(adamw()).beta1 == 0.9
+    with pytest.raises(InvalidRequestError, match=named):
+        wire.adamw_hyper_parameters(adamw(**changes))
+
+
+def test_an_optimizer_that_is_not_set_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="optimizer is not set; this store knows adamw"):
+        wire.adamw_hyper_parameters(pb.ApplyGradientsRequest.HyperParameters())
+
+
+@pytest.mark.parametrize(
+    ("indexes", "scale", "named"),
+    [
+        ([], 1.0, "has 1 shards, hyper_parameters_of_shard has 0 entries"),
+        ([0, 0], 1.0, "has 1 shards, hyper_parameters_of_shard has 2 entries"),
+        ([1], 1.0, "must be -1 or an index below 1"),
+        ([-2], 1.0, "must be -1 or an index below 1"),
+        ([0], math.nan, "grad_scale nan is not finite"),
+        ([0], -math.inf, "grad_scale -inf is not finite"),
+    ],
+)
+def test_an_update_that_does_not_fit_its_group_is_refused(indexes: list[int], scale: float, named: str) -> None:
+    group, known = wire.group_spec(shard_group()), [wire.adamw_hyper_parameters(adamw())]
+
+    def update(indexes: list[int], scale: float) -> pb.ApplyGradientsRequest.GroupUpdate:
+        return pb.ApplyGradientsRequest.GroupUpdate(
+            group=group.name, grad_scale=scale, hyper_parameters_of_shard=indexes
+        )
+
+    assert wire.adamw_update(group, update([-1], 1.0), known).hyper_parameters == [None]
+    with pytest.raises(InvalidRequestError, match=named):
+        wire.adamw_update(group, update(indexes, scale), known)
+
+
+def test_every_enum_of_the_wire_is_known_or_refused() -> None:
+    known = {pb.Kind.Value(f"KIND_{kind.name}") for kind in Kind}
+    assert known == set(pb.Kind.values()) - {pb.KIND_UNSPECIFIED}
+    assert set(wire.DTYPE_TO_WIRE.values()) == set(pb.DType.values()) - {pb.DTYPE_UNSPECIFIED}
+    assert set(wire.TIER_TO_WIRE.values()) == set(pb.Tier.values()) - {pb.TIER_UNSPECIFIED}
+    with pytest.raises(InvalidRequestError, match="kind has the value 0"):
+        wire.kind(pb.KIND_UNSPECIFIED)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+        (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
+        (errors.AlreadyExistsError, grpc.StatusCode.ALREADY_EXISTS),
+        (errors.ConflictError, grpc.StatusCode.FAILED_PRECONDITION),
+        (errors.BudgetExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.DiskFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.StepAbortedError, grpc.StatusCode.ABORTED),
+        (errors.DataLossError, grpc.StatusCode.DATA_LOSS),
+        (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
+        (errors.StorageError, grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_errors_have_the_status_codes_of_the_contract(
+    error: Callable[[str], errors.StorageError], code: grpc.StatusCode
+) -> None:
+    assert status_code(error("x")) is code

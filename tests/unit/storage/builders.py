@@ -1,0 +1,366 @@
+"""Engines on real disks, small jobs, and the same training in plain torch beside them.
+
+The reference is torch.optim.AdamW on whole parameters; it knows nothing of shards, tiles, tiers or versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # by torch at the first optimizer otherwise: seconds in which the loop would be blocked
+
+from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
+from storage import syscalls
+from storage.engine import Engine, EngineConfig
+from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
+from storage.tiers.extents import free_runs
+from storage.transform import Kernel
+from storage.versions import Job
+
+MIB = 1 << 20
+GRAD_SCALE = 0.5
+OPTIMIZER_STATES = {Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq"}
+
+States = dict[tuple[str, str, Kind], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A job: `groups` alike, each with shards of `numels` elements, odd on purpose; cut into several tiles."""
+
+    name: str = "job"
+    numels: tuple[int, ...] = (30_003, 17, 12_000)
+    groups: tuple[str, ...] = ("block.0", "block.1")
+    precision: DType = DType.FLOAT32
+    weights: TierName = TierName.NVME
+    moments: TierName = TierName.NVME
+    every_steps: int = 1
+    world_size: int = 1
+    # Shards that have no gradient in some steps.
+    with_skips: bool = True
+
+    @property
+    def weight_kind(self) -> Kind:
+        """Where the fp32 weights are."""
+        return Kind.PARAM if self.precision is DType.FLOAT32 else Kind.MASTER
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds that have slabs."""
+        master = () if self.precision is DType.FLOAT32 else (Kind.MASTER,)
+        return (Kind.PARAM, *master, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards of each group; their FQNs are completed by the group's name."""
+        shards, position = [], 0
+        for index, numel in enumerate(self.numels):
+            shards.append(Shard(fqn=f"weight.{index}", offset=0, numel=numel, position=position))
+            position += -(-numel // 16) * 16
+        return tuple(shards)
+
+    def dtype(self, kind: Kind) -> DType:
+        """Element type of a kind."""
+        return self.precision if kind in (Kind.PARAM, Kind.GRAD) else DType.FLOAT32
+
+    def group(self, name: str) -> GroupSpec:
+        """One group as the engine registers it."""
+        last = self.shards[-1]
+        slabs = [
+            SlabSpec(
+                kind=kind,
+                dtype=self.dtype(kind),
+                placement=self.moments if kind in OPTIMIZER_STATES else self.weights,
+            )
+            for kind in self.kinds
+        ]
+        return GroupSpec(
+            name=name,
+            numel=-(-(last.position + last.numel) // 16) * 16,
+            shards=tuple(
+                Shard(fqn=f"{name}.{s.fqn}", offset=0, numel=s.numel, position=s.position) for s in self.shards
+            ),
+            slabs=(*slabs, SlabSpec(kind=Kind.GRAD, dtype=self.precision, placement=TierName.HOST)),
+        )
+
+    def job(self) -> JobSpec:
+        """The job as the engine opens it."""
+        return JobSpec(
+            name=self.name,
+            world_size=self.world_size,
+            local_ranks=1,
+            parameters=tuple(
+                ParameterSpec(fqn=shard.fqn, shape=(shard.numel,), dtype=self.precision, trainable=True)
+                for group in self.groups
+                for shard in self.group(group).shards
+            ),
+            durability=Durability(every_steps=self.every_steps),
+        )
+
+    def skips(self, step: int, index: int) -> bool:
+        """Whether shard `index` of each group has no gradient in `step`."""
+        return self.with_skips and (step + index) % 4 == 0
+
+    def hyper_parameters(self, step: int, index: int) -> AdamWHyperParameters | None:
+        """Of shard `index` in `step`: each shard has its own, and the learning rate changes."""
+        if self.skips(step, index):
+            return None
+        updates = sum(not self.skips(s, index) for s in range(1, step + 1))
+        return AdamWHyperParameters(**self._adamw(step, index), update_count=updates)
+
+    def _adamw(self, step: int, index: int) -> dict[str, float]:
+        return {
+            "lr": 1e-2 * (index + 1) * 0.9**step,
+            "beta1": 0.9 - 0.1 * index,
+            "beta2": 0.999 - 0.01 * index,
+            "eps": 1e-8,
+            "weight_decay": 0.05 * index,
+        }
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """The training of a layout by torch alone."""
+
+    layout: Layout
+    _states: list[States] = field(default_factory=list)
+    _weights: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    _optimizers: dict[tuple[str, int], torch.optim.AdamW] = field(default_factory=dict)
+
+    def gradient(self, step: int, group: str, index: int) -> torch.Tensor:
+        """[numel], of the layout's precision, before scaling."""
+        return self._random(f"{group} {index} {step}", index).to(self.layout.precision.torch)
+
+    def initial(self, group: str, index: int) -> torch.Tensor:
+        """[numel], fp32."""
+        return self._random(f"{group} {index}", index)
+
+    def states(self, step: int) -> States:
+        """Every shard's tensor of every kind after `step`."""
+        while len(self._states) <= step:
+            self._advance(len(self._states))
+        return self._states[step]
+
+    def _random(self, seed: str, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(seed)) % (1 << 62))
+        return torch.randn(self.layout.numels[index], generator=generator)
+
+    def _advance(self, step: int) -> None:
+        states: States = {}
+        for group in self.layout.groups:
+            for index in range(len(self.layout.numels)):
+                weight = self._update(step, group, index)
+                fqn = f"{group}.weight.{index}"
+                states[group, fqn, self.layout.weight_kind] = weight.detach().clone()
+                if self.layout.weight_kind is Kind.MASTER:
+                    states[group, fqn, Kind.PARAM] = weight.detach().to(self.layout.precision.torch)
+                optimizer_state = self._optimizers[group, index].state[weight]
+                for kind, name in OPTIMIZER_STATES.items():
+                    states[group, fqn, kind] = optimizer_state.get(name, torch.zeros(len(weight))).clone()
+        self._states.append(states)
+
+    def _update(self, step: int, group: str, index: int) -> torch.Tensor:
+        layout = self.layout
+        if step == 0:
+            weight = self._weights[group, index] = self.initial(group, index).requires_grad_()
+            self._optimizers[group, index] = torch.optim.AdamW([weight], fused=True)
+            return weight
+        weight, optimizer = self._weights[group, index], self._optimizers[group, index]
+        if not layout.skips(step, index):
+            adamw = layout._adamw(step, index)
+            betas = adamw.pop("beta1"), adamw.pop("beta2")
+            optimizer.param_groups[0] |= adamw | {"betas": betas}
+            weight.grad = self.gradient(step, group, index).float() * GRAD_SCALE
+            optimizer.step()
+        return weight
+
+
+def reference_of(layout: Layout) -> Reference:
+    """The training of a layout by torch, shared by all that differ in nothing that torch would know of."""
+    same = replace(layout, name="", weights=TierName.NVME, moments=TierName.NVME, every_steps=1, world_size=1)
+    return _reference(same)
+
+
+@cache
+def _reference(layout: Layout) -> Reference:
+    return Reference(layout=layout)
+
+
+class Training:
+    """A layout's training on an engine, and what torch makes of it."""
+
+    def __init__(self, engine: Engine, layout: Layout) -> None:
+        self.engine = engine
+        self.layout = layout
+        self.reference = reference_of(layout)
+        self.job: Job
+
+    async def begin(self) -> Training:
+        """Opens the job anew and commits its initial values as step 0."""
+        await self.open(must_exist=False)
+        await self.stage_all()
+        await self.engine.commit(self.job, 0, {0: b"0"}, 0)
+        return self
+
+    async def open(self, *, must_exist: bool = True) -> Training:
+        """Opens the job and registers its groups."""
+        self.job = await self.engine.open_job(self.layout.job(), may_exist=True, must_exist=must_exist)
+        await self.engine.register(self.job, [self.layout.group(name) for name in self.layout.groups])
+        return self
+
+    async def stage_all(self) -> None:
+        """Publishes the initial values of all groups."""
+        for group in self.layout.groups:
+            for kind in {Kind.PARAM, self.layout.weight_kind}:
+                pin = await self.engine.stage(self.job, group, kind)
+                tensor = self.engine.host.tensor(pin.region, self.layout.dtype(kind), pin.slab.numel).zero_()
+                for index, shard in enumerate(self.layout.shards):
+                    tensor[shard.position :][: shard.numel] = self.reference.initial(group, index)
+                await self.engine.publish(pin)
+
+    async def step(self, *, settled: int | None = None) -> bool:
+        """Trains and commits the next step; whether it is durable already."""
+        step = self.job.next_step
+        await self.hand_over()
+        return await self.commit(step, settled=settled)
+
+    async def commit(self, step: int, *, settled: int | None = None) -> bool:
+        """Commits; every rank everywhere has the step, unless `settled` says otherwise."""
+        return await self.engine.commit(self.job, step, {0: str(step).encode()}, step if settled is None else settled)
+
+    async def hand_over(
+        self, groups: Sequence[str] | None = None, wrap: Callable[[Kernel], Kernel] = lambda kernel: kernel
+    ) -> None:
+        """Gives the gradients of the next step of `groups` (all) to the engine; `wrap` is put around each kernel."""
+        step, layout = self.job.next_step, self.layout
+        for group in layout.groups if groups is None else groups:
+            spec = layout.group(group)
+            region = await self.engine.allocate_gradient(self.job, group)
+            tensor = self.engine.host.tensor(region, layout.precision, spec.numel)
+            for index, shard in enumerate(layout.shards):
+                tensor[shard.position :][: shard.numel] = self.reference.gradient(step, group, index)
+            update = AdamWUpdate(
+                shards=spec.shards,
+                hyper_parameters=[layout.hyper_parameters(step, index) for index in range(len(layout.shards))],
+                grad_scale=GRAD_SCALE,
+            )
+            self.engine.update(self.job, step, group, region, wrap(update))
+
+    async def assert_at(self, step: int) -> None:
+        """The newest bytes of every shard and kind are those of torch after `step`, bit for bit."""
+        different = []
+        for group in self.layout.groups:
+            for kind in self.layout.kinds:
+                pin = await self.engine.fetch(self.job, group, kind)
+                stored = self.engine.host.tensor(pin.region, self.layout.dtype(kind), pin.slab.numel).clone()
+                self.engine.unpin(pin)
+                for shard in self.layout.group(group).shards:
+                    expected = self.reference.states(step)[group, shard.fqn, kind]
+                    if not torch.equal(stored[shard.position :][: shard.numel], expected):
+                        different.append(f"{shard.fqn} {kind.value}")
+        assert different == [], f"not the bits of step {step}"
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of one version of every slab, in whole pages."""
+        return sum(-(-slab.nbytes // 4096) * 4096 for slab in self.job.slabs())
+
+
+def engine_config(state_dir: Path, **changes: Any) -> EngineConfig:
+    """Small enough that groups are cut into several tiles and the data file stays small."""
+    values = {"host_budget_bytes": 4 * MIB, "nvme_budget_bytes": 16 * MIB} | changes
+    return EngineConfig(state_dir=state_dir, **values)
+
+
+@asynccontextmanager
+async def opened(state_dir: Path, **changes: Any) -> AsyncIterator[Engine]:
+    """An engine that is closed at the end, after a check that nothing leaked."""
+    engine = await Engine.open(engine_config(state_dir, **changes))
+    try:
+        base = engine.host.used_bytes
+        yield engine
+        await quiesce(engine)
+        assert_nothing_leaked(engine, base)
+    finally:
+        await engine.close()
+
+
+async def quiesce(engine: Engine) -> None:
+    """Abandons pending steps, and waits for prefetches and snapshots."""
+    for job in engine.jobs.values():
+        await engine.abandon_pending(job)
+        if job.snapshot is not None:
+            await asyncio.wait([job.snapshot])
+    while engine.queue.depth:
+        await asyncio.sleep(0.001)
+
+
+def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
+    """Every used byte belongs to a version or a copy that a slab names, no two extents overlap, and nobody waits."""
+    slabs = [slab for job in engine.jobs.values() for slab in job.slabs()]
+    regions = [region for slab in slabs for region in slab.versions.values()]
+    extents = [extent for region in regions for extent in region.extents]
+    free_runs(engine.nvme.path.stat().st_size, extents)
+    assert engine.nvme.used_bytes == sum(region.nbytes for region in regions)
+    copies = sum(slab.copy.region.nbytes for slab in slabs if slab.copy is not None)
+    assert engine.host.used_bytes == host_base_bytes + copies
+    assert engine.residents.leased_bytes == 0
+    assert engine.gradient_bytes == 0
+    assert engine.host.queue_depth == 0
+
+
+class Fault:
+    """One function of `storage.syscalls` that counts its calls, and fails the one that it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+        self.calls = 0
+        self._lock = threading.Lock()
+        self._real = getattr(syscalls, function)
+        self._fails: Callable[[int], bool] = lambda _: False
+        self._error: Exception = AssertionError("no error was chosen")
+        monkeypatch.setattr(syscalls, function, self._call)
+
+    def fail(self, error: Exception, when: Callable[[int], bool] = lambda _: True) -> None:
+        """Fails the calls from now on whose number, from 0, `when` accepts."""
+        self.calls = 0
+        self._error, self._fails = error, when
+
+    def heal(self) -> None:
+        """No more failures; counts from 0 again."""
+        self.calls = 0
+        self._fails = lambda _: False
+
+    def _call(self, *args: Any) -> Any:
+        with self._lock:
+            number, self.calls = self.calls, self.calls + 1
+        if self._fails(number):
+            raise self._error
+        return self._real(*args)
+
+
+@contextmanager
+def held(monkeypatch: pytest.MonkeyPatch, function: str, *, when: bool = True) -> Iterator[threading.Event]:
+    """Calls of a function of `storage.syscalls` wait inside; gives the event that lets them go on."""
+    go_on, real = threading.Event(), getattr(syscalls, function)
+    if not when:
+        go_on.set()
+
+    def wait_first(*args: Any) -> Any:
+        assert go_on.wait(20)
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(syscalls, function, wait_first)
+        try:
+            yield go_on
+        finally:
+            go_on.set()

@@ -1,0 +1,418 @@
+"""Commit, roll-back and durability: what was committed is there after a crash, and nothing else changes it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage import syscalls
+from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError, StepAbortedError
+from storage.shard import DType, Kind, TierName
+from storage.transform import Kernel, Tile
+from tests.unit.storage.builders import Fault, Layout, Training, held, opened, quiesce
+
+ON_HOST: dict[str, Any] = {"weights": TierName.HOST, "moments": TierName.HOST}
+
+
+async def assert_survives_a_crash(training: Training, step: int | None) -> None:
+    """The files as they are at this instant hold the job at `step`, or no job."""
+    state_dir = training.engine.config.state_dir
+    image = state_dir.with_name(state_dir.name + "-image")
+    shutil.copytree(state_dir, image)
+    try:
+        async with opened(image) as engine:
+            if step is None:
+                assert engine.jobs == {}
+                return
+            again = await Training(engine, training.layout).open()
+            assert again.job.newest == step
+            assert again.job.retained[step].client_states == {0: str(step).encode()}
+            await again.assert_at(step)
+            await again.step()
+            await again.assert_at(step + 1)
+    finally:
+        shutil.rmtree(image)
+
+
+@pytest.mark.parametrize("placements", [{}, ON_HOST], ids=["nvme", "host"])
+async def test_every_step_survives_a_crash_from_its_commit_on(tmp_path: Path, placements: dict[str, Any]) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = Training(engine, Layout(precision=DType.BFLOAT16, **placements))
+        await training.open(must_exist=False)
+        await training.stage_all()
+        await assert_survives_a_crash(training, None)
+        await training.commit(0)
+        for step in range(3):
+            await assert_survives_a_crash(training, step)
+            await training.hand_over()
+            await assert_survives_a_crash(training, step)
+            await training.commit(step + 1)
+        assert engine.nvme.used_bytes == training.version_bytes
+
+
+async def test_a_job_without_durability_ends_with_the_engine(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(every_steps=0)).begin()
+        assert await training.step() is False
+        await assert_survives_a_crash(training, None)
+    async with opened(tmp_path / "state") as engine:
+        assert engine.jobs == {} and engine.nvme.used_bytes == 0
+
+
+@pytest.mark.parametrize("placements", [{}, ON_HOST], ids=["nvme", "host"])
+async def test_a_snapshot_is_of_its_step_although_training_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placements: dict[str, Any]
+) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(every_steps=3, **placements)).begin()
+        await quiesce(engine)
+        await training.step()
+        await training.step()
+        with held(monkeypatch, "sync_data") as go_on:
+            assert await training.step() is False
+            # The snapshot of step 3 is under way, and is waited for by nobody.
+            await training.step()
+            await training.step()
+            assert training.job.durable == {0}
+            await assert_survives_a_crash_at(training, 0, monkeypatch)
+            go_on.set()
+            await quiesce(engine)
+        assert training.job.durable == {3} and sorted(training.job.retained) == [3, 5]
+        await training.assert_at(5)
+        await assert_survives_a_crash(training, 3)
+        assert engine.nvme.used_bytes == training.version_bytes * (1 if placements else 2)
+
+
+async def assert_survives_a_crash_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, with the system calls of this instant not held."""
+    with monkeypatch.context() as patch:
+        patch.setattr(syscalls, "sync_data", lambda *_: None)
+        await assert_survives_a_crash(training, step)
+
+
+async def test_a_snapshot_that_fails_is_told_once_and_costs_nothing_but_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(every_steps=2, **ON_HOST)).begin()
+        await quiesce(engine)
+        writes = Fault(monkeypatch, "write_exact")
+        await training.step()
+        writes.fail(DiskFullError("the disk is full"))
+        await training.step()
+        await quiesce(engine)
+        writes.heal()
+        assert training.job.durable == {0}
+        await training.step()
+        await training.hand_over()
+        with pytest.raises(DiskFullError, match="the disk is full"):
+            await training.commit(4)
+        # Nothing was overwritten: the same commit goes through when it is tried again.
+        await training.commit(4)
+        await quiesce(engine)
+        await training.assert_at(4)
+        await assert_survives_a_crash(training, 4)
+
+
+@pytest.mark.parametrize("placements", [{}, ON_HOST], ids=["nvme", "host"])
+@pytest.mark.parametrize("turns", [0, 1, 2, 5, 20, 80])
+async def test_an_abandoned_step_leaves_versions_and_free_space_as_before(
+    tmp_path: Path, placements: dict[str, Any], turns: int
+) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(**placements)).begin()
+        await training.step()
+        before = {slab: dict(slab.versions) for slab in training.job.slabs()}
+        host, nvme = engine.host.used_bytes, engine.nvme.used_bytes
+        await training.hand_over()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await engine.abandon_pending(training.job)
+        assert {slab: dict(slab.versions) for slab in training.job.slabs()} == before
+        assert engine.nvme.used_bytes == nvme and engine.host.used_bytes <= host
+        await training.assert_at(1)
+        await training.step()
+        await training.assert_at(2)
+
+
+async def test_abandoning_twice_at_once_waits_for_writes_under_way_before_their_room_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).begin()
+        used = engine.nvme.used_bytes
+        with held(monkeypatch, "write_exact") as go_on:
+            await training.hand_over()
+            while not engine.nvme.queue_depth:
+                await asyncio.sleep(0.001)
+            with_targets = engine.nvme.used_bytes
+            abandoning = []
+            for _ in range(2):
+                abandoning.append(asyncio.ensure_future(engine.abandon_pending(training.job)))
+                await asyncio.sleep(0.02)
+            # Extents that a thread still writes to must not be given to anybody else.
+            assert engine.nvme.used_bytes == with_targets > used and not any(task.done() for task in abandoning)
+            go_on.set()
+            await asyncio.gather(*abandoning)
+        assert engine.nvme.used_bytes == used
+        await training.step()
+        await training.assert_at(1)
+
+
+async def test_readers_of_an_abandoned_update_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).begin()
+        with held(monkeypatch, "write_exact") as go_on:
+            await training.hand_over()
+            reader = asyncio.ensure_future(engine.fetch(training.job, "block.0", Kind.PARAM))
+            await asyncio.sleep(0.02)
+            assert not reader.done(), "it waits for the update"
+            abandoning = asyncio.ensure_future(engine.abandon_pending(training.job))
+            await asyncio.sleep(0.02)
+            go_on.set()
+            await abandoning
+        with pytest.raises(StepAbortedError, match="resume from the last committed step"):
+            await reader
+
+
+async def test_the_last_step_stays_until_every_rank_has_the_newer_one(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(world_size=2)).begin()
+        for step in (1, 2, 3):
+            await training.step(settled=step - 1)
+            assert sorted(training.job.retained) == [step - 1, step]
+        assert engine.nvme.used_bytes == 2 * training.version_bytes
+        await assert_survives_a_crash(training, 3)
+        await engine.roll_back(training.job, 2)
+        await training.assert_at(2)
+        await assert_survives_a_crash(training, 2)
+        assert engine.nvme.used_bytes == training.version_bytes
+        await training.step()
+        await training.assert_at(3)
+        with pytest.raises(NotFoundError, match="does not hold step 1; it holds: 3"):
+            await engine.roll_back(training.job, 1)
+
+
+async def test_a_roll_back_to_the_newest_step_only_abandons_the_pending_one(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(precision=DType.FLOAT16, **ON_HOST)).begin()
+        await training.step()
+        await training.hand_over()
+        await engine.roll_back(training.job, 1)
+        assert training.job.pending is None
+        await training.assert_at(1)
+
+
+async def test_a_refused_roll_back_leaves_the_pending_step_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).begin()
+        await training.hand_over()
+        with pytest.raises(NotFoundError):
+            await engine.roll_back(training.job, 7)
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+@pytest.mark.parametrize("function", ["sync_data", "write_exact"])
+async def test_a_roll_back_waits_for_a_commit_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(world_size=2)).begin()
+        with held(monkeypatch, function) as go_on:
+            await training.hand_over()
+            committing = asyncio.ensure_future(training.commit(1, settled=0))
+            await asyncio.sleep(0.05)
+            rolling_back = asyncio.ensure_future(engine.roll_back(training.job, 0))
+            await asyncio.sleep(0.05)
+            assert not committing.done() and not rolling_back.done()
+            go_on.set()
+            assert await committing is True
+            await rolling_back
+        await training.assert_at(0)
+        await assert_survives_a_crash(training, 0)
+
+
+async def test_a_roll_back_during_a_snapshot_finds_out_first_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(every_steps=2)).begin()
+        await quiesce(engine)
+        await training.step()
+        with held(monkeypatch, "sync_data") as go_on:
+            await training.step()
+            rolling_back = asyncio.ensure_future(engine.roll_back(training.job, 0))
+            await asyncio.sleep(0.02)
+            go_on.set()
+            # Step 0 went when the snapshot of step 2 became durable.
+            with pytest.raises(NotFoundError, match="it holds: 2"):
+                await rolling_back
+        await training.assert_at(2)
+        await assert_survives_a_crash(training, 2)
+
+
+async def test_bytes_that_were_in_memory_only_cannot_be_gone_back_to(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(every_steps=0, world_size=2, **ON_HOST)).begin()
+        await training.step(settled=0)
+        await training.step(settled=1)
+        with pytest.raises(
+            DataLossError, match=r"step 1: the bytes of job/block.0/param were kept in host memory only"
+        ):
+            await engine.roll_back(training.job, 1)
+        await training.assert_at(2)
+        await training.step()
+        await training.assert_at(3)
+
+
+def failing_after(tiles: int) -> Any:
+    """Wraps kernels: the next one after `tiles` tiles raises."""
+    count = 0
+
+    def wrap(kernel: Kernel) -> Kernel:
+        def run(tile: Tile) -> None:
+            nonlocal count
+            count += 1
+            if count > tiles:
+                raise DeviceError("the kernel failed")
+            kernel(tile)
+
+        return run
+
+    return wrap
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 4])
+async def test_an_update_in_place_that_fails_never_passes_for_the_step_before(tmp_path: Path, tiles: int) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(every_steps=0, **ON_HOST)).begin()
+        await training.step()
+        await training.hand_over(wrap=failing_after(tiles))
+        with pytest.raises(DeviceError, match="the kernel failed"):
+            await training.commit(2)
+        with pytest.raises(DataLossError, match=r"cannot go back to step 1.*durable steps: none"):
+            await engine.roll_back(training.job, 1)
+        with pytest.raises(DataLossError, match="set durability to"):
+            await training.assert_at(1)
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 4])
+async def test_an_update_in_place_that_fails_goes_back_to_the_last_snapshot(tmp_path: Path, tiles: int) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(every_steps=2, **ON_HOST)).begin()
+        for _ in range(3):
+            await training.step()
+        await training.hand_over(wrap=failing_after(tiles))
+        with pytest.raises(DeviceError, match="the kernel failed"):
+            await training.commit(4)
+        with pytest.raises(NotFoundError, match="does not hold step 3; it holds: 2"):
+            await engine.roll_back(training.job, 3)
+        assert training.job.newest == 2
+        await engine.roll_back(training.job, 2)
+        await training.assert_at(2)
+        await training.step()
+        await training.assert_at(3)
+
+
+async def test_only_the_next_step_can_be_prepared_or_committed(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).begin()
+        await training.step()
+        for step in (0, 1, 3, 1 << 60):
+            with pytest.raises(ConflictError, match=f"step {step} cannot be prepared, the next one is 2"):
+                await training.commit(step)
+        await training.hand_over()
+        with pytest.raises(ConflictError, match=r"group 'block\.0' was updated in step 2 already"):
+            engine.check_update(training.job, 2, "block.0")
+        await training.commit(2)
+        await training.assert_at(2)
+
+
+async def test_nothing_joins_a_step_that_is_being_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout()).begin()
+        with held(monkeypatch, "sync_data") as go_on:
+            await training.hand_over(["block.0"])
+            committing = asyncio.ensure_future(training.commit(1))
+            await asyncio.sleep(0.02)
+            with pytest.raises(ConflictError, match="step 1 is being committed; nothing can be added"):
+                engine.check_update(training.job, 1, "block.1")
+            go_on.set()
+            await committing
+
+
+async def test_groups_without_an_update_keep_their_version(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout(groups=("block.0", "idle"))).begin()
+        for step in (1, 2):
+            await training.hand_over(["block.0"])
+            await training.commit(step)
+        pin = await engine.fetch(training.job, "idle", Kind.PARAM)
+        assert pin.copy.step == 0
+        engine.unpin(pin)
+        assert engine.nvme.used_bytes < training.version_bytes, "moments that were never written take no room"
+
+
+async def test_initial_values_must_be_there_and_cannot_change_after_their_commit(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = Training(engine, Layout(precision=DType.BFLOAT16))
+        await training.open(must_exist=False)
+        with pytest.raises(
+            ConflictError, match=r"job/block\.0/param has no initial values; publish them before step 0"
+        ):
+            await training.commit(0)
+        await training.stage_all()
+        late = await engine.stage(training.job, "block.0", Kind.EXP_AVG)
+        await training.commit(0)
+        engine.host.view(late.region)[:] = b"\xff" * late.region.nbytes
+        with pytest.raises(ConflictError, match="step 0 cannot be prepared"):
+            await engine.publish(late)
+        with pytest.raises(ConflictError, match="step 0 cannot be prepared"):
+            await engine.stage(training.job, "block.0", Kind.PARAM)
+        await training.assert_at(0)
+        await assert_survives_a_crash(training, 0)
+
+
+@pytest.mark.parametrize("placements", [{}, ON_HOST], ids=["nvme", "host"])
+async def test_staged_bytes_that_are_not_published_never_count(tmp_path: Path, placements: dict[str, Any]) -> None:
+    async with opened(tmp_path) as engine:
+        training = Training(engine, Layout(**placements))
+        await training.open(must_exist=False)
+        await training.stage_all()
+        again = await engine.stage(training.job, "block.0", Kind.PARAM)
+        with pytest.raises(ConflictError, match="is being written by another lease"):
+            await engine.stage(training.job, "block.0", Kind.PARAM)
+        engine.host.view(again.region)[:] = b"\xff" * again.region.nbytes
+        engine.unpin(again)
+        await training.commit(0)
+        await training.assert_at(0)
+
+
+async def test_reopening_gives_every_job_its_last_durable_step(tmp_path: Path) -> None:
+    layouts = [
+        Layout(name="steps"),
+        Layout(name="snapshots", every_steps=2, groups=("one",)),
+        Layout(name="volatile", every_steps=0, groups=("one",)),
+    ]
+    async with opened(tmp_path, host_budget_bytes=8 << 20) as engine:
+        for layout in layouts:
+            training = await Training(engine, layout).begin()
+            for _ in range(3):
+                await training.step()
+            await training.hand_over()
+    async with opened(tmp_path, host_budget_bytes=8 << 20) as engine:
+        assert {name: job.newest for name, job in engine.jobs.items()} == {"steps": 3, "snapshots": 2}
+        for layout in layouts[:2]:
+            training = await Training(engine, layout).open()
+            newest = training.job.newest
+            assert newest is not None
+            await training.assert_at(newest)
+        await engine.delete_job("steps")
+        assert engine.nvme.used_bytes == training.version_bytes
+    async with opened(tmp_path) as engine:
+        assert list(engine.jobs) == ["snapshots"]

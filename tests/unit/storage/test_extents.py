@@ -1,0 +1,100 @@
+"""Free space of the data file: exact, disjoint, joined again, and split only where it must be."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from storage.tiers.base import PAGE_BYTES
+from storage.tiers.extents import Extent, ExtentAllocator, free_runs
+
+
+def blocks(first: int, count: int) -> Extent:
+    return Extent(first * PAGE_BYTES, count * PAGE_BYTES)
+
+
+def allocator(*free: Extent) -> ExtentAllocator:
+    space = ExtentAllocator()
+    for extent in free:
+        space.add(extent)
+    return space
+
+
+def test_sizes_are_rounded_up_to_blocks_and_no_further() -> None:
+    space = allocator(blocks(0, 10))
+    assert space.allocate(PAGE_BYTES + 1) == (blocks(0, 2),)
+    assert space.free_bytes == 8 * PAGE_BYTES
+
+
+def test_the_shortest_run_that_fits_is_taken() -> None:
+    space = allocator(blocks(0, 9), blocks(20, 3), blocks(40, 5))
+    assert space.allocate(3 * PAGE_BYTES) == (blocks(20, 3),)
+    assert space.allocate(4 * PAGE_BYTES) == (blocks(40, 4),)
+
+
+def test_it_splits_only_where_no_run_is_long_enough_longest_first() -> None:
+    space = allocator(blocks(0, 2), blocks(10, 5), blocks(20, 3))
+    assert space.allocate(7 * PAGE_BYTES) == (blocks(10, 5), blocks(0, 2))
+    assert space.free_bytes == 3 * PAGE_BYTES
+
+
+def test_too_little_space_gives_nothing_and_takes_nothing() -> None:
+    space = allocator(blocks(0, 2), blocks(10, 2))
+    assert space.allocate(5 * PAGE_BYTES) is None
+    assert space.allocate(4 * PAGE_BYTES) is not None
+
+
+def test_what_is_given_back_joins_its_neighbours() -> None:
+    space = allocator(blocks(0, 2), blocks(4, 2))
+    space.add(blocks(2, 2))
+    assert space.allocate(6 * PAGE_BYTES) == (blocks(0, 6),)
+
+
+def test_what_the_catalog_names_is_used_and_the_rest_is_free() -> None:
+    used = [blocks(6, 2), blocks(1, 2), blocks(3, 1)]
+    assert free_runs(10 * PAGE_BYTES, used) == [blocks(0, 1), blocks(4, 2), blocks(8, 2)]
+    assert free_runs(0, []) == []
+
+
+@pytest.mark.parametrize("used", [[blocks(0, 2), blocks(1, 1)], [blocks(3, 2)]])
+def test_extents_that_overlap_or_leave_the_file_are_refused(used: list[Extent]) -> None:
+    with pytest.raises(ValueError, match="overlaps another or leaves the file"):
+        free_runs(4 * PAGE_BYTES, used)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_random_campaign_agrees_with_a_set_of_blocks(seed: int) -> None:
+    rng = random.Random(seed)
+    free = set(range(200))
+    space = allocator(blocks(0, 200))
+    live: list[tuple[Extent, ...]] = []
+    for _ in range(2000):
+        if live and rng.random() < 0.5:
+            for extent in live.pop(rng.randrange(len(live))):
+                space.add(extent)
+                free |= _numbers(extent)
+        else:
+            count = rng.randint(1, 30)
+            longest = _longest_run(free)
+            granted = space.allocate(count * PAGE_BYTES)
+            if granted is None:
+                assert count > len(free)
+                continue
+            taken = set().union(*map(_numbers, granted))
+            assert len(taken) == count and taken <= free
+            assert (len(granted) == 1) == (count <= longest)
+            free -= taken
+            live.append(granted)
+        assert space.free_bytes == len(free) * PAGE_BYTES
+
+
+def _numbers(extent: Extent) -> set[int]:
+    first = extent.offset // PAGE_BYTES
+    return set(range(first, first + extent.nbytes // PAGE_BYTES))
+
+
+def _longest_run(free: set[int]) -> int:
+    breaks = [-1, *(n for n in range(200) if n not in free), 200]
+    return max(b - a - 1 for a, b in pairwise(breaks))

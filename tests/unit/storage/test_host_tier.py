@@ -1,0 +1,168 @@
+"""Room in the host tier: who waits is served in turn, who gives up leaves nothing, and the farthest use goes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from storage.errors import BudgetExceededError
+from storage.placement import Residents
+from storage.shard import DType, Kind, SlabKey, SlabSpec, TierName
+from storage.slab import NEVER, HostCopy, Slab
+from storage.tiers.base import PAGE_BYTES
+from storage.tiers.host import HostTier
+
+PAGES = 8
+
+
+@pytest.fixture
+def host() -> Iterator[HostTier]:
+    """A tier with PAGES free pages."""
+    tier = HostTier((PAGES + 1) * PAGE_BYTES)
+    yield tier
+    tier.arena.close()
+
+
+def waiting(host: HostTier, pages: int) -> asyncio.Task[object]:
+    return asyncio.ensure_future(host.allocate(pages * PAGE_BYTES))
+
+
+async def turn() -> None:
+    """Lets every task that can run do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_waiters_are_served_in_the_order_of_their_coming_however_small(host: HostTier) -> None:
+    everything = await host.allocate(PAGES * PAGE_BYTES)
+    order: list[int] = []
+    tasks = []
+    for index, pages in enumerate((5, 1, 2)):
+        tasks.append(waiting(host, pages))
+        tasks[-1].add_done_callback(partial(lambda index, _: order.append(index), index))
+    await turn()
+    assert host.queue_depth == 3
+    host.free(everything)
+    await asyncio.gather(*tasks)
+    assert order == [0, 1, 2] and host.used_bytes == (1 + 8) * PAGE_BYTES
+
+
+async def test_a_small_request_does_not_overtake_a_large_one_that_waits(host: HostTier) -> None:
+    half = await host.allocate(4 * PAGE_BYTES)
+    large, small = waiting(host, 6), waiting(host, 1)
+    await turn()
+    assert not small.done(), "there is room for it, but it came later"
+    assert host.try_allocate(PAGE_BYTES, later_than=0.0) is None, "prefetches yield to all who wait"
+    host.free(half)
+    await asyncio.gather(large, small)
+
+
+async def test_a_waiter_that_gives_up_lets_the_next_one_through(host: HostTier) -> None:
+    await host.allocate(4 * PAGE_BYTES)
+    large, small = waiting(host, 6), waiting(host, 1)
+    await turn()
+    large.cancel()
+    await asyncio.wait_for(small, 1)
+    assert large.cancelled() and host.queue_depth == 0
+    assert host.used_bytes == (1 + 4 + 1) * PAGE_BYTES
+
+
+async def test_room_made_in_the_very_moment_of_giving_up_is_not_lost(host: HostTier) -> None:
+    everything = await host.allocate(PAGES * PAGE_BYTES)
+    first, second = waiting(host, PAGES), waiting(host, PAGES)
+    await turn()
+    first.cancel()
+    host.free(everything)
+    granted = await asyncio.wait_for(second, 1)
+    assert first.cancelled() and granted and host.queue_depth == 0
+
+
+async def test_a_grant_that_nobody_wants_any_more_is_given_back(host: HostTier) -> None:
+    everything = await host.allocate(PAGES * PAGE_BYTES)
+    first = waiting(host, PAGES)
+    await turn()
+    host.free(everything)
+    first.cancel()
+    await asyncio.wait([first])
+    assert host.used_bytes == PAGE_BYTES
+
+
+async def test_prefetches_go_on_when_the_last_waiter_gives_up(host: HostTier) -> None:
+    await host.allocate(4 * PAGE_BYTES)
+    large = waiting(host, 6)
+    await turn()
+    pumped = []
+    host.on_free = lambda: pumped.append(host.try_allocate(PAGE_BYTES, later_than=0.0))
+    large.cancel()
+    await asyncio.wait([large])
+    assert any(pumped)
+
+
+async def test_what_can_never_fit_is_refused_with_the_figure_that_would_do(host: HostTier) -> None:
+    with pytest.raises(BudgetExceededError, match=f"raise host_budget to more than {(PAGES + 2) * PAGE_BYTES}"):
+        await host.allocate(PAGES * PAGE_BYTES + 1)
+
+
+def resident(host: HostTier, residents: Residents, name: str, pages: int = 2) -> Slab:
+    """A slab with a clean, idle copy of its newest bytes."""
+    spec = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
+    slab = Slab(SlabKey("job", name, Kind.PARAM), spec, pages * PAGE_BYTES // 4, backed=True, latest=3)
+    region = host.arena.allocate(slab.nbytes)
+    assert region is not None
+    slab.copy = HostCopy(region, step=3, at_home=False)
+    residents.pin(slab.copy)
+    residents.unpin(slab, slab.copy)
+    return slab
+
+
+async def test_the_copy_whose_next_use_is_farthest_goes_first(host: HostTier) -> None:
+    residents = Residents(host)
+    slabs = {name: resident(host, residents, name) for name in ("soon", "never", "late", "later")}
+    for name, position in (("soon", 1.0), ("late", 7.0), ("later", 9.0)):
+        residents.set_next_use(slabs[name], position)
+    for gone in ("never", "later", "late", "soon"):
+        await host.allocate(2 * PAGE_BYTES)
+        assert slabs.pop(gone).copy is None
+        assert all(slab.copy is not None for slab in slabs.values())
+    assert host.counters.demotions == 4
+
+
+async def test_a_prefetch_displaces_only_what_is_needed_later_than_itself(host: HostTier) -> None:
+    residents = Residents(host)
+    for index in range(4):
+        residents.set_next_use(resident(host, residents, str(index)), float(index))
+    assert host.try_allocate(2 * PAGE_BYTES, later_than=3.0) is None
+    assert host.try_allocate(2 * PAGE_BYTES, later_than=2.5) is not None
+    assert host.try_allocate(2 * PAGE_BYTES, later_than=2.5) is None
+
+
+async def test_a_copy_in_use_is_never_dropped_and_one_out_of_date_goes_with_its_last_user(host: HostTier) -> None:
+    residents = Residents(host)
+    slab = resident(host, residents, "used", pages=PAGES)
+    copy = slab.copy
+    assert copy is not None
+    residents.pin(copy)
+    residents.pin(copy)
+    assert residents.leased_bytes == PAGES * PAGE_BYTES and residents.evictable_bytes == 0
+    other = waiting(host, 1)
+    residents.detach(slab)
+    residents.unpin(slab, copy)
+    await turn()
+    assert not other.done()
+    residents.unpin(slab, copy)
+    await asyncio.wait_for(other, 1)
+    assert residents.leased_bytes == 0 and slab.copy is None and host.used_bytes == 2 * PAGE_BYTES
+
+
+async def test_a_next_use_named_on_return_is_kept(host: HostTier) -> None:
+    residents = Residents(host)
+    first, second = (resident(host, residents, name, pages=4) for name in ("first", "second"))
+    for slab, position in ((first, 5.0), (second, NEVER)):
+        assert slab.copy is not None
+        residents.pin(slab.copy)
+        residents.unpin(slab, slab.copy, position)
+    await host.allocate(1)
+    assert first.copy is not None and second.copy is None

@@ -1,0 +1,334 @@
+"""The fetch queue: what is needed first comes first, what is not wanted is dropped, and nobody blocks or leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage import syscalls
+from storage.engine import Engine, Pin
+from storage.errors import NotFoundError
+from storage.shard import Kind
+from tests.unit.storage.builders import Layout, Training, opened
+
+UNITS = tuple("abcdefgh")
+UNIT_BYTES = 64 << 10
+LAYOUT = Layout(numels=(UNIT_BYTES // 4,), groups=UNITS, with_skips=False)
+
+
+class SlowDisk:
+    """The one read thread stops before each read until it is let go; `order` names what it read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self.names: Callable[[int], str] = str
+        self._permits = threading.Semaphore(0)
+        self._open = False
+        self._real = syscalls.read_exact
+        monkeypatch.setattr(syscalls, "read_exact", self._read)
+
+    def let_go(self, count: int = 1) -> None:
+        """Lets `count` reads happen."""
+        self._permits.release(count)
+
+    def open(self) -> None:
+        """Lets all reads happen."""
+        self._open = True
+        self._permits.release(1000)
+
+    def _read(self, fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+        self.order.append(self.names(offset))
+        if not self._open:
+            assert self._permits.acquire(timeout=20)
+        self._real(fd, buffer, offset, path)
+
+
+@asynccontextmanager
+async def stored_units(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, *, units: int = 4, **changes: Any
+) -> AsyncIterator[tuple[Training, SlowDisk]]:
+    """Units on NVMe, none in host memory, with room for `units` of them beside one gradient each."""
+    # Tiles take a quarter; the rest is for gradients, which are not there yet, and units.
+    async with opened(state_dir, io_read_threads=1, host_budget_bytes=4 << 20, **changes) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        for slab in training.job.slabs():
+            engine.residents.detach(slab)
+        free = engine.host.budget_bytes - engine.host.used_bytes
+        filler = await engine.host.allocate(free - units * UNIT_BYTES)
+        disk = SlowDisk(monkeypatch)
+        extents = {r.extents[0].offset: s.key.group for s in training.job.slabs() for r in s.versions.values()}
+        disk.names = extents.__getitem__
+        try:
+            yield training, disk
+        finally:
+            disk.open()
+            while engine.queue.depth:
+                await asyncio.sleep(0.001)
+            engine.host.free(filler)
+
+
+def window(training: Training, units: str, *, first: float = 1.0, owner: str = "rank 0") -> None:
+    wants = [(unit, Kind.PARAM, first + index) for index, unit in enumerate(units)]
+    training.engine.prefetch(owner, training.job, wants)
+
+
+def fetching(training: Training, unit: str, position: float = 0.0) -> asyncio.Task[Pin]:
+    return asyncio.ensure_future(training.engine.fetch(training.job, unit, Kind.PARAM, position))
+
+
+def resident(training: Training) -> str:
+    slabs = [slab for slab in training.job.slabs() if slab.key.kind is Kind.PARAM]
+    return "".join(slab.key.group for slab in slabs if slab.current_copy is not None)
+
+
+async def reads(disk: SlowDisk, count: int) -> None:
+    """Waits until `count` reads have begun."""
+    async with asyncio.timeout(10):
+        while len(disk.order) < count:
+            await asyncio.sleep(0.001)
+
+
+async def idle(training: Training) -> None:
+    async with asyncio.timeout(10):
+        while training.engine.queue.depth:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_window_is_read_in_the_order_of_its_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=5) as (training, disk):
+        positions = {"d": 4.0, "b": 2.0, "e": 5.0, "a": 1.0, "c": 3.0}
+        training.engine.prefetch("rank 0", training.job, [(unit, Kind.PARAM, p) for unit, p in positions.items()])
+        disk.open()
+        await idle(training)
+        assert "".join(disk.order) == "abcde" == resident(training)
+        hits = training.engine.host.counters.hits
+        pin = await fetching(training, "c")
+        assert training.engine.host.counters.hits == hits + 1 and len(disk.order) == 5
+        training.engine.unpin(pin)
+
+
+async def test_a_demand_overtakes_prefetches_that_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=6) as (training, disk):
+        window(training, "abcd")
+        await reads(disk, 1)
+        demand = fetching(training, "h")
+        await asyncio.sleep(0.01)
+        disk.open()
+        training.engine.unpin(await demand)
+        await idle(training)
+        assert "".join(disk.order) == "ahbcd"
+
+
+async def test_a_demand_overtakes_prefetches_that_wait_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=2) as (training, disk):
+        disk.open()
+        pins = [await fetching(training, "a"), await fetching(training, "b")]
+        window(training, "cd")
+        demand = fetching(training, "h")
+        await asyncio.sleep(0.02)
+        assert not demand.done() and resident(training) == "ab"
+        training.engine.unpin(pins[0])
+        training.engine.unpin(await demand)
+        assert disk.order[2] == "h"
+        training.engine.unpin(pins[1])
+
+
+async def test_a_prefetch_never_displaces_what_is_needed_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=3) as (training, disk):
+        disk.open()
+        window(training, "abcdefgh")
+        await asyncio.sleep(0.05)
+        assert resident(training) == "abc", "the rest waits for room"
+        # The trace moves on: what was used is not needed for long.
+        for unit in "ab":
+            training.engine.unpin(await fetching(training, unit), next_use=100.0)
+        async with asyncio.timeout(5):
+            while resident(training) != "cde":
+                await asyncio.sleep(0.001)
+        window(training, "")
+
+
+async def test_a_new_window_replaces_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=6) as (training, disk):
+        window(training, "abcd")
+        await reads(disk, 1)
+        # Reads that have begun, or wait for the one thread, go on; a second window keeps what both want.
+        window(training, "de", owner="rank 1")
+        window(training, "f")
+        assert training.engine.queue.depth <= 6
+        disk.open()
+        await idle(training)
+        assert set("adef") <= set(resident(training))
+
+
+async def test_what_has_not_started_is_dropped_with_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=6, prefetch_bytes=UNIT_BYTES) as (training, disk):
+        window(training, "abcdef")
+        await reads(disk, 1)
+        assert training.engine.queue.depth == 6
+        window(training, "gf")
+        disk.open()
+        await idle(training)
+        assert "".join(disk.order) == "agf"
+        training.engine.end_prefetch("rank 0")
+        assert training.engine.queue.depth == 0
+
+
+async def test_what_is_not_wanted_any_more_is_the_first_to_be_displaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=3) as (training, disk):
+        disk.open()
+        window(training, "abc", first=1.0)
+        await idle(training)
+        # The model took another path. Positions grow, so the stale ones are lower than all that follow.
+        window(training, "def", first=10.0)
+        await idle(training)
+        assert resident(training) == "def"
+
+
+async def test_a_next_use_named_by_a_lease_outlives_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=2) as (training, disk):
+        disk.open()
+        window(training, "ab", first=1.0)
+        await idle(training)
+        training.engine.unpin(await fetching(training, "a"), next_use=2.5)
+        window(training, "bc", first=2.0)
+        await asyncio.sleep(0.02)
+        window(training, "cd", first=3.0)
+        await asyncio.sleep(0.02)
+        # b is stale, and makes room for c; a would not have: its next use comes before that of c.
+        assert resident(training) == "ac"
+        window(training, "")
+
+
+async def test_bytes_in_flight_stay_within_the_budget_but_one_slab_always_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for budget, started in ((1, 1), (2 * UNIT_BYTES, 2), (3 * UNIT_BYTES - 1, 2)):
+        directory = tmp_path / str(budget)
+        async with stored_units(directory, monkeypatch, units=6, prefetch_bytes=budget) as (training, disk):
+            window(training, "abcdef")
+            await reads(disk, 1)
+            copies = [slab for slab in training.job.slabs() if slab.copy is not None and slab.copy.pins]
+            assert len(copies) == started
+            disk.open()
+            await idle(training)
+            assert resident(training) == "abcdef"
+
+
+async def test_waiters_that_give_up_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=2) as (training, disk):
+        used = training.engine.host.used_bytes
+        reading = [fetching(training, "a") for _ in range(2)]
+        await reads(disk, 1)
+        others = [fetching(training, unit) for unit in "bcd"]
+        await asyncio.sleep(0.01)
+        for task in [reading[0], *others]:
+            task.cancel()
+        await asyncio.wait([reading[0], *others])
+        disk.open()
+        pin = await reading[1]
+        await idle(training)
+        assert training.engine.residents.leased_bytes == UNIT_BYTES
+        training.engine.unpin(pin)
+        assert training.engine.residents.leased_bytes == 0
+        assert training.engine.host.used_bytes <= used + 2 * UNIT_BYTES
+
+
+async def test_a_waiter_cancelled_as_its_bytes_arrive_gives_its_pin_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stored_units(tmp_path, monkeypatch) as (training, disk):
+        slab = training.job.slab("a", Kind.PARAM)
+        task = fetching(training, "a")
+        await reads(disk, 1)
+        disk.open()
+        # Between the arrival of the bytes and the waiter's next turn.
+        while slab.current_copy is None:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        await idle(training)
+        assert training.engine.residents.leased_bytes == 0 or not task.cancelled()
+        if not task.cancelled():
+            training.engine.unpin(task.result())
+
+
+async def test_many_waiters_share_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stored_units(tmp_path, monkeypatch) as (training, disk):
+        tasks = [fetching(training, "a") for _ in range(5)]
+        await reads(disk, 1)
+        disk.open()
+        pins = await asyncio.gather(*tasks)
+        assert disk.order == ["a"] and len({pin.region for pin in pins}) == 1
+        for pin in pins:
+            training.engine.unpin(pin)
+
+
+async def test_an_update_makes_a_prefetched_copy_stale_and_the_fetch_gives_the_new_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        for step in range(1, 5):
+            window(training, "abcdefgh", first=float(step))
+            await training.hand_over()
+            window(training, "hgfedcba", first=step + 0.5)
+            pins: list[Pin] = [await fetching(training, unit) for unit in "ah"]
+            assert {pin.copy.step for pin in pins} == {step}, "the update is waited for"
+            for pin in pins:
+                engine.unpin(pin)
+            await training.commit(step)
+            await training.assert_at(step)
+
+
+async def test_a_copy_that_is_being_read_while_its_slab_is_updated_stays_as_it_was(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(numels=(5_000,), groups=("a",))).begin()
+        pin = await fetching(training, "a")
+        before = bytes(engine.host.view(pin.region))
+        await training.step()
+        assert bytes(engine.host.view(pin.region)) == before
+        newer = await fetching(training, "a")
+        assert (pin.copy.step, newer.copy.step) == (0, 1)
+        engine.unpin(pin)
+        engine.unpin(newer)
+        await training.assert_at(1)
+
+
+async def test_an_unknown_slab_is_refused_and_the_window_stays(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        with pytest.raises(NotFoundError, match="no shard group 'zzz'"):
+            engine.prefetch("rank 0", training.job, [("a", Kind.PARAM, 1.0), ("zzz", Kind.PARAM, 2.0)])
+        with pytest.raises(NotFoundError, match="has no slab of kind master"):
+            engine.prefetch("rank 0", training.job, [("a", Kind.MASTER, 1.0)])
+
+
+async def test_closing_drops_what_has_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path, io_read_threads=1) as engine:
+        training = await Training(engine, LAYOUT).begin()
+    engine = await Engine.open(engine.config)
+    training = await Training(engine, LAYOUT).open()
+    disk = SlowDisk(monkeypatch)
+    window(training, "abcd")
+    waiter = fetching(training, "h")
+    await reads(disk, 1)
+    closing = asyncio.ensure_future(engine.close())
+    await asyncio.sleep(0.02)
+    disk.open()
+    await asyncio.wait_for(closing, 10)
+    assert waiter.cancelled()

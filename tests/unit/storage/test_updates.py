@@ -1,0 +1,50 @@
+"""Training through the engine gives torch's bits, wherever the states are and however often they are made durable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage.shard import DType, Kind, TierName
+from tests.unit.storage.builders import Layout, Training, opened
+
+STEPS = 6
+NVME, HOST = TierName.NVME, TierName.HOST
+
+
+@pytest.mark.parametrize("precision", list(DType))
+@pytest.mark.parametrize("every_steps", [1, 3, 0], ids=["step", "snapshot:3", "none"])
+@pytest.mark.parametrize(("weights", "moments"), [(NVME, NVME), (HOST, HOST), (NVME, HOST), (HOST, NVME)])
+async def test_every_kind_of_every_shard_equals_fused_adamw_bit_for_bit(
+    tmp_path: Path, precision: DType, every_steps: int, weights: TierName, moments: TierName
+) -> None:
+    layout = Layout(precision=precision, every_steps=every_steps, weights=weights, moments=moments)
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        for step in range(1, STEPS + 1):
+            assert await training.step() is (every_steps == 1)
+            # Weights are looked at in every step, as forward does; the rest at the end.
+            for group in layout.groups:
+                pin = await engine.fetch(training.job, group, Kind.PARAM)
+                assert pin.copy.step == step
+                engine.unpin(pin, next_use=float(step))
+        await training.assert_at(STEPS)
+        assert engine.host.used_bytes < engine.host.budget_bytes
+
+
+def test_the_table_above_has_groups_of_several_tiles_and_odd_ends() -> None:
+    layout = Layout()
+    assert all(numel % 16 for numel in layout.numels[:2])
+    # 4 MiB of host budget give tiles of 14336 elements: see TilePool.
+    assert layout.group("g").numel > 2 * 14336
+
+
+@pytest.mark.parametrize("numels", [(1,), (15,), (16,), (2048,), (14336,), (14337,), (28_672, 1, 16, 31)])
+async def test_sizes_around_the_edges_of_pages_and_tiles(tmp_path: Path, numels: tuple[int, ...]) -> None:
+    layout = Layout(numels=numels, precision=DType.BFLOAT16, with_skips=False)
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        for _ in range(3):
+            await training.step()
+        await training.assert_at(3)
