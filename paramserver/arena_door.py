@@ -8,18 +8,45 @@ import os
 import socket
 from pathlib import Path
 
+from storage.errors import ConflictError, DeviceError
+
 log = logging.getLogger(__name__)
 
 
+def clear_socket(path: Path) -> None:
+    """Removes the socket that a daemon left at `path` when it was killed.
+
+    Raises:
+        ConflictError: another process listens there.
+        DeviceError: it is something else than a socket.
+    """
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise DeviceError(f"cannot listen on socket {path}: it is there and is no socket; correct `socket` (--socket)")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ConflictError(f"socket {path} is in use by another daemon; set `socket` (--socket) to another path")
+
+
 class ArenaDoor:
-    """A listening socket; each connection gets one byte with the descriptor, and is closed."""
+    """A listening socket; each connection gets one byte with the descriptor, and is closed. `path` must be free."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
         self._fd = fd
-        path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(path))
+        try:
+            self._listener.bind(str(path))
+        except OSError as error:
+            self._listener.close()
+            raise DeviceError(
+                f"cannot listen on socket {path}: {error.strerror}; correct `socket` (--socket)"
+            ) from error
         path.chmod(0o600)
         self._listener.listen(128)
         self._listener.setblocking(False)

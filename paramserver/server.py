@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paramserver import __version__
-from paramserver.arena_door import ArenaDoor
+from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import DaemonConfig
 from paramserver.parameter_store import ParameterStore
 from paramserver.sessions import Sessions
@@ -68,6 +68,8 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
 
 
 async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, cleanup: contextlib.AsyncExitStack) -> None:
+    for path in (config.socket_path, config.arena_socket_path):
+        clear_socket(path)
     door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
     cleanup.push_async_callback(door.close)
     sessions = Sessions(engine)

@@ -13,6 +13,7 @@ from storage.slab import Group, HostCopy, Slab
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
+from storage.transform import host_budget_for
 from storage.versions import Job, check_group, check_layout
 
 
@@ -142,13 +143,14 @@ class Registry:
         passing = [round_up(s.nbytes) for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
         unit = max(passing, default=0)
         units = 2 * sum(job.spec.local_ranks for job in jobs)
-        need = PAGE_BYTES + self._tile_bytes + home + gradients + unit * units
-        if need > self._host.budget_bytes:
+        others = PAGE_BYTES + home + gradients + unit * units
+        if others + self._tile_bytes > self._host.budget_bytes:
             names = ", ".join(sorted(job.spec.name for job in jobs))
             raise BudgetExceededError(
                 f"host_budget {self._host.budget_bytes} is too small for {names}: {home} bytes placed on the host, "
                 f"{gradients} of gradients, {units} units of up to {unit} in use or on their way, {self._tile_bytes} "
-                f"of optimizer buffers; raise host_budget to at least {need}, place less on the host, or use more nodes"
+                f"of optimizer buffers; raise host_budget to at least {host_budget_for(others)}, "
+                "place less on the host, or use more nodes"
             )
 
     async def _settle_at_home(self, job: Job) -> None:

@@ -87,11 +87,13 @@ def file_size(fd: int) -> int:
     return os.fstat(fd).st_size
 
 
-def preallocate(fd: int, offset: int, length: int, path: Path) -> None:
-    """Makes the file system promise the blocks of `[offset, offset + length)`."""
+def extend(fd: int, size: int, length: int, path: Path) -> None:
+    """Makes a file of `size` bytes `length` longer, with all blocks promised by the file system."""
     try:
-        os.posix_fallocate(fd, offset, length)
+        os.posix_fallocate(fd, size, length)
     except OSError as error:
+        # A part may have been allocated: give it back.
+        os.ftruncate(fd, size)
         raise _device_error(f"reserve {length} bytes in", path, error) from error
 
 

@@ -63,6 +63,13 @@ class _Stream:
     target: NvmeRegion | None  # new extents
 
 
+def host_budget_for(other_bytes: int) -> int:
+    """The smallest host budget that leaves `other_bytes` beside the tile buffers, whose share grows with it."""
+    largest_tiles = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
+    share = -(-other_bytes // (TILE_BUDGET_FRACTION - 1))
+    return round_up(other_bytes + min(share, largest_tiles))
+
+
 class TilePool:
     """Equal buffers of the arena, taken at start and lent out in turn."""
 

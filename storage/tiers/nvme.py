@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage import syscalls
-from storage.errors import BudgetExceededError, DataLossError
+from storage.errors import BudgetExceededError, DataLossError, DiskFullError
 from storage.shard import TierName
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
 from storage.tiers.extents import Extent, ExtentAllocator, free_runs
@@ -112,10 +112,19 @@ class NvmeTier:
         missing = need - self._allocator.free_bytes
         if missing > 0:
             room = self.budget_bytes // PAGE_BYTES * PAGE_BYTES - self._size
-            growth = max(missing, min(round_up(missing, GROWTH_BYTES), room))
-            syscalls.preallocate(self._fd, self._size, growth, self.path)
-            self._allocator.add(Extent(self._size, growth))
-            self._size += growth
+            self._grow(missing, max(missing, min(round_up(missing, GROWTH_BYTES), room)))
+
+    def _grow(self, missing: int, wanted: int) -> None:
+        """Makes the file `wanted` bytes longer; only the `missing` ones where the disk is nearly full."""
+        try:
+            syscalls.extend(self._fd, self._size, wanted, self.path)
+        except DiskFullError:
+            if wanted == missing:
+                raise
+            wanted = missing
+            syscalls.extend(self._fd, self._size, wanted, self.path)
+        self._allocator.add(Extent(self._size, wanted))
+        self._size += wanted
 
     async def allocate(self, nbytes: int) -> NvmeRegion:
         """Extents for `nbytes`; the file grows where its free space is too small."""

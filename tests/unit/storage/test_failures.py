@@ -57,7 +57,7 @@ async def test_a_full_disk_while_the_file_grows_leaves_the_committed_step(
         # Bytes that another job may take between the registration and the step: the file must grow in the step.
         taken = await engine.nvme.allocate(engine.nvme.path.stat().st_size - engine.nvme.used_bytes)
         engine.nvme.budget_bytes *= 2
-        growth = Fault(monkeypatch, "preallocate")
+        growth = Fault(monkeypatch, "extend")
         growth.fail(DiskFullError("cannot reserve"))
         with pytest.raises(DiskFullError, match="cannot reserve"):
             await training.step()

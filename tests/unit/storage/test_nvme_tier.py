@@ -203,3 +203,24 @@ async def test_one_failed_request_of_a_transfer_fails_it_after_all_others_are_do
             await tier.read_into(region, 0, arena.view(buffer))
         assert len(done) == 15 and tier.queue_depth == 0
         arena.close()
+
+
+async def test_a_nearly_full_disk_gives_what_is_needed_if_not_what_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 20 * PAGE_BYTES
+    real = os.posix_fallocate
+
+    def allocate_some(fd: int, offset: int, length: int) -> None:
+        real(fd, offset, min(length, room - offset))
+        if offset + length > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_some)
+    async with tier_at(tmp_path / "data") as tier:
+        await tier.allocate(12 * PAGE_BYTES)
+        assert tier.path.stat().st_size == 12 * PAGE_BYTES
+        with pytest.raises(DiskFullError, match=f"cannot reserve {9 * PAGE_BYTES} bytes in {tier.path}: No space left"):
+            await tier.allocate(9 * PAGE_BYTES)
+        # What was allocated in vain was given back.
+        assert tier.path.stat().st_size == tier.used_bytes == 12 * PAGE_BYTES

@@ -1,0 +1,61 @@
+"""A daemon that the tests of a session share, and a check after each of them that nothing of it was left behind."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.daemon import Daemon, admin_of
+from tests.integration.store_client import Clients
+
+HEARTBEAT_TIMEOUT_SECONDS = 2.0
+
+
+@pytest.fixture(scope="session")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    config = {"heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS, "nvme_budget": "256MiB"}
+    with Daemon(tmp_path_factory.mktemp("shared") / "state", config) as daemon:
+        yield daemon
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log
+
+
+@pytest.fixture
+def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
+    """The shared daemon, without jobs. After the test no byte may be used that was not used before."""
+    before = _usage(shared_daemon)
+    yield shared_daemon
+    deadline = time.monotonic() + 10
+    while True:
+        with admin_of(shared_daemon.address) as admin:
+            sessions = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).sessions
+            for job in admin.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs if not sessions else ():
+                admin.DeleteJob(admin_pb.DeleteJobRequest(job=job.name), timeout=10)
+        after = _usage(shared_daemon)
+        if after == before:
+            return
+        assert time.monotonic() < deadline, f"{sessions} sessions; used before {before}, after {after}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> str:
+    """A job name of the test's own."""
+    return re.sub(r"\W+", "-", request.node.name)
+
+
+@pytest.fixture
+def clients(daemon: Daemon) -> Iterator[Clients]:
+    """Sessions with the shared daemon that are closed before it is looked at."""
+    with Clients(daemon.address) as opened:
+        yield opened
+
+
+def _usage(daemon: Daemon) -> list[tuple[int, int, int]]:
+    with admin_of(daemon.address) as admin:
+        reading = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers
+        return [(tier.tier, tier.used_bytes, tier.leased_bytes) for tier in reading]

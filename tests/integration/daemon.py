@@ -1,0 +1,157 @@
+"""A real store daemon as a process of its own, for tests: started, watched, stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+
+ROOT = Path(__file__).parents[2]
+SERVICE = "paramserver.v1.ParameterStore"
+MIB = 1 << 20
+# What the daemon takes besides its host budget, as the README states it: Python, torch and gRPC.
+OVERHEAD_BYTES = 384 * MIB
+
+START_SECONDS = 40.0
+STOP_SECONDS = 20.0
+CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    # A daemon that was just started is looked at again soon.
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.min_reconnect_backoff_ms", 20),
+    ("grpc.max_reconnect_backoff_ms", 100),
+    # Channels to the same address share connections otherwise, also to a daemon that was killed.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Daemon:
+    """`paramserver serve` over one state directory; `config` are keys of its TOML file.
+
+    Used as a context manager, it is killed at the end if it still runs.
+    """
+
+    def __init__(
+        self, state_dir: Path, config: Mapping[str, Any] | None = None, *, flags: Sequence[str] = (), wait: bool = True
+    ) -> None:
+        self.state_dir = state_dir
+        self.socket = state_dir / "paramserver.sock"
+        self.address = f"unix:{self.socket}"
+        self._log_path = state_dir.with_name(f"{state_dir.name}.log")
+        config_path = state_dir.with_name(f"{state_dir.name}.toml")
+        values = {"state_dir": str(state_dir), "host_budget": "16MiB", "nvme_budget": "64MiB"} | dict(config or {})
+        config_path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+        with self._log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "paramserver", "serve", "--config", str(config_path), *flags],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+        if wait:
+            self.wait_until_serving()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return self._log_path.read_text()
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Resident bytes besides shared memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
+
+    def wait_until_serving(self) -> None:
+        """Returns when the health service says so; fails with the log if the daemon ends first."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self.is_serving():
+            assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log}"
+            assert time.monotonic() < deadline, f"the daemon does not serve:\n{self.log}"
+            time.sleep(0.02)
+
+    def is_serving(self) -> bool:
+        """Whether it answers SERVING now."""
+        if not self.socket.exists():
+            return False
+        with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(service=SERVICE), timeout=5
+                )
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def wait(self) -> int:
+        """Its exit status; fails if it does not end."""
+        try:
+            return self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the daemon does not end:\n{self.log}") from None
+        finally:
+            self._close_stdin()
+
+    def stop(self) -> int:
+        """Asks it to end, as systemd would; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait()
+        self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+@contextmanager
+def admin_of(address: str) -> Iterator[admin_grpc.StoreAdminStub]:
+    """The admin service at an address."""
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        yield admin_grpc.StoreAdminStub(channel)
+
+
+def tiers(address: str) -> tuple[admin_pb.TierInfo, admin_pb.TierInfo]:
+    """One reading: host, nvme."""
+    with admin_of(address) as admin:
+        host, nvme = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers
+        return host, nvme
+
+
+def run_serve(*arguments: str, seconds: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
+    """`paramserver serve` that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "paramserver", "serve", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "400"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )

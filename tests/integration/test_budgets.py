@@ -1,0 +1,140 @@
+"""Budgets and disks that are too small: told by name and figure, without losing anything, and the figure works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from storage.shard import TierName
+from tests.integration.daemon import MIB, Daemon, tiers
+from tests.integration.store_client import Clients, Rank, refused
+from tests.unit.storage.builders import Layout
+
+CODE = grpc.StatusCode
+# 6.3 MB of states on their tier, 2 MB of gradients.
+BIG = Layout(numels=(65_537,), groups=tuple("abcdefgh"), with_skips=False)
+
+
+def refusal(rank: Rank) -> str:
+    """What a registration that exceeds a budget is told."""
+    rank.open()
+    with pytest.raises(grpc.RpcError) as caught:
+        rank.register()
+    assert isinstance(caught.value, grpc.Call) and caught.value.code() is CODE.RESOURCE_EXHAUSTED
+    return caught.value.details() or ""
+
+
+@pytest.mark.parametrize(
+    ("key", "tier"),
+    [("host_budget", TierName.HOST), ("host_budget", TierName.NVME), ("nvme_budget", TierName.NVME)],
+)
+def test_a_budget_too_small_is_refused_with_the_figure_to_set_and_that_figure_works(
+    tmp_path: Path, key: str, tier: TierName
+) -> None:
+    layout = Layout(numels=BIG.numels, groups=BIG.groups, with_skips=False, weights=tier, moments=tier)
+    with Daemon(tmp_path / "state", {key: MIB}) as daemon:
+        with Clients(daemon.address) as clients:
+            told = refusal(clients.rank(layout))
+        assert f"{key} {MIB} is too small" in told
+        found = re.search(rf"raise {key} to at least (\d+)", told)
+        assert found is not None, told
+        assert daemon.stop() == 0
+    with Daemon(tmp_path / "state", {key: int(found[1])}) as daemon, Clients(daemon.address) as clients:
+        rank = clients.rank(layout).begin()
+        rank.train(1, 3)
+        rank.assert_at(3)
+
+
+def test_more_host_memory_than_there_is_is_refused_at_the_start(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state", {"host_budget": "1000TiB"}, wait=False) as daemon:
+        assert daemon.wait() == 1
+        assert "host_budget: 1099511627776000 bytes" in daemon.log and "lower host_budget" in daemon.log
+        assert "Traceback" not in daemon.log
+
+
+@contextmanager
+def small_disk(path: Path, size: int) -> Iterator[Path]:
+    """A file system of its own at `path`; skips the test where that cannot be had."""
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "paramserver-test", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a full disk needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Takes all the room that is left."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(1 << 14))
+    return filler
+
+
+def test_a_disk_that_cannot_hold_the_job_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", 8 * MIB) as disk,
+        Daemon(disk / "state", {"nvme_budget": "1GiB"}) as daemon,
+        Clients(daemon.address) as clients,
+    ):
+        told = refusal(clients.rank(BIG))
+        assert f"{disk}/state/data.0: No space left on device; free space there or lower nvme_budget" in told
+        assert tiers(daemon.address)[1].used_bytes == 0
+        small = clients.rank(Layout(name="small", numels=(16,), groups=("a",)))
+        small.begin()
+        small.train(1, 2)
+        small.assert_at(2)
+
+
+def test_a_full_disk_stops_the_step_not_the_daemon_and_training_goes_on_after_making_room(tmp_path: Path) -> None:
+    layout = Layout(numels=(20_000, 17))
+    # Client states large enough that the catalog must grow: its room, unlike that of the data, is not reserved.
+    state = bytes(300_000)
+    with (
+        small_disk(tmp_path / "disk", 16 * MIB) as disk,
+        Daemon(disk / "state", {"nvme_budget": "4MiB"}) as daemon,
+        Clients(daemon.address) as clients,
+    ):
+        rank = clients.rank(layout).begin()
+        rank.train(1, 2)
+        filler = fill(disk)
+        rank.hand_over(3)
+        with refused(CODE.RESOURCE_EXHAUSTED, f"the file system of {disk}/state/catalog.sqlite is full", "intact"):
+            for _ in range(20):
+                rank.call("CommitStep", step=3, client_state=state)
+        rank.call("RollBack", step=2)
+        rank.assert_at(2)
+        # The same while the disk is full: nothing is used up by trying.
+        rank.hand_over(3)
+        with refused(CODE.RESOURCE_EXHAUSTED, "is full; free space there"):
+            rank.call("CommitStep", step=3, client_state=state)
+        # A crash of the daemon in this state: the committed step is there, also on the full disk.
+        daemon.kill()
+        filler.unlink()
+        with Daemon(disk / "state", {"nvme_budget": "4MiB"}) as again, Clients(again.address) as others:
+            resumed = others.rank(layout, run_id="again")
+            assert resumed.resume() == 2
+            resumed.assert_at(2)
+            resumed.train(3, 4)
+            filler = fill(disk)
+            resumed.hand_over(5)
+            with refused(CODE.RESOURCE_EXHAUSTED):
+                resumed.call("CommitStep", step=5, client_state=state)
+            filler.unlink()
+            resumed.call("RollBack", step=4)
+            resumed.train(5, 6)
+            resumed.assert_at(6)

@@ -1,0 +1,158 @@
+"""A daemon's start and end: one per state directory, told what is wrong, and stopped without losing a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.daemon import Daemon, admin_of, run_serve
+from tests.integration.store_client import Rank
+from tests.unit.storage.builders import Layout
+
+
+def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committed_one(tmp_path: Path) -> None:
+    layout = Layout()
+    with Daemon(tmp_path / "state", flags=["--log-format", "json"]) as daemon:
+        rank = Rank(daemon.address, layout).begin()
+        rank.train(1, 2)
+        rank.hand_over(3)
+        started = time.monotonic()
+        assert daemon.stop() == 0
+        assert time.monotonic() - started < 5
+        assert rank.ended.wait(5) and rank.notices == ["the store daemon is shutting down"]
+        rank.close()
+        assert not daemon.socket.exists() and not Path(f"{daemon.socket}.arena").exists()
+        events = [json.loads(line) for line in daemon.log.splitlines()]
+        assert {"event", "level", "logger", "timestamp"} <= set(events[0])
+        assert events[-1]["event"] == "stopped" and not any("exception" in event for event in events)
+    with Daemon(tmp_path / "state") as daemon:
+        rank = Rank(daemon.address, layout)
+        assert rank.resume() == 2
+        rank.assert_at(2)
+        rank.close()
+        assert daemon.stop() == 0
+
+
+def test_a_second_daemon_is_refused_by_the_pid_of_the_first_which_goes_on(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state", flags=["--exit-with-stdin"]) as daemon:
+        second = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB")
+        assert second.returncode == 1
+        assert f"in use by the daemon with pid {daemon.process.pid}; stop that one" in second.stderr
+        assert "Traceback" not in second.stderr
+        assert daemon.is_serving()
+        # The end of its parent closes its standard input.
+        assert daemon.process.stdin is not None
+        daemon.process.stdin.close()
+        assert daemon.wait() == 0
+    with Daemon(tmp_path / "state") as daemon:
+        assert daemon.stop() == 0
+
+
+def test_a_socket_that_another_daemon_listens_on_is_not_taken_over(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "one") as daemon:
+        second = run_serve(
+            *("--state-dir", str(tmp_path / "two"), "--host-budget", "16MiB", "--socket", str(daemon.socket))
+        )
+        assert second.returncode == 1
+        assert f"{daemon.socket}" in second.stderr and "in use" in second.stderr
+        assert daemon.is_serving()
+        Rank(daemon.address, Layout()).begin().close()
+
+
+def test_everything_it_makes_is_for_its_user_alone(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon:
+        Rank(daemon.address, Layout()).begin().close()
+        made = [daemon.state_dir, *daemon.state_dir.iterdir()]
+        names = {path.name for path in made}
+        assert {"lock", "catalog.sqlite", "data.0", "paramserver.sock", "paramserver.sock.arena"} <= names
+        open_to_others = [path for path in made if stat.S_IMODE(path.stat().st_mode) & 0o077]
+        assert open_to_others == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--host-budget", "lots"], "host_budget = 'lots'"),
+        (["--listen", "0.0.0.0:0"], "listen: 0.0.0.0:0 can be reached from other machines"),
+        (["--config", "/nonexistent/p.toml"], "cannot read config file /nonexistent/p.toml: No such file or directory"),
+    ],
+)
+def test_a_bad_configuration_ends_with_2_before_anything_is_made(
+    tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    ended = run_serve("--state-dir", str(tmp_path / "state"), *arguments)
+    assert ended.returncode == 2 and named in ended.stderr and "Traceback" not in ended.stderr
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_state_directory_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = run_serve("--state-dir", str(tmp_path / "file" / "state"))
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert f"cannot make state directory {tmp_path}/file/state: Not a directory" in ended.stderr
+    assert "choose another --state-dir" in ended.stderr
+
+
+def test_a_state_directory_that_cannot_be_written_is_named() -> None:
+    # Read-only for root, too.
+    ended = run_serve("--state-dir", "/sys/kernel")
+    assert ended.returncode == 1 and "/sys/kernel/lock" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_socket_in_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    ended = run_serve(
+        *("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--socket", str(tmp_path / "no" / "s.sock"))
+    )
+    assert ended.returncode == 1 and f"{tmp_path}/no/s.sock" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_it_listens_on_loopback_when_asked_and_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--listen", address)
+        assert ended.returncode == 1 and f"cannot listen on listen address {address}" in ended.stderr
+    with Daemon(tmp_path / "state", flags=["--listen", address]) as daemon, admin_of(address) as admin:
+        reading = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10)
+        assert reading.state_dir == str(daemon.state_dir)
+        layout = Layout()
+        rank = Rank(address, layout).begin()
+        rank.train(1, 1)
+        rank.assert_at(1)
+        rank.close()
+
+
+def test_damaged_files_are_refused_by_their_name(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon:
+        Rank(daemon.address, Layout()).begin().close()
+        daemon.stop()
+    data = tmp_path / "state" / "data.0"
+    size = data.stat().st_size
+    os.truncate(data, 4096)
+    ended = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--nvme-budget", "64MiB")
+    assert ended.returncode == 1 and f"{data} does not match the catalog" in ended.stderr
+    os.truncate(data, size)
+    (tmp_path / "state" / "catalog.sqlite").write_bytes(b"garbage" * 1000)
+    ended = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB", "--nvme-budget", "64MiB")
+    assert ended.returncode == 1 and "catalog.sqlite is damaged" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_client_is_told_at_once_when_the_daemon_is_killed(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon:
+        rank = Rank(daemon.address, Layout()).begin()
+        daemon.kill()
+        assert rank.ended.wait(5)
+        with pytest.raises(grpc.RpcError) as caught:
+            rank.commit(1)
+        assert isinstance(caught.value, grpc.Call) and caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        rank.close()

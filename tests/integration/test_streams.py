@@ -1,0 +1,163 @@
+"""Clients that cannot map the arena get and give the same bytes over streams, in bounded messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import torch
+
+from paramserver import wire
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.shard import DType, Kind
+from tests.integration.store_client import Clients, Rank, refused
+from tests.unit.storage.builders import Layout
+
+CODE = grpc.StatusCode
+MIB = 1 << 20
+# 2.4 MB of weights a group: several chunks, the last one odd.
+WIDE = Layout(numels=(600_001,), groups=("a",), with_skips=False)
+
+
+def read(rank: Rank, **source: object) -> tuple[pb.ReadHeader, bytes]:
+    """Header and bytes; checks the shape of the stream."""
+    responses = list(rank.store.Read(pb.ReadRequest(session_id=rank.session_id, **source), timeout=20))  # type: ignore[arg-type]
+    assert [r.WhichOneof("message") for r in responses] == ["header"] + ["chunk"] * (len(responses) - 1)
+    assert all(0 < len(r.chunk) <= MIB for r in responses[1:])
+    header, data = responses[0].header, b"".join(r.chunk for r in responses[1:])
+    assert len(data) == header.size_bytes
+    return header, data
+
+
+def write(rank: Rank, lease: pb.Lease, *chunks: bytes, offset: int = 0, size: int | None = None) -> int:
+    """Sends chunks; what the store says it took."""
+
+    def requests() -> Iterator[pb.WriteRequest]:
+        total = sum(map(len, chunks)) if size is None else size
+        yield pb.WriteRequest(
+            header=pb.WriteHeader(
+                session_id=rank.session_id, lease_id=lease.lease_id, offset_bytes=offset, size_bytes=total
+            )
+        )
+        for chunk in chunks:
+            yield pb.WriteRequest(chunk=chunk)
+
+    response: pb.WriteResponse = rank.store.Write(requests(), timeout=20)
+    return response.size_bytes
+
+
+def leased_bytes(rank: Rank, lease: pb.Lease) -> bytes:
+    """The lease's bytes in the mapped arena."""
+    return rank.map_arena()[lease.arena_offset : lease.arena_offset + lease.size_bytes]
+
+
+def test_a_read_lease_streams_what_the_arena_holds(clients: Clients, job: str) -> None:
+    rank = clients.rank(Layout(name=job, numels=WIDE.numels, groups=WIDE.groups)).begin()
+    rank.train(1, 2)
+    for kind in rank.layout.kinds:
+        lease = rank.acquire("a", kind, pb.LEASE_MODE_READ)
+        header, data = read(rank, lease_id=lease.lease_id)
+        assert (header.version, header.dtype, header.size_bytes) == (2, pb.DTYPE_FLOAT32, lease.size_bytes)
+        assert data == leased_bytes(rank, lease)
+        rank.release(lease)
+
+
+def test_a_run_over_streams_alone_has_the_bits_of_torch(clients: Clients, job: str) -> None:
+    """Initial values and gradients written, weights and moments read, without a byte of the arena."""
+    layout = Layout(name=job, numels=(300_001,), groups=("a",), precision=DType.BFLOAT16, with_skips=False)
+    rank = clients.rank(layout)
+    rank.open()
+    rank.register()
+    padding = b"\0" * 2 * (-300_001 % 16)
+    for kind in (Kind.MASTER, Kind.PARAM):
+        lease = rank.acquire("a", kind, pb.LEASE_MODE_WRITE)
+        values = raw(rank.reference.initial("a", 0).to(layout.dtype(kind).torch))
+        # In two pieces, the second first.
+        write(rank, lease, values[MIB // 2 :], offset=MIB // 2)
+        write(rank, lease, values[: MIB // 4], values[MIB // 4 : MIB // 2])
+        assert leased_bytes(rank, lease)[: len(values)] == values
+        rank.release(lease, publish=True)
+    rank.commit(0)
+    for step in (1, 2):
+        lease = rank.acquire("a", Kind.GRAD, pb.LEASE_MODE_WRITE, step=step)
+        gradient = raw(rank.reference.gradient(step, "a", 0)) + padding
+        assert write(rank, lease, gradient) == lease.size_bytes
+        rank.apply(step, lease, group="a")
+        rank.commit(step)
+    for kind in layout.kinds:
+        source = pb.TensorRange(fqn="a.weight.0", kind=wire.KIND_TO_WIRE[kind], offset=0, numel=300_001)
+        header, data = read(rank, range=source)
+        assert (header.version, header.dtype) == (2, wire.DTYPE_TO_WIRE[layout.dtype(kind)])
+        assert data == raw(rank.reference.states(2)["a", "a.weight.0", kind])
+
+
+def test_ranges_by_name_are_exact(clients: Clients, job: str) -> None:
+    rank = clients.rank(Layout(name=job, numels=WIDE.numels, groups=WIDE.groups)).begin()
+    expected = rank.reference.states(0)["a", "a.weight.0", Kind.PARAM]
+    for start, stop in [(0, 600_001), (600_000, 600_001), (1, 2), (262_143, 524_289)]:
+        source = pb.TensorRange(fqn="a.weight.0", kind=pb.KIND_PARAM, offset=start, numel=stop - start)
+        assert read(rank, range=source)[1] == raw(expected[start:stop])
+    _, zeros = read(rank, range=pb.TensorRange(fqn="a.weight.0", kind=pb.KIND_EXP_AVG, offset=7, numel=500_000))
+    assert not any(zeros)
+    for fqn, offset, numel, code, named in [
+        ("nothing", 0, 1, CODE.NOT_FOUND, "no element 0 of 'nothing'"),
+        ("a.weight.0", 600_000, 2, CODE.NOT_FOUND, "no element 600001"),
+        ("a.weight.0", 0, 0, CODE.INVALID_ARGUMENT, "numel 0 is no range"),
+        ("a.weight.0", (1 << 64) - 1, 1, CODE.INVALID_ARGUMENT, "is no range"),
+    ]:
+        with refused(code, named):
+            read(rank, range=pb.TensorRange(fqn=fqn, kind=pb.KIND_PARAM, offset=offset, numel=numel))
+    with refused(CODE.NOT_FOUND, "has no slab of kind master"):
+        read(rank, range=pb.TensorRange(fqn="a.weight.0", kind=pb.KIND_MASTER, numel=1))
+    with refused(CODE.INVALID_ARGUMENT, "source is not set"):
+        read(rank)
+
+
+def test_a_write_must_bring_exactly_what_it_announced_into_a_lease_for_writing(clients: Clients, job: str) -> None:
+    rank = clients.rank(Layout(name=job)).begin()
+    reading = rank.acquire("block.0", Kind.PARAM, pb.LEASE_MODE_READ)
+    before = leased_bytes(rank, reading)
+    with refused(CODE.FAILED_PRECONDITION, "is for reading and cannot be written"):
+        write(rank, reading, b"xxxx")
+    lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
+    with refused(CODE.FAILED_PRECONDITION, "is for writing (gradient) and cannot be read"):
+        read(rank, lease_id=lease.lease_id)
+    with refused(CODE.INVALID_ARGUMENT, "the stream ended 3 bytes early"):
+        write(rank, lease, b"xx", size=5)
+    with refused(CODE.INVALID_ARGUMENT, "chunks of 1 bytes in all"):
+        write(rank, lease, b"xx", size=1)
+    with refused(CODE.INVALID_ARGUMENT, f"leave the lease of {lease.size_bytes} bytes"):
+        write(rank, lease, b"xx", offset=lease.size_bytes - 1)
+    with refused(CODE.INVALID_ARGUMENT, "leave the lease"):
+        write(rank, lease, b"xx", offset=(1 << 64) - 1)
+    with refused(CODE.INVALID_ARGUMENT, "first message of a write must be the header"):
+        rank.store.Write(iter([pb.WriteRequest(chunk=b"x")]), timeout=20)
+    with refused(CODE.INVALID_ARGUMENT, "first message of a write must be the header"):
+        rank.store.Write(iter([]), timeout=20)
+    rank.release(lease)
+    with refused(CODE.NOT_FOUND, "is not held by this session"):
+        write(rank, lease, b"xx")
+    assert leased_bytes(rank, reading) == before
+
+
+def test_a_lease_that_ends_while_it_is_written_takes_no_more_bytes(clients: Clients, job: str) -> None:
+    rank = clients.rank(Layout(name=job)).begin()
+    lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
+
+    def requests() -> Iterator[pb.WriteRequest]:
+        header = pb.WriteHeader(session_id=rank.session_id, lease_id=lease.lease_id, size_bytes=lease.size_bytes)
+        yield pb.WriteRequest(header=header)
+        yield pb.WriteRequest(chunk=b"\x01" * 16)
+        while leased_bytes(rank, lease)[:16] != b"\x01" * 16:
+            pass
+        rank.release(lease)
+        yield pb.WriteRequest(chunk=b"\x02" * 16)
+
+    with refused(CODE.FAILED_PRECONDITION, "ended while its bytes were streamed"):
+        rank.store.Write(requests(), timeout=20)
+    assert leased_bytes(rank, lease)[16:32] != b"\x02" * 16
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The tensor's bytes."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
