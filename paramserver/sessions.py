@@ -188,12 +188,14 @@ class Sessions:
         """One rank's vote for a step; returns once it is committed, whether it is durable.
 
         Raises:
-            ConflictError: the ranks vote for different steps.
+            ConflictError: it is not the next step, or the ranks vote for different ones.
             StepAbortedError: a rank is gone.
             StorageError: an update of the step failed.
         """
         run, job = session.require_run(), await session.job()
         run.check_whole()
+        # Before it counts: a vote that stays would hold up the right one.
+        job.open_pending(step)
         if run.vote is None:
             run.vote = Vote(step, asyncio.get_running_loop().create_future())
             run.vote.done.add_done_callback(lambda done: done.cancelled() or done.exception())

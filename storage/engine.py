@@ -203,9 +203,12 @@ class Engine:
         """Pins the newest bytes of a slab in the arena; waits for the update that writes them.
 
         Raises:
+            ConflictError: the job has no committed step yet.
             StepAbortedError: that update failed or was abandoned.
         """
         slab = job.slab(group, kind)
+        if job.newest is None:
+            raise ConflictError(f"{slab.key} cannot be read yet: commit the initial values as step 0 first")
         update = job.pending.updates.get(group) if job.pending else None
         if update is not None:
             await asyncio.wait([update])

@@ -162,7 +162,8 @@ class ParameterStoreServicer:
 
     def ApplyGradients(self, request, context):
         """Hands over gradients (write leases of kind GRAD) and what the optimizer needs besides. Returns when the hand-over is
-        accepted; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed.
+        accepted; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed. An update
+        of what is placed on the host waits until nobody holds a read lease on it: return those leases first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -277,3 +277,23 @@ def wait_until(condition: Any, *, seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
+
+
+def test_a_vote_for_a_wrong_step_is_refused_and_the_right_one_goes_on(clients: Clients, job: str) -> None:
+    rank = clients.rank(Layout(name=job)).begin()
+    rank.hand_over(1)
+    for wrong in (0, 2):
+        with refused(CODE.FAILED_PRECONDITION, "the next one is 1"):
+            rank.commit(wrong)
+    rank.commit(1)
+    rank.assert_at(1)
+
+
+def test_values_that_are_being_staged_cannot_be_read(clients: Clients, job: str) -> None:
+    layout = Layout(name=job, weights=TierName.HOST)
+    rank = clients.rank(layout)
+    rank.open()
+    rank.register()
+    rank.acquire(rank.groups[0], Kind.PARAM, WRITE)
+    with refused(CODE.FAILED_PRECONDITION, "commit the initial values as step 0 first"):
+        rank.acquire(rank.groups[0], Kind.PARAM, READ)
