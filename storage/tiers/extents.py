@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from storage.tiers.base import round_up
+from storage.tiers.free_runs import FreeRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,29 +18,19 @@ class Extent:
 
 
 class ExtentAllocator:
-    """Free space as sorted, disjoint runs that never touch.
-
-    Allocation is best fit, and splits only where no run is long enough.
-    """
+    """The free extents. Allocation is best fit, and splits only where no run is long enough."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self.free_bytes = 0
+        self._free = FreeRuns()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are not allocated."""
+        return self._free.free_bytes
 
     def add(self, extent: Extent) -> None:
-        """Makes an extent free; joins it with its neighbours."""
-        start, end = extent.offset, extent.offset + extent.nbytes
-        self.free_bytes += extent.nbytes
-        i = bisect.bisect_left(self._starts, start)
-        if i < len(self._starts) and self._starts[i] == end:
-            end = self._ends[i]
-            del self._starts[i], self._ends[i]
-        if i > 0 and self._ends[i - 1] == start:
-            self._ends[i - 1] = end
-        else:
-            self._starts.insert(i, start)
-            self._ends.insert(i, end)
+        """Makes an extent free."""
+        self._free.add(extent.offset, extent.offset + extent.nbytes)
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
         """Takes extents of `nbytes` (rounded up to blocks) in all; None where there is not that much."""
@@ -49,28 +39,21 @@ class ExtentAllocator:
             return None
         taken: list[Extent] = []
         while need:
-            i = self._best_run(need)
-            start, end = self._starts[i], self._ends[i]
+            run = self._best_run(need)
+            start, end = self._free[run]
             length = min(need, end - start)
-            taken.append(Extent(start, length))
-            if start + length == end:
-                del self._starts[i], self._ends[i]
-            else:
-                self._starts[i] = start + length
-            self.free_bytes -= length
+            taken.append(Extent(self._free.cut(run, length), length))
             need -= length
         return tuple(taken)
 
     def _best_run(self, need: int) -> int:
         """The shortest run that holds `need`, else the longest one."""
-        lengths = [end - start for start, end in zip(self._starts, self._ends, strict=True)]
+        lengths = list(self._free.lengths())
         fitting = [(length, i) for i, length in enumerate(lengths) if length >= need]
-        if fitting:
-            return min(fitting)[1]
-        return max(range(len(lengths)), key=lengths.__getitem__)
+        return min(fitting)[1] if fitting else max(range(len(lengths)), key=lengths.__getitem__)
 
 
-def free_runs(size_bytes: int, used: Iterable[Extent]) -> list[Extent]:
+def unused_runs(size_bytes: int, used: Iterable[Extent]) -> list[Extent]:
     """What `used` leaves free of a file of `size_bytes`.
 
     Raises:

@@ -16,7 +16,7 @@ from storage import syscalls
 from storage.errors import BudgetExceededError, DataLossError, DiskFullError
 from storage.shard import TierName
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
-from storage.tiers.extents import Extent, ExtentAllocator, free_runs
+from storage.tiers.extents import Extent, ExtentAllocator, unused_runs
 from storage.tiers.io_engine import IoPool, Priority
 
 # The file grows by this much at a time, so that growth is rare and the file system can keep the blocks together.
@@ -68,7 +68,7 @@ class NvmeTier:
     def _take_in(self, used: Iterable[Extent]) -> None:
         """Makes free what is not `used`."""
         try:
-            runs = free_runs(self._size, used)
+            runs = unused_runs(self._size, used)
         except ValueError as error:
             raise DataLossError(
                 f"{self.path} does not match the catalog: {error}; restore the file or delete the state directory"

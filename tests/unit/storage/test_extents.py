@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from storage.tiers.base import PAGE_BYTES
-from storage.tiers.extents import Extent, ExtentAllocator, free_runs
+from storage.tiers.extents import Extent, ExtentAllocator, unused_runs
 
 
 def blocks(first: int, count: int) -> Extent:
@@ -54,14 +54,14 @@ def test_what_is_given_back_joins_its_neighbours() -> None:
 
 def test_what_the_catalog_names_is_used_and_the_rest_is_free() -> None:
     used = [blocks(6, 2), blocks(1, 2), blocks(3, 1)]
-    assert free_runs(10 * PAGE_BYTES, used) == [blocks(0, 1), blocks(4, 2), blocks(8, 2)]
-    assert free_runs(0, []) == []
+    assert unused_runs(10 * PAGE_BYTES, used) == [blocks(0, 1), blocks(4, 2), blocks(8, 2)]
+    assert unused_runs(0, []) == []
 
 
 @pytest.mark.parametrize("used", [[blocks(0, 2), blocks(1, 1)], [blocks(3, 2)]])
 def test_extents_that_overlap_or_leave_the_file_are_refused(used: list[Extent]) -> None:
     with pytest.raises(ValueError, match="overlaps another or leaves the file"):
-        free_runs(4 * PAGE_BYTES, used)
+        unused_runs(4 * PAGE_BYTES, used)
 
 
 @pytest.mark.parametrize("seed", range(3))
