@@ -51,7 +51,7 @@ CREATE TABLE client_states (
     FOREIGN KEY (job, step) REFERENCES commits ON DELETE CASCADE) STRICT;
 CREATE TABLE versions (
     slab INTEGER NOT NULL REFERENCES slabs ON DELETE CASCADE, step INTEGER NOT NULL, extents TEXT NOT NULL,
-    PRIMARY KEY (slab, step)) STRICT;
+    checksums BLOB NOT NULL, PRIMARY KEY (slab, step)) STRICT;
 """
 
 
@@ -64,6 +64,14 @@ class CommitRecord:
     client_states: Mapping[int, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """Where the bytes of one version of a slab are, and their checksums (see integrity.py)."""
+
+    extents: tuple[Extent, ...]
+    checksums: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob:
     """All that the catalog knows of a job. `versions`: where each slab's bytes are, by step."""
@@ -72,7 +80,7 @@ class StoredJob:
     created_at: float
     groups: tuple[GroupSpec, ...]
     commits: tuple[CommitRecord, ...]
-    versions: Mapping[SlabKey, Mapping[int, tuple[Extent, ...]]]
+    versions: Mapping[SlabKey, Mapping[int, StoredVersion]]
 
 
 class Catalog:
@@ -126,9 +134,7 @@ class Catalog:
                 [(row, slab.kind.value, slab.dtype.value, slab.placement.value) for slab in group.slabs],
             )
 
-    def add_commit(
-        self, job: str, commit: CommitRecord, written: Mapping[SlabKey, tuple[int, tuple[Extent, ...]]]
-    ) -> None:
+    def add_commit(self, job: str, commit: CommitRecord, written: Mapping[SlabKey, tuple[int, StoredVersion]]) -> None:
         """Records a step, and for each slab in `written` the step and place of its bytes; inside `transaction`."""
         job_id = self._job_id(job)
         self._db.execute("INSERT INTO commits VALUES (?, ?, ?)", (job_id, commit.step, commit.committed_at))
@@ -138,10 +144,15 @@ class Catalog:
         )
         slabs = self._slab_ids(job_id)
         self._db.executemany(
-            "INSERT INTO versions VALUES (?, ?, ?)",
+            "INSERT INTO versions VALUES (?, ?, ?, ?)",
             [
-                (slabs[key.group, key.kind.value], step, json.dumps([[e.offset, e.nbytes] for e in extents]))
-                for key, (step, extents) in written.items()
+                (
+                    slabs[key.group, key.kind.value],
+                    step,
+                    json.dumps([[e.offset, e.nbytes] for e in version.extents]),
+                    version.checksums,
+                )
+                for key, (step, version) in written.items()
             ],
         )
 
@@ -267,15 +278,15 @@ class Catalog:
             )
         )
 
-    def _load_versions(self, job_id: int, job: str) -> dict[SlabKey, dict[int, tuple[Extent, ...]]]:
-        versions: dict[SlabKey, dict[int, tuple[Extent, ...]]] = {}
-        for group, kind, step, extents in self._db.execute(
-            "SELECT g.name, s.kind, v.step, v.extents FROM versions v JOIN slabs s ON s.id = v.slab "
-            "JOIN groups g ON g.id = s.grp WHERE g.job = ?",
+    def _load_versions(self, job_id: int, job: str) -> dict[SlabKey, dict[int, StoredVersion]]:
+        versions: dict[SlabKey, dict[int, StoredVersion]] = {}
+        for group, kind, step, extents, checksums in self._db.execute(
+            "SELECT g.name, s.kind, v.step, v.extents, v.checksums FROM versions v "
+            "JOIN slabs s ON s.id = v.slab JOIN groups g ON g.id = s.grp WHERE g.job = ?",
             (job_id,),
         ):
-            versions.setdefault(SlabKey(job, group, Kind(kind)), {})[step] = tuple(
-                Extent(offset, nbytes) for offset, nbytes in json.loads(extents)
+            versions.setdefault(SlabKey(job, group, Kind(kind)), {})[step] = StoredVersion(
+                tuple(Extent(offset, nbytes) for offset, nbytes in json.loads(extents)), checksums
             )
         return versions
 

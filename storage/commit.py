@@ -10,12 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from storage.catalog import Catalog, CommitRecord
+from storage.catalog import Catalog, CommitRecord, StoredVersion
 from storage.errors import DataLossError, NotFoundError
 from storage.placement import Residents
 from storage.shard import SlabKey
 from storage.slab import Slab
-from storage.tiers.extents import Extent
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.versions import Job, unneeded_versions
@@ -122,10 +121,10 @@ class Committer:
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
         written = _unrecorded(job, record.step)
-        extents = {slab.key: (version, region.extents) for slab, (version, region) in written.items()}
+        stored = {slab.key: (v, StoredVersion(r.extents, r.checksums.dump())) for slab, (v, r) in written.items()}
         kept = _durable_after(job, record.step)
         await self._nvme.sync()
-        await self._in_catalog_thread(lambda: self._record(job, record, extents, sorted(kept)))
+        await self._in_catalog_thread(lambda: self._record(job, record, stored, sorted(kept)))
         for slab, (version, _) in written.items():
             slab.recorded.add(version)
         job.durable = kept
@@ -171,7 +170,7 @@ class Committer:
         copy = slab.current_copy
         if copy is None or slab.latest is None:
             raise DataLossError(f"{slab.key}: the copy in host memory was lost before its snapshot was written")
-        region = await self._nvme.allocate(slab.nbytes)
+        region = await self._nvme.allocate(slab.nbytes, slab.label(slab.latest))
         self._residents.pin(copy)
         try:
             await self._nvme.write_from(region, 0, self._host.view(copy.region))
@@ -187,7 +186,7 @@ class Committer:
         self,
         job: Job,
         record: CommitRecord,
-        written: Mapping[SlabKey, tuple[int, tuple[Extent, ...]]],
+        written: Mapping[SlabKey, tuple[int, StoredVersion]],
         kept: list[int],
     ) -> None:
         with self._catalog.transaction():

@@ -106,9 +106,7 @@ class Engine:
             catalog = Catalog(config.state_dir / "catalog.sqlite")
             undo.callback(catalog.close)
             stored = catalog.load()
-            used = [
-                e for job in stored for steps in job.versions.values() for extents in steps.values() for e in extents
-            ]
+            used = [e for job in stored for steps in job.versions.values() for v in steps.values() for e in v.extents]
             nvme = NvmeTier(
                 config.state_dir / "data.0",
                 config.nvme_budget_bytes,
@@ -273,7 +271,7 @@ class Engine:
         try:
             with ExitStack() as undo:
                 if slab.backed:
-                    region = await self.nvme.allocate(slab.nbytes)
+                    region = await self.nvme.allocate(slab.nbytes, slab.label(0))
                     undo.callback(self.nvme.free, region)
                     await self.nvme.write_from(region, 0, self.host.view(pin.region))
                 # Not before: a commit may have come while the bytes were written.

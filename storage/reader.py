@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from storage.errors import ConflictError, NotFoundError
+from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
 from storage.slab import Slab
-from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeTier
 from storage.transform import TilePool
@@ -58,15 +59,16 @@ class RangeReader:
         while start < end:
             # Taken for one piece only: the reader may be slow, and optimizers need the buffers.
             async with self._tiles.buffer() as buffer:
-                first_page = start // PAGE_BYTES * PAGE_BYTES
-                length = min(len(buffer) // PAGE_BYTES * PAGE_BYTES, round_up(end) - first_page)
-                await self._read_pages(slab, first_page, buffer[:length])
-                stop = min(end, first_page + length)
-                piece = bytes(buffer[start - first_page : stop - first_page])
+                first = start // BLOCK_BYTES * BLOCK_BYTES
+                whole = min(round_up(end, BLOCK_BYTES), round_up(slab.nbytes)) - first
+                length = min(len(buffer) // BLOCK_BYTES * BLOCK_BYTES, whole)
+                await self._read_blocks(slab, first, buffer[:length])
+                stop = min(end, first + length)
+                piece = bytes(buffer[start - first : stop - first])
             yield piece
             start = stop
 
-    async def _read_pages(self, slab: Slab, start: int, buffer: memoryview) -> None:
+    async def _read_blocks(self, slab: Slab, start: int, buffer: memoryview) -> None:
         copy = slab.current_copy
         if slab.latest is None:
             buffer[:] = bytes(len(buffer))

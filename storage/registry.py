@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from storage.catalog import StoredJob
 from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError
+from storage.integrity import Checksums
 from storage.placement import Residents
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
@@ -192,7 +193,10 @@ def _restore(stored: StoredJob) -> Job:
         job.groups[spec.name] = group
         for slab in group.slabs:
             versions = stored.versions.get(slab.key, {})
-            slab.versions = {step: NvmeRegion(extents) for step, extents in versions.items()}
+            slab.versions = {
+                step: NvmeRegion(v.extents, Checksums(slab.label(step), round_up(slab.nbytes), v.checksums))
+                for step, v in versions.items()
+            }
             slab.recorded = set(slab.versions)
             slab.latest = max(slab.versions, default=None)
     return job

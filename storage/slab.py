@@ -66,6 +66,10 @@ class Slab:
         copy = self.copy
         return copy if copy is not None and copy.step is not None and copy.step == self.latest else None
 
+    def label(self, step: int) -> str:
+        """Names a version, for checksums and errors."""
+        return f"{self.key} at step {step}"
+
     def source(self, step: int) -> NvmeRegion:
         """Where a version is on NVMe.
 

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 import torch
 
 from storage.errors import BudgetExceededError
+from storage.integrity import BLOCK_BYTES
 from storage.placement import Residents
 from storage.shard import DType, Kind
 from storage.slab import Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
-from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import NvmeRegion, NvmeTier, settle
 
-# Tiles are cut at whole pages of the narrowest element type, so that each tile is a whole number of blocks everywhere.
-TILE_QUANTUM = PAGE_BYTES // 2
+# Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
+TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 20
 # Master weight, two moments and the gradient's scratch in fp32, and the parameter in 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * 4 + 2
@@ -148,7 +149,7 @@ class Transformer:
             DeviceError: a read or a write failed.
         """
         async with AsyncExitStack() as undo:
-            streams = [await self._open_stream(slab, slab.key.kind in reads, undo) for slab in group.slabs]
+            streams = [await self._open_stream(slab, step, slab.key.kind in reads, undo) for slab in group.slabs]
             tasks: list[asyncio.Task[None]] = []
             try:
                 async with self._turn:
@@ -162,7 +163,7 @@ class Transformer:
         for stream in streams:
             self._finish(stream, step)
 
-    async def _open_stream(self, slab: Slab, reads: bool, undo: AsyncExitStack) -> _Stream:
+    async def _open_stream(self, slab: Slab, step: int, reads: bool, undo: AsyncExitStack) -> _Stream:
         if slab.snapshot is not None:
             await slab.snapshot.wait()
         copy = await self._copy_to_work_on(slab)
@@ -177,7 +178,7 @@ class Transformer:
             source = slab.source(slab.latest)
         target = None
         if slab.backed:
-            target = await self._nvme.allocate(slab.nbytes)
+            target = await self._nvme.allocate(slab.nbytes, slab.label(step))
             undo.callback(self._nvme.free, target)
         return _Stream(slab=slab, reads=reads, copy=copy, source=source, target=target)
 

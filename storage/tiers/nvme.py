@@ -14,6 +14,7 @@ from pathlib import Path
 
 from storage import syscalls
 from storage.errors import BudgetExceededError, DataLossError, DiskFullError
+from storage.integrity import Checksums
 from storage.shard import TierName
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
 from storage.tiers.extents import Extent, ExtentAllocator, unused_runs
@@ -27,9 +28,10 @@ REQUEST_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class NvmeRegion:
-    """Bytes in extents, in order."""
+    """Bytes in extents, in order, with what is known of their contents."""
 
     extents: tuple[Extent, ...]
+    checksums: Checksums
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +66,8 @@ class NvmeTier:
             raise
         self._reads = IoPool("nvme-read", read_threads)
         self._writes = IoPool("nvme-write", write_threads)
+        # A thread of their own: behind requests to the device they would wait a thousand times as long as they take.
+        self._checks = IoPool("nvme-check", 1)
 
     def _take_in(self, used: Iterable[Extent]) -> None:
         """Makes free what is not `used`."""
@@ -126,14 +130,14 @@ class NvmeTier:
         self._allocator.add(Extent(self._size, wanted))
         self._size += wanted
 
-    async def allocate(self, nbytes: int) -> NvmeRegion:
-        """Extents for `nbytes`; the file grows where its free space is too small."""
+    async def allocate(self, nbytes: int, label: str = "scratch") -> NvmeRegion:
+        """Extents for `nbytes` of what `label` names; the file grows where its free space is too small."""
         extents = self._allocator.allocate(nbytes)
         if extents is None:
             self.reserve(nbytes)
             extents = self._allocator.allocate(nbytes)
             assert extents is not None
-        return NvmeRegion(extents)
+        return NvmeRegion(extents, Checksums(label, round_up(nbytes)))
 
     def free(self, region: NvmeRegion) -> None:
         """Makes the region's extents free at once."""
@@ -143,13 +147,18 @@ class NvmeTier:
     async def read_into(
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> None:
-        """Fills `buffer`; offset and length must be whole pages."""
+        """Fills `buffer` with whole blocks of the region, verified.
+
+        Raises:
+            DataLossError: they are not what was written.
+            DeviceError: they cannot be read.
+        """
         await self._transfer(region, offset, buffer, priority, write=False)
 
     async def write_from(
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority = Priority.UPDATE
     ) -> None:
-        """Writes `buffer`; offset and length must be whole pages. Durable only after `sync`."""
+        """Writes `buffer`, whole blocks of the region. Durable only after `sync`."""
         await self._transfer(region, offset, buffer, priority, write=True)
 
     async def sync(self) -> None:
@@ -160,6 +169,7 @@ class NvmeTier:
         """Finishes all requests and closes the file."""
         await self._reads.close()
         await self._writes.close()
+        await self._checks.close()
         os.close(self._fd)
 
     async def _transfer(
@@ -171,13 +181,16 @@ class NvmeTier:
             return asyncio.ensure_future(pool.run(lambda: move(self._fd, piece, position, self.path), priority))
 
         pieces = list(_requests(region, offset, buffer))
-        tasks = [request(position, piece) for position, piece in pieces]
-        with self.counters.writing if write else self.counters.reading:
-            await settle(tasks)
         if write:
+            await self._checks.run(lambda: region.checksums.record(offset, buffer), priority)
+            with self.counters.writing:
+                await settle([request(position, piece) for position, piece in pieces])
             self.counters.bytes_written += len(buffer)
         else:
+            with self.counters.reading:
+                await settle([request(position, piece) for position, piece in pieces])
             self.counters.bytes_read += len(buffer)
+            await self._checks.run(lambda: region.checksums.verify(offset, buffer), priority)
 
 
 async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:

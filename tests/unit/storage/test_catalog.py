@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.catalog import FORMAT_VERSION, Catalog, CommitRecord
+from storage.catalog import FORMAT_VERSION, Catalog, CommitRecord, StoredVersion
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
 from storage.shard import DType, Kind, SlabKey, TierName
 from storage.tiers.extents import Extent
@@ -37,15 +37,16 @@ def key(group: int = 0, kind: Kind = Kind.MASTER) -> SlabKey:
     return SlabKey("job", LAYOUT.groups[group], kind)
 
 
-def commit(catalog: Catalog, step: int, written: dict[SlabKey, tuple[int, tuple[Extent, ...]]]) -> CommitRecord:
+def commit(catalog: Catalog, step: int, written: dict[SlabKey, tuple[int, StoredVersion]]) -> CommitRecord:
     record = CommitRecord(step=step, committed_at=100.0 + step, client_states={0: b"\x00state", 3: b""})
     with catalog.transaction():
         catalog.add_commit("job", record, written)
     return record
 
 
-def extent(number: int) -> tuple[Extent, ...]:
-    return (Extent(number * 4096, 4096), Extent((1 << 40) + number * 4096, 4096))
+def extent(number: int) -> StoredVersion:
+    extents = (Extent(number * 4096, 4096), Extent((1 << 40) + number * 4096, 4096))
+    return StoredVersion(extents, checksums=number.to_bytes(8, "little"))
 
 
 def test_everything_that_was_committed_comes_back_after_reopening(catalog: Catalog, path: Path) -> None:

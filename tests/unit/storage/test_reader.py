@@ -27,7 +27,7 @@ async def read(engine: Engine, job: Job, fqn: str, kind: Kind, offset: int, nume
 @pytest.mark.parametrize("placement", [TierName.NVME, TierName.HOST])
 async def test_every_range_of_every_kind_equals_torch(tmp_path: Path, placement: TierName, resident: bool) -> None:
     layout = replace(LAYOUT, weights=placement, moments=placement)
-    async with opened(tmp_path, host_budget_bytes=2 << 20) as engine:
+    async with opened(tmp_path, host_budget_bytes=4 << 20) as engine:
         training = await Training(engine, layout).begin()
         for _ in range(2):
             await training.step()
@@ -83,7 +83,7 @@ async def test_elements_that_are_not_here_are_refused(
 
 
 async def test_a_slow_reader_never_gets_a_mixture_of_two_steps(tmp_path: Path) -> None:
-    async with opened(tmp_path, host_budget_bytes=1 << 20) as engine:
+    async with opened(tmp_path, host_budget_bytes=2560 << 10) as engine:
         training = await Training(engine, replace(LAYOUT, numels=(60_001,))).begin()
         pieces = engine.reader.read(training.job, "block.0.weight.0", Kind.MASTER, 0, 60_001)
         first = await anext(pieces)
@@ -96,7 +96,7 @@ async def test_a_slow_reader_never_gets_a_mixture_of_two_steps(tmp_path: Path) -
 
 
 async def test_a_slow_reader_holds_no_buffer_that_an_optimizer_needs(tmp_path: Path) -> None:
-    async with opened(tmp_path, host_budget_bytes=1 << 20) as engine:
+    async with opened(tmp_path, host_budget_bytes=2560 << 10) as engine:
         training = await Training(engine, replace(LAYOUT, numels=(60_001,))).begin()
         readers = [engine.reader.read(training.job, "block.0.weight.0", Kind.MASTER, 0, 60_001) for _ in range(8)]
         for reader in readers:
