@@ -38,10 +38,11 @@ def test_a_budget_too_small_is_refused_with_the_figure_to_set_and_that_figure_wo
     tmp_path: Path, key: str, tier: TierName
 ) -> None:
     layout = Layout(numels=BIG.numels, groups=BIG.groups, with_skips=False, weights=tier, moments=tier)
-    with Daemon(tmp_path / "state", {key: MIB}) as daemon:
+    small = 3 * MIB
+    with Daemon(tmp_path / "state", {key: small}) as daemon:
         with Clients(daemon.address) as clients:
             told = refusal(clients.rank(layout))
-        assert f"{key} {MIB} is too small" in told
+        assert f"{key} {small} is too small" in told
         found = re.search(rf"raise {key} to at least (\d+)", told)
         assert found is not None, told
         assert daemon.stop() == 0
