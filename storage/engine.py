@@ -59,7 +59,6 @@ class Pin:
 
     slab: Slab
     copy: HostCopy
-    writing: bool = False
 
     @property
     def region(self) -> ArenaRange:
@@ -86,7 +85,7 @@ class Engine:
         self._compute = ThreadPoolExecutor(config.optimizer_threads, "optimizer", initializer=_one_torch_thread)
         self._transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
-        self._gradients: dict[ArenaRange, str] = {}
+        self._gradients: set[ArenaRange] = set()
 
     @classmethod
     async def open(cls, config: EngineConfig) -> Engine:
@@ -259,7 +258,7 @@ class Engine:
         if not slab.backed:
             slab.latest = None
         self.residents.pin(slab.copy)
-        return Pin(slab, slab.copy, writing=True)
+        return Pin(slab, slab.copy)
 
     async def publish(self, pin: Pin) -> None:
         """Makes staged bytes the slab's version 0, to be committed, and unpins them.
@@ -294,12 +293,12 @@ class Engine:
                 f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
             )
         region = await self.host.allocate(spec.slab_bytes(Kind.GRAD), from_top=True)
-        self._gradients[region] = job.spec.name
+        self._gradients.add(region)
         return region
 
     def free_gradient(self, region: ArenaRange) -> None:
         """Gives the room of a gradient back."""
-        del self._gradients[region]
+        self._gradients.remove(region)
         self.host.free(region)
 
     @property

@@ -78,11 +78,11 @@ class Tier(Protocol[RegionT]):
         ...
 
     async def read_into(self, region: RegionT, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer`, which is host memory, from `region` at byte `offset`."""
+        """Fills `buffer`, page-aligned host memory, from `region` at byte `offset`."""
         ...
 
     async def write_from(self, region: RegionT, offset: int, buffer: memoryview) -> None:
-        """Writes `buffer`, which is host memory, into `region` at byte `offset`."""
+        """Writes `buffer`, page-aligned host memory, into `region` at byte `offset`."""
         ...
 
     async def close(self) -> None:
