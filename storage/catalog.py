@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
+from storage.failpoints import Failpoint, reach
 from storage.shard import (
     DType,
     Durability,
@@ -198,11 +199,13 @@ class Catalog:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                reach(Failpoint.BEFORE_FLIP)
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+        reach(Failpoint.AFTER_FLIP)
 
     def close(self) -> None:
         """Closes the database."""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from storage.catalog import Catalog, CommitRecord, StoredVersion
 from storage.errors import DataLossError, NotFoundError
+from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.shard import SlabKey
 from storage.slab import Slab
@@ -212,6 +213,7 @@ class Committer:
         for slab in job.slabs():
             for version in unneeded_versions(slab, steps):
                 self._nvme.free(slab.versions.pop(version))
+                reach(Failpoint.DURING_RECLAIM)
                 slab.recorded.discard(version)
 
 

@@ -23,6 +23,7 @@ from storage import syscalls
 from storage.catalog import Catalog, CommitRecord
 from storage.commit import Committer
 from storage.errors import ConflictError, StepAbortedError
+from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader
@@ -114,6 +115,7 @@ class Engine:
                 write_threads=config.io_write_threads,
             )
             undo.push_async_callback(nvme.close)
+            reach(Failpoint.DURING_RECOVERY)
             syscalls.sync_directory(config.state_dir)
             host = HostTier(config.host_budget_bytes)
             undo.push_async_callback(host.close)

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from storage.errors import ConflictError, DeviceError, DiskFullError
+from storage.failpoints import Failpoint, reach
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -95,6 +96,7 @@ def extend(fd: int, size: int, length: int, path: Path) -> None:
         # A part may have been allocated: give it back.
         os.ftruncate(fd, size)
         raise _device_error(f"reserve {length} bytes in", path, error) from error
+    reach(Failpoint.FILE_GROWN)
 
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
@@ -119,6 +121,7 @@ def write_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
             raise _device_error(f"write {len(buffer)} bytes at {offset} of", path, error) from error
         buffer = buffer[count:]
         offset += count
+    reach(Failpoint.DATA_WRITTEN)
 
 
 def sync_data(fd: int, path: Path) -> None:
@@ -127,6 +130,7 @@ def sync_data(fd: int, path: Path) -> None:
         os.fdatasync(fd)
     except OSError as error:
         raise _device_error("sync", path, error) from error
+    reach(Failpoint.DATA_SYNCED)
 
 
 def sync_directory(path: Path) -> None:

@@ -11,10 +11,11 @@ from storage.tiers.free_runs import FreeRuns
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`nbytes` (whole blocks) at byte `offset` of the data file."""
+    """`nbytes` (whole blocks) at byte `offset` of data file number `file`."""
 
     offset: int
     nbytes: int
+    file: int = 0
 
 
 class ExtentAllocator:
