@@ -31,6 +31,7 @@ from storage.registry import Registry
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import Arena, ArenaRange
+from storage.tiers.data_file import DataFile
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeTier
 from storage.transform import Kernel, TilePool, Transformer
@@ -50,6 +51,8 @@ class EngineConfig:
     io_read_threads: int = 4
     io_write_threads: int = 2
     optimizer_threads: int = 1
+    # A device that takes longer for one request is stuck.
+    device_timeout_seconds: float = 30.0
     # Bytes of prefetches under way at once.
     prefetch_bytes: int = 256 << 20
 
@@ -107,14 +110,16 @@ class Engine:
             undo.callback(catalog.close)
             stored = catalog.load()
             used = [e for job in stored for steps in job.versions.values() for v in steps.values() for e in v.extents]
-            nvme = NvmeTier(
+            file = DataFile(
+                0,
                 config.state_dir / "data.0",
-                config.nvme_budget_bytes,
                 used,
                 read_threads=config.io_read_threads,
                 write_threads=config.io_write_threads,
             )
-            undo.push_async_callback(nvme.close)
+            undo.push_async_callback(file.io.close)
+            nvme = NvmeTier([file], config.nvme_budget_bytes, (), stuck_after_seconds=config.device_timeout_seconds)
+            undo.push_async_callback(nvme.watch.close)
             reach(Failpoint.DURING_RECOVERY)
             syscalls.sync_directory(config.state_dir)
             host = HostTier(config.host_budget_bytes)

@@ -309,7 +309,7 @@ def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     slabs = [slab for job in engine.jobs.values() for slab in job.slabs()]
     regions = [region for slab in slabs for region in slab.versions.values()]
     extents = [extent for region in regions for extent in region.extents]
-    unused_runs(engine.nvme.path.stat().st_size, extents)
+    unused_runs(engine.nvme.files[0].path.stat().st_size, extents)
     assert engine.nvme.used_bytes == sum(region.nbytes for region in regions)
     copies = sum(slab.copy.region.nbytes for slab in slabs if slab.copy is not None)
     assert engine.host.used_bytes == host_base_bytes + copies
