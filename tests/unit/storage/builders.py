@@ -26,6 +26,9 @@ from storage.tiers.extents import unused_runs
 from storage.transform import Kernel
 from storage.versions import Job
 
+# OpenMP's threads wait for each other in a loop: on a busy machine a step of the reference would take seconds.
+torch.set_num_threads(1)
+
 MIB = 1 << 20
 GRAD_SCALE = 0.5
 OPTIMIZER_STATES = {Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq"}
