@@ -56,6 +56,19 @@ class Registry:
         check_layout(job.spec, spec)
         return job
 
+    def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
+        """The parameters whose elements are in those bytes of the version that `label` names."""
+        for job in self.jobs.values():
+            for group in job.groups.values():
+                for slab in group.slabs:
+                    if any(slab.label(version) == label for version in slab.versions):
+                        itemsize = slab.spec.dtype.itemsize
+                        first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
+                        return tuple(
+                            s.fqn for s in group.spec.shards if s.position < end and s.position + s.numel > first
+                        )
+        return ()
+
     def attach(self, spec: JobSpec) -> Job:
         """The job for a new run: as it was committed, or fresh where nothing was."""
         job = self.jobs.get(spec.name)

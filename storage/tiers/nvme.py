@@ -24,6 +24,8 @@ from storage.tiers.io_engine import IoRequest, Priority, no_check
 
 log = logging.getLogger(__name__)
 
+# Of damaged versions, in a list for people.
+MOST_NAMED = 5
 # One request to a device, and the stripe in which a region is spread over several.
 REQUEST_BYTES = 4 << 20
 
@@ -77,8 +79,9 @@ class NvmeTier:
         self.counters = TierCounters()
         self.bad = set(bad)
         self.damaged_blocks = 0
-        # Told of a damaged block: whose it is, and where.
+        # Completes the error with what the engine knows, and keeps what is set aside for the next start.
         self.on_damage: Callable[[DamagedBlockError, Sequence[Extent]], None] = lambda _error, _extents: None
+        self._damaged: dict[NvmeRegion, DamagedBlockError] = {}
         self._file_of = {file.number: file for file in self.files}
         self._unsynced: set[NvmeRegion] = set()
         if self.used_bytes > budget_bytes:
@@ -107,8 +110,8 @@ class NvmeTier:
     def problems(self) -> list[str]:
         """What makes the tier degraded, for operators; empty: nothing."""
         problems = self.watch.problems
-        if self.bad:
-            problems.append(f"{self.bad_bytes} bytes in {len(self.bad)} places were found damaged and are set aside")
+        damaged = [f"{error.label} is damaged" for error in self._damaged.values()]
+        problems += damaged[:MOST_NAMED] + ([f"{len(damaged)} versions are damaged"] if damaged[MOST_NAMED:] else [])
         if doubtful := sum(region.doubtful for region in self._unsynced):
             problems.append(f"{doubtful} versions were not confirmed by the device, and will be written again")
         return problems
@@ -161,6 +164,7 @@ class NvmeTier:
         if region.holders:
             return
         self._unsynced.discard(region)
+        self._damaged.pop(region, None)
         for extent in region.extents:
             for part in without(extent, self.bad) if self.bad else (extent,):
                 self._file_of[extent.file].free(part)
@@ -322,10 +326,11 @@ class NvmeTier:
         extents = list(overlapping(region.extents, error.offset, error.nbytes))
         new = [extent for extent in extents if extent not in self.bad]
         self.damaged_blocks += 1
-        log.error("%s", error)
-        if new:
-            self.bad.update(new)
-            self.on_damage(error, new)
+        self.bad.update(new)
+        self.on_damage(error, new)
+        if region not in self._damaged:
+            log.error("%s", error)
+        self._damaged[region] = error
 
     @property
     def _paths(self) -> str:

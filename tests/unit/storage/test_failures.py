@@ -40,7 +40,7 @@ async def test_each_call_of_a_step_can_fail(
             used = engine.nvme.used_bytes
             step = training.job.next_step
             drop_copies(engine)
-            fault.fail(error, when=lambda n, first=number: n >= first)
+            fault.fail(error, when=number.__le__)
             with pytest.raises(StorageError, match=str(error)):
                 await training.step()
             fault.heal()
