@@ -20,13 +20,14 @@ from typing import TypeVar
 import torch
 
 from storage import syscalls
-from storage.catalog import Catalog, CommitRecord
+from storage.catalog import Catalog
 from storage.commit import Committer
 from storage.errors import ConflictError, DamagedBlockError, StepAbortedError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader
+from storage.records import CommitRecord
 from storage.registry import Registry
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
