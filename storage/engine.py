@@ -22,18 +22,18 @@ import torch
 from storage import syscalls
 from storage.catalog import Catalog
 from storage.commit import Committer
+from storage.directories import open_nvme
 from storage.errors import ConflictError, DamagedBlockError, StepAbortedError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader
-from storage.records import CommitRecord
+from storage.records import BadExtent, CommitRecord
 from storage.registry import Registry
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import Arena, ArenaRange
-from storage.tiers.data_file import DataFile
 from storage.tiers.extents import Extent
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
@@ -51,6 +51,8 @@ class EngineConfig:
     state_dir: Path
     host_budget_bytes: int
     nvme_budget_bytes: int
+    # Where the data files are, best one on each device; none: in the state directory.
+    nvme_dirs: tuple[Path, ...] = ()
     io_read_threads: int = 4
     io_write_threads: int = 2
     optimizer_threads: int = 1
@@ -96,6 +98,7 @@ class Engine:
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
         self._gradients: set[ArenaRange] = set()
         nvme.on_damage = self._on_damage
+        self._notes: set[asyncio.Task[None]] = set()
         self.scrubber = Scrubber(nvme, self._versions, config.scrub_bytes_per_second)
 
     @classmethod
@@ -117,16 +120,17 @@ class Engine:
             undo.callback(catalog.close)
             stored = catalog.load()
             used = [e for job in stored for steps in job.versions.values() for v in steps.values() for e in v.extents]
-            file = DataFile(
-                0,
-                config.state_dir / "data.0",
+            nvme = await open_nvme(
+                catalog,
+                config.state_dir,
+                config.nvme_dirs,
                 used,
+                budget_bytes=config.nvme_budget_bytes,
                 read_threads=config.io_read_threads,
                 write_threads=config.io_write_threads,
+                stuck_after_seconds=config.device_timeout_seconds,
             )
-            undo.push_async_callback(file.io.close)
-            nvme = NvmeTier([file], config.nvme_budget_bytes, (), stuck_after_seconds=config.device_timeout_seconds)
-            undo.push_async_callback(nvme.watch.close)
+            undo.push_async_callback(nvme.close)
             reach(Failpoint.DURING_RECOVERY)
             syscalls.sync_directory(config.state_dir)
             host = HostTier(config.host_budget_bytes)
@@ -143,6 +147,8 @@ class Engine:
             await self._quiesce(job)
         await self.queue.close()
         await self.nvme.close()
+        if self._notes:
+            await asyncio.wait(self._notes)
         self._compute.shutdown()
         self._catalog_thread.shutdown()
         self._catalog.close()
@@ -156,6 +162,16 @@ class Engine:
 
     def _on_damage(self, error: DamagedBlockError, extents: Sequence[Extent]) -> None:
         error.fqns = self._registry.fqns_at(error.label, error.offset, error.nbytes)
+        if extents:
+            found = [BadExtent(extent=extent, reason=str(error), found_at=time.time()) for extent in extents]
+            noted = asyncio.ensure_future(self._in_catalog_thread(lambda: self._catalog.add_bad_extents(found)))
+            self._notes.add(noted)
+            noted.add_done_callback(self._on_noted)
+
+    def _on_noted(self, noted: asyncio.Task[None]) -> None:
+        self._notes.discard(noted)
+        if not noted.cancelled() and (error := noted.exception()) is not None:
+            log.error("blocks that were found damaged may be used again after a restart: %s", error)
 
     def _versions(self) -> Iterator[NvmeRegion]:
         return (region for job in self.jobs.values() for slab in job.slabs() for region in slab.versions.values())
