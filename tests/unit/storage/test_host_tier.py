@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier
+from tests.unit.storage.builders import Layout, Training, opened
 
 PAGES = 8
 
@@ -157,6 +159,25 @@ async def test_a_waiter_cancelled_as_its_deadline_passes_leaves_nothing_behind()
     host.free(everything)
     assert host.used_bytes == PAGE_BYTES
     host.arena.close()
+
+
+async def test_stagings_and_gradients_that_find_no_room_are_refused_and_leave_nothing_half_done(tmp_path: Path) -> None:
+    layout = Layout(groups=("block",))
+    async with opened(tmp_path, admission_timeout_seconds=0.05) as engine:
+        training = await Training(engine, layout).open(must_exist=False)
+        filler = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes)
+        for attempt in (
+            engine.stage(training.job, "block", Kind.PARAM),
+            engine.allocate_gradient(training.job, "block"),
+        ):
+            with pytest.raises(BudgetExceededError, match=r"had no room for \d+ bytes for 0\.05 s"):
+                await attempt
+        assert engine.gradient_bytes == 0 and engine.host.queue_depth == 0
+        engine.host.free(filler)
+        await training.stage_all()
+        await training.commit(0)
+        await training.step()
+        await training.assert_at(1)
 
 
 async def test_what_can_never_fit_is_refused_with_the_figure_that_would_do(host: HostTier) -> None:
