@@ -48,6 +48,12 @@ def serve(
     socket: Annotated[Path | None, typer.Option(help="UNIX socket. [STATE_DIR/paramserver.sock]")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT for TCP besides the UNIX socket. [none]")] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow TCP beyond loopback.")] = None,
+    huge_pages: Annotated[
+        bool | None, typer.Option("--huge-pages", help="Shared memory in pages of 2 MiB where there are enough.")
+    ] = None,
+    lock_memory: Annotated[
+        bool | None, typer.Option("--lock-memory", help="Never swap shared memory out, where that is allowed.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. [info]")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json. [console]")] = None,
     exit_with_stdin: Annotated[
@@ -66,6 +72,8 @@ def serve(
         "socket": socket,
         "listen": listen,
         "insecure": insecure,
+        "huge_pages": huge_pages,
+        "lock_memory": lock_memory,
         "log_level": log_level,
         "log_format": log_format,
     }

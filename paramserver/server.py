@@ -62,6 +62,9 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             io_read_threads=config.io_read_threads,
             io_write_threads=config.io_write_threads,
             optimizer_threads=config.optimizer_threads,
+            admission_timeout_seconds=config.admission_timeout_seconds,
+            huge_pages=config.huge_pages,
+            lock_memory=config.lock_memory,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:

@@ -115,7 +115,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             leased_bytes=engine.residents.leased_bytes + engine.gradient_bytes,
             evictable_bytes=engine.residents.evictable_bytes,
             queue_depth=engine.host.queue_depth + engine.queue.depth,
-            detail="shared memory",
+            detail=engine.host.detail,
         )
         nvme = admin_pb.TierInfo(
             tier=pb.TIER_NVME,

@@ -62,6 +62,11 @@ class EngineConfig:
     scrub_bytes_per_second: int = 0
     # Bytes of prefetches under way at once.
     prefetch_bytes: int = 256 << 20
+    # How long a request waits for room in host memory before it is refused.
+    admission_timeout_seconds: float = 60.0
+    # Wishes for the arena: where the system does not grant them, it warns and goes on without.
+    huge_pages: bool = False
+    lock_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +138,12 @@ class Engine:
             undo.push_async_callback(nvme.close)
             reach(Failpoint.DURING_RECOVERY)
             syscalls.sync_directory(config.state_dir)
-            host = HostTier(config.host_budget_bytes)
+            host = HostTier(
+                config.host_budget_bytes,
+                admission_timeout_seconds=config.admission_timeout_seconds,
+                huge_pages=config.huge_pages,
+                lock_memory=config.lock_memory,
+            )
             undo.push_async_callback(host.close)
             engine = cls(config, lock_fd, catalog, host, nvme)
             undo.pop_all()
@@ -240,6 +250,7 @@ class Engine:
             ConflictError: the job has no committed step yet.
             StepAbortedError: that update failed or was abandoned.
             DeviceStuckError: a device does not answer, and the bytes are not here.
+            BudgetExceededError: what others hold left no room for it before the deadline.
         """
         slab = job.slab(group, kind)
         if job.newest is None:
@@ -288,6 +299,7 @@ class Engine:
 
         Raises:
             ConflictError: the job has committed steps; its bytes change through updates only.
+            BudgetExceededError: what others hold left no room for it before the deadline.
         """
         slab = job.slab(group, kind)
         job.open_pending(0).check_open()
@@ -336,7 +348,12 @@ class Engine:
             self.residents.unpin(slab, pin.copy)
 
     async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
-        """Room for the gradient of a group, until it is consumed by `update` or freed."""
+        """Room for the gradient of a group, until it is consumed by `update` or freed.
+
+        Raises:
+            ConflictError: the group is frozen.
+            BudgetExceededError: what others hold left no room for it before the deadline.
+        """
         spec = job.group(group).spec
         if Kind.GRAD not in spec.slab_of_kind:
             raise ConflictError(
