@@ -11,8 +11,8 @@ import pytest
 
 from storage.catalog import Catalog
 from storage.catalog_format import FORMAT_VERSION
-from storage.records import CommitRecord, StoredVersion
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
+from storage.records import CommitRecord, StoredVersion
 from storage.shard import DType, Kind, SlabKey, TierName
 from storage.tiers.extents import Extent
 from tests.unit.storage.builders import Layout
