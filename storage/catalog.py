@@ -40,6 +40,8 @@ class Catalog:
             DiskFullError, DeviceError: the file system refuses.
         """
         self._path = path
+        # The last transaction was refused, and may come true at a crash: see `settle`.
+        self.in_doubt = False
         self._ledger = Ledger()
         with errors(path, opening=True):
             self._db = connect(path)
@@ -181,6 +183,18 @@ class Catalog:
             rows = BadExtentList(tuple(bad for _, bad in sorted({**known, **new}.items())))
             self._ledger = replace(self._ledger, bad_extents=rows)
 
+    def settle(self) -> None:
+        """Makes sure that a transaction which was refused cannot come true.
+
+        What it wrote may be in the log, complete, and a crash would make it valid: after that neither may its extents
+        be used again, nor may its step be called rolled back. Any later transaction takes its place in the log.
+        """
+        if self.in_doubt:
+            with self.transaction():
+                (version,) = self._db.execute("PRAGMA user_version").fetchone()
+                # A change that means nothing; SQLite writes no page for one that changes nothing.
+                self._db.execute(f"PRAGMA user_version = {(version + 1) % (1 << 31)}")
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All changes inside happen together, and are on the device when it ends; or none."""
@@ -191,7 +205,9 @@ class Catalog:
                 yield
                 self._seal(before)
                 reach(Failpoint.BEFORE_FLIP)
+                self.in_doubt = True
                 self._db.execute("COMMIT")
+                self.in_doubt = False
             except BaseException:
                 self._ledger = before
                 if self._db.in_transaction:

@@ -64,6 +64,7 @@ class Committer:
         # First: a snapshot that becomes durable lets go of older steps.
         if job.snapshot is not None:
             await asyncio.wait([job.snapshot])
+        await self.settle()
         self.check_retained(job, step)
         for slab in job.slabs() if step not in job.durable else ():
             if _is_lost(slab, step):
@@ -87,8 +88,46 @@ class Committer:
         job.settled = min(job.settled, step)
         self._restore(job, step)
 
+    async def hold(self, job: Job, step: int) -> dict[Slab, NvmeRegion | None]:
+        """The regions that a reader of a committed step sees, held until each is freed; None: never written.
+
+        What is in host memory only is written to NVMe first; updates of it wait meanwhile.
+
+        Raises:
+            NotFoundError: the step is not retained.
+            DataLossError: some of its bytes were kept in host memory only, and are gone.
+        """
+        self.check_retained(job, step)
+        versions = {slab: _version_seen(job, slab, step) for slab in job.slabs()}
+        alone = [s for s, v in versions.items() if v is not None and v not in s.versions and s.snapshot is None]
+        for slab in alone:
+            slab.snapshot = asyncio.Event()
+        held: dict[Slab, NvmeRegion | None] = {}
+        try:
+            # First what is there: an update or a commit may let go of it while the rest is written.
+            for slab, version in sorted(versions.items(), key=lambda item: item[1] not in item[0].versions):
+                if version is not None and version not in slab.versions:
+                    await self._write_copy(slab) if slab in alone else await _written(slab)
+                held[slab] = None if version is None else slab.source(version)
+                if version is not None:
+                    self._nvme.hold(slab.source(version))
+        except BaseException:
+            for region in held.values():
+                if region is not None:
+                    self._nvme.free(region)
+            raise
+        finally:
+            for slab in alone:
+                _release_snapshot(slab)
+        return held
+
+    async def settle(self) -> None:
+        """To be awaited before anything of a step whose commit was refused is given up; see Catalog.settle."""
+        if self._catalog.in_doubt:
+            await self._in_catalog_thread(self._catalog.settle)
+
     def discard_pending(self, job: Job) -> None:
-        """Forgets what an abandoned step wrote.
+        """Forgets what an abandoned step wrote; the catalog must be settled.
 
         Where it overwrote the only bytes of the last committed step, the job goes back to its last durable one, if any.
         """
@@ -121,6 +160,10 @@ class Committer:
         self._free_unneeded(job)
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
+        for slab, (version, region) in _unrecorded(job, record.step).items():
+            if region.doubtful:
+                slab.versions[version] = await self._nvme.write_again(region)
+                self._nvme.free(region)
         written = _unrecorded(job, record.step)
         kept = _durable_after(job, record.step)
         await self._nvme.sync()
@@ -209,12 +252,35 @@ class Committer:
         self._free_unneeded(job)
 
     def _free_unneeded(self, job: Job) -> None:
-        steps = {*job.retained} if job.snapshot_step is None else {*job.retained, job.snapshot_step}
+        if self._catalog.in_doubt:
+            # A crash may yet make a step valid that needs them. The next commit frees them.
+            return
+        snapshot = set() if job.snapshot_step is None else {job.snapshot_step}
+        # Of a slab in host memory only, a version on NVMe is what durable steps see, and no other.
+        backed, alone = snapshot | job.retained.keys(), snapshot | job.durable
         for slab in job.slabs():
-            for version in unneeded_versions(slab, steps):
+            for version in unneeded_versions(slab, backed if slab.backed else alone):
                 self._nvme.free(slab.versions.pop(version))
                 reach(Failpoint.DURING_RECLAIM)
                 slab.recorded.discard(version)
+
+
+def _version_seen(job: Job, slab: Slab, step: int) -> int | None:
+    """The version that a reader of a committed step sees. Raises DataLossError where it is gone."""
+    if slab.backed or step in job.durable:
+        return slab.version_at(step)
+    if _is_lost(slab, step):
+        raise DataLossError(
+            f"step {step} of job {job.spec.name!r} cannot be read whole: the bytes of {slab.key} were kept in host "
+            "memory only and have been overwritten; read the newest step"
+        )
+    return slab.latest
+
+
+async def _written(slab: Slab) -> None:
+    """Waits until a snapshot that is under way has written the slab."""
+    if slab.snapshot is not None:
+        await slab.snapshot.wait()
 
 
 def _is_lost(slab: Slab, step: int) -> bool:

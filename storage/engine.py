@@ -27,7 +27,7 @@ from storage.errors import ConflictError, DamagedBlockError, StepAbortedError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
-from storage.reader import RangeReader
+from storage.reader import RangeReader, StepReader
 from storage.records import BadExtent, CommitRecord
 from storage.registry import Registry
 from storage.scrub import Scrubber
@@ -373,6 +373,31 @@ class Engine:
         """Bytes of gradients in the arena."""
         return sum(region.nbytes for region in self._gradients)
 
+    async def open_reader(self, job: Job, step: int | None = None) -> StepReader:
+        """A committed step (the newest one), held whole until the reader is closed, while training goes on.
+
+        What is in host memory only is written to NVMe for it.
+
+        Raises:
+            NotFoundError: the step is not retained.
+            DataLossError: some of its bytes were kept in host memory only, and are gone.
+            BudgetExceededError: nvme_budget has no room to keep it beside the steps to come.
+            DeviceStuckError: a device does not answer.
+        """
+        return await self.nvme.watch.unless_stuck(self._open_reader(job, step), give_back=StepReader.close)
+
+    async def _open_reader(self, job: Job, step: int | None) -> StepReader:
+        if job.pending is not None and not all(slab.backed for slab in job.slabs()):
+            # A step that is being committed overwrites what is in host memory only.
+            await job.pending.at_rest.wait()
+        wanted = job.newest if step is None else step
+        if wanted is None:
+            raise ConflictError(f"job {job.spec.name!r} has no committed step to read yet")
+        self._registry.reserve_for_reader(job)
+        reader = StepReader(job, wanted, await self._committer.hold(job, wanted), self.reader, self.nvme)
+        self._registry.readers.add(reader)
+        return reader
+
     # --- steps
 
     def check_update(self, job: Job, step: int, group: str) -> None:
@@ -491,6 +516,7 @@ class Engine:
         pending.abandoned = True
         if pending.updates:
             await asyncio.wait(pending.updates.values())
+        await self._committer.settle()
         if job.pending is pending:
             job.pending = None
             self._committer.discard_pending(job)

@@ -1,8 +1,10 @@
-"""Reads of any range of a tensor by name, whatever the partition it is stored in, through one small buffer."""
+"""Reads of any range of a tensor by name, whatever the partition it is stored in, through one small buffer: of the
+newest bytes, or of one committed step that is held while training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 
 from storage.errors import ConflictError, NotFoundError
 from storage.integrity import BLOCK_BYTES
@@ -10,9 +12,12 @@ from storage.shard import DType, Kind
 from storage.slab import Slab
 from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeTier
+from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import TilePool
 from storage.versions import Job
+
+# Fills a buffer with whole blocks of a slab from a byte on.
+ReadBlocks = Callable[[int, memoryview], Awaitable[None]]
 
 
 class RangeReader:
@@ -57,21 +62,29 @@ class RangeReader:
     async def _read_slab(self, slab: Slab, start: int, nbytes: int) -> AsyncIterator[bytes]:
         end = start + nbytes
         while start < end:
-            piece = await self._nvme.watch.unless_stuck(self._read_piece(slab, start, end))
+            piece = await self.piece(slab, start, end, lambda at, buffer: self._read_newest(slab, at, buffer))
             yield piece
             start += len(piece)
 
-    async def _read_piece(self, slab: Slab, start: int, end: int) -> bytes:
-        """As many of the bytes as one buffer holds, which is taken for them only: the reader may be slow, and
-        optimizers need the buffers."""
+    async def piece(self, slab: Slab, start: int, end: int, read: ReadBlocks) -> bytes:
+        """As many of a slab's bytes `[start, end)` as one buffer holds, filled by `read` in whole blocks.
+
+        The buffer is taken for them only: the reader may be slow, and optimizers need the buffers.
+
+        Raises:
+            DeviceStuckError: a device does not answer.
+        """
+        return await self._nvme.watch.unless_stuck(self._piece(slab, start, end, read))
+
+    async def _piece(self, slab: Slab, start: int, end: int, read: ReadBlocks) -> bytes:
         async with self._tiles.buffer() as buffer:
             first = start // BLOCK_BYTES * BLOCK_BYTES
             whole = min(round_up(end, BLOCK_BYTES), round_up(slab.nbytes)) - first
             length = min(len(buffer) // BLOCK_BYTES * BLOCK_BYTES, whole)
-            await self._read_blocks(slab, first, buffer[:length])
+            await read(first, buffer[:length])
             return bytes(buffer[start - first : min(end, first + length) - first])
 
-    async def _read_blocks(self, slab: Slab, start: int, buffer: memoryview) -> None:
+    async def _read_newest(self, slab: Slab, start: int, buffer: memoryview) -> None:
         copy = slab.current_copy
         if slab.latest is None:
             buffer[:] = bytes(len(buffer))
@@ -79,6 +92,62 @@ class RangeReader:
             await self._host.read_into(copy.region, start, buffer)
         else:
             await self._nvme.read_into(slab.source(slab.latest), start, buffer)
+
+
+class StepReader:
+    """A committed step, held whole: what it reads stays the same whatever is trained, rolled back or deleted meanwhile.
+
+    The space of what it holds is free when the last reader has closed.
+    """
+
+    def __init__(
+        self, job: Job, step: int, regions: Mapping[Slab, NvmeRegion | None], ranges: RangeReader, nvme: NvmeTier
+    ) -> None:
+        """`regions`, one for each slab, are held, and freed by `close`; None: never written, which reads as zeros."""
+        self.job = job
+        self.step = step
+        self.regions = dict(regions)
+        self._ranges = ranges
+        self._nvme = nvme
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on NVMe that it holds."""
+        return sum(region.nbytes for region in self.regions.values() if region is not None)
+
+    async def read(self, fqn: str, kind: Kind, offset: int, numel: int) -> AsyncGenerator[bytes, None]:
+        """The bytes of elements `[offset, offset + numel)` of one tensor at the step, in pieces.
+
+        Raises:
+            NotFoundError: this store does not have all of them, or the reader is closed.
+            DataLossError: they are damaged.
+            DeviceError: they cannot be read.
+        """
+        end = offset + numel
+        while offset < end:
+            slab, position, count = _locate(self.job, fqn, kind, offset, end)
+            start, stop = (n * slab.spec.dtype.itemsize for n in (position, position + count))
+            while start < stop:
+                piece = await self._ranges.piece(slab, start, stop, functools.partial(self._read_held, slab))
+                yield piece
+                start += len(piece)
+            offset += count
+
+    async def _read_held(self, slab: Slab, start: int, buffer: memoryview) -> None:
+        if slab not in self.regions:
+            raise NotFoundError(f"the reader of step {self.step} of job {self.job.spec.name!r} is closed; open another")
+        region = self.regions[slab]
+        if region is None:
+            buffer[:] = bytes(len(buffer))
+        else:
+            await self._nvme.read_into(region, start, buffer)
+
+    def close(self) -> None:
+        """Lets go of the step; may be called again."""
+        regions, self.regions = self.regions, {}
+        for region in regions.values():
+            if region is not None:
+                self._nvme.free(region)
 
 
 def _locate(job: Job, fqn: str, kind: Kind, offset: int, end: int) -> tuple[Slab, int, int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from weakref import WeakSet
 
 from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError
 from storage.integrity import Checksums
 from storage.placement import Residents
+from storage.reader import StepReader
 from storage.records import StoredJob
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
@@ -25,6 +27,8 @@ class Registry:
     def __init__(self, host: HostTier, nvme: NvmeTier, residents: Residents, tile_bytes: int) -> None:
         """`tile_bytes`: what the optimizer's buffers take of the host budget."""
         self.jobs: dict[str, Job] = {}
+        # Those that were closed go by themselves.
+        self.readers: WeakSet[StepReader] = WeakSet()
         self._host = host
         self._nvme = nvme
         self._residents = residents
@@ -116,9 +120,7 @@ class Registry:
         job.groups.update({group.spec.name: group for group in new})
         try:
             self._check_host_budget()
-            # All jobs in use draw on the same free space, each at its own time.
-            active = [other for other in self.jobs.values() if other.spec.local_ranks]
-            self._nvme.reserve(sum(_nvme_need(other.spec, slab) for other in active for slab in other.slabs()))
+            self._nvme.reserve(self._nvme_need())
             await self._settle_at_home(job, [job.groups[spec.name] for spec in specs])
         except BaseException:
             for group in new:
@@ -127,6 +129,26 @@ class Registry:
                     self._residents.detach(slab)
             raise
         return moved
+
+    def reserve_for_reader(self, job: Job) -> None:
+        """Makes sure that a step of the job can be kept beside those to come. Raises BudgetExceededError otherwise."""
+        # Of a job that nobody trains, only what is in host memory needs new room.
+        slabs = [
+            s for s in job.slabs() if job.spec.local_ranks or (s.latest is not None and s.latest not in s.versions)
+        ]
+        self._nvme.reserve(self._nvme_need() + sum(round_up(slab.nbytes) for slab in slabs))
+
+    def _nvme_need(self) -> int:
+        """Bytes that the next steps need besides what is in use: all jobs draw on the same free space, each at its own
+        time, and what a reader shares with a slab now, it will soon have alone."""
+        active = [job for job in self.jobs.values() if job.spec.local_ranks]
+        shared = [
+            region.nbytes
+            for reader in self.readers
+            for slab, region in reader.regions.items()
+            if region is not None and region in slab.versions.values()
+        ]
+        return sum(shared) + sum(_nvme_need(job.spec, slab) for job in active for slab in job.slabs())
 
     def _update_placements(self, job: Job, group: Group, wanted: GroupSpec) -> dict[SlabKey, TierName]:
         """Moves the slabs of a stored group to where the client wants them now."""

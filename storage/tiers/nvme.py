@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -279,6 +280,25 @@ class NvmeTier:
             for transfer in transfers:
                 transfer.region.writers -= 1
                 self.free(transfer.region)
+
+    async def write_again(self, region: NvmeRegion) -> NvmeRegion:
+        """The same bytes, read and verified, in new extents: for a region that is doubtful.
+
+        Raises:
+            DamagedBlockError: they were lost.
+            DeviceError, BudgetExceededError: they cannot be read, or not be written anywhere else.
+        """
+        copy = await self.allocate(region.nbytes, region.checksums.label)
+        buffer = memoryview(mmap.mmap(-1, min(REQUEST_BYTES, round_up(region.nbytes, BLOCK_BYTES))))
+        try:
+            for offset in range(0, region.nbytes, REQUEST_BYTES):
+                piece = buffer[: min(REQUEST_BYTES, region.nbytes - offset)]
+                await self.read_into(region, offset, piece, Priority.UPDATE)
+                await self.write_from(copy, offset, piece)
+        except BaseException:
+            self.free(copy)
+            raise
+        return copy
 
     async def sync(self) -> None:
         """Returns when the devices have everything that was written before.

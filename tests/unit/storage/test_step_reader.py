@@ -1,0 +1,150 @@
+"""Readers of a committed step: they see it whole, bit for bit, whatever happens to the job, and give its space back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from storage.errors import BudgetExceededError, ConflictError, DataLossError, NotFoundError
+from storage.reader import StepReader
+from storage.shard import DType, Kind, TierName
+from tests.unit.storage.builders import MIB, Layout, Training, opened
+
+LAYOUTS = {
+    "nvme": Layout(precision=DType.BFLOAT16),
+    "host": Layout(precision=DType.BFLOAT16, weights=TierName.HOST, moments=TierName.HOST),
+    "snapshots": Layout(moments=TierName.HOST, every_steps=3),
+    "memory": Layout(weights=TierName.HOST, moments=TierName.HOST, every_steps=0),
+}
+ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 32 * MIB}
+
+
+async def read(reader: StepReader, layout: Layout, fqn: str, kind: Kind, numel: int) -> torch.Tensor:
+    data = b"".join([piece async for piece in reader.read(fqn, kind, 0, numel)])
+    return torch.frombuffer(bytearray(data), dtype=layout.dtype(kind).torch)
+
+
+async def assert_reads(reader: StepReader, training: Training) -> None:
+    """Every tensor of every kind is that of torch after the reader's step."""
+    layout = training.layout
+    for (_, fqn, kind), expected in training.reference.states(reader.step).items():
+        assert torch.equal(await read(reader, layout, fqn, kind, len(expected)), expected), f"{fqn} {kind}"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+async def test_a_step_is_seen_whole_while_training_goes_on(tmp_path: Path, name: str) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS[name]).begin()
+        readers = []
+        for step in range(1, 6):
+            await training.step()
+            if step % 2:
+                readers.append(await engine.open_reader(training.job))
+            for reader in readers:
+                await assert_reads(reader, training)
+        assert [reader.step for reader in readers] == [1, 3, 5]
+        for reader in readers:
+            reader.close()
+        await training.step()
+        await training.assert_at(6)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+async def test_space_is_free_again_when_the_last_reader_leaves(tmp_path: Path, name: str) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS[name]).begin()
+        await training.step()
+        readers = [await engine.open_reader(training.job) for _ in range(2)]
+        assert readers[0].nbytes == training.version_bytes
+        for _ in range(3):
+            await training.step()
+        with_readers = engine.nvme.used_bytes
+        readers[0].close()
+        readers[0].close()
+        assert engine.nvme.used_bytes == with_readers
+        readers[1].close()
+        assert engine.nvme.used_bytes == with_readers - training.version_bytes
+        with pytest.raises(NotFoundError, match="reader of step 1 of job 'job' is closed"):
+            await read(readers[1], training.layout, "block.0.weight.0", Kind.PARAM, 3)
+
+
+async def test_it_stays_the_same_when_its_step_is_rolled_back_and_its_job_deleted(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS["nvme"]).begin()
+        await training.step()
+        await training.step(settled=1)
+        reader = await engine.open_reader(training.job)
+        await engine.roll_back(training.job, 1)
+        await training.step()
+        await assert_reads(reader, training)
+        await engine.delete_job("job")
+        await assert_reads(reader, training)
+        assert engine.nvme.used_bytes == reader.nbytes
+        reader.close()
+
+
+async def test_an_older_retained_step_can_be_read(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS["nvme"]).begin()
+        await training.step(settled=0)
+        reader = await engine.open_reader(training.job, 0)
+        await training.step()
+        await assert_reads(reader, training)
+        reader.close()
+        with pytest.raises(NotFoundError, match="does not hold step 0; it holds: 2"):
+            await engine.open_reader(training.job, 0)
+
+
+async def test_what_was_overwritten_in_memory_is_data_loss_by_name(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS["memory"]).begin()
+        await training.step(settled=0)
+        with pytest.raises(DataLossError, match=r"step 0 of job 'job' cannot be read whole: the bytes of job/block\.0"):
+            await engine.open_reader(training.job, 0)
+
+
+async def test_one_that_is_opened_during_a_commit_sees_one_step_or_the_other_whole(tmp_path: Path) -> None:
+    for name in ("memory", "nvme"):
+        async with opened(tmp_path / name, **ROOMY) as engine:
+            training = await Training(engine, LAYOUTS[name]).begin()
+            for turns in range(0, 60, 3):
+                step = training.job.next_step
+                await training.hand_over()
+                committing = asyncio.ensure_future(training.commit(step))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                reader = await engine.open_reader(training.job)
+                await committing
+                assert reader.step in (step - 1, step)
+                await assert_reads(reader, training)
+                reader.close()
+            await training.assert_at(training.job.next_step - 1)
+
+
+async def test_a_reader_for_which_there_is_no_room_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+    layout = LAYOUTS["nvme"]
+    async with opened(tmp_path / "measured", **ROOMY) as engine:
+        version = (await Training(engine, layout).begin()).version_bytes
+    async with opened(tmp_path / "small", nvme_budget_bytes=2 * version + version // 2) as engine:
+        training = await Training(engine, layout).begin()
+        with pytest.raises(BudgetExceededError, match="raise nvme_budget to at least"):
+            await engine.open_reader(training.job)
+        await training.step()
+        await training.assert_at(1)
+    async with opened(tmp_path / "enough", nvme_budget_bytes=3 * version) as engine:
+        training = await Training(engine, layout).begin()
+        reader = await engine.open_reader(training.job)
+        for _ in range(3):
+            await training.step()
+        await assert_reads(reader, training)
+        reader.close()
+
+
+async def test_a_job_without_a_step_has_nothing_to_read(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUTS["nvme"]).open(must_exist=False)
+        with pytest.raises(ConflictError, match="no committed step to read yet"):
+            await engine.open_reader(training.job)
