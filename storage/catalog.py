@@ -165,7 +165,8 @@ class Catalog:
 
     def add_bad_extents(self, found: Iterable[BadExtent]) -> None:
         """Records what must not be used any more, in a transaction of its own; of two at one place the later counts."""
-        new = {(bad.extent.file, bad.extent.offset): bad for bad in found}
+        # A time that is an int would come back as a float, and that has another digest.
+        new = {(b.extent.file, b.extent.offset): replace(b, found_at=float(b.found_at)) for b in found}
         with self.transaction():
             self._db.executemany(
                 "INSERT OR REPLACE INTO bad_extents VALUES (?, ?, ?, ?, ?)",
