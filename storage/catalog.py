@@ -15,7 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from storage import catalog_v1
-from storage.catalog_format import FORMAT_VERSION, REMEDY, connect, create_tables, drop_tables, errors, find_version
+from storage.catalog_format import (
+    FORMAT_VERSION,
+    REMEDY,
+    check_references,
+    connect,
+    create_tables,
+    drop_tables,
+    errors,
+    find_version,
+)
 from storage.catalog_reader import checksum_of_manifest, digest_of_states, read_jobs, read_ledger
 from storage.errors import DataLossError
 from storage.failpoints import Failpoint, reach
@@ -50,6 +59,8 @@ class Catalog:
                     self._migrate(version)
                 self._db.execute("PRAGMA foreign_keys = ON")
                 self._ledger = read_ledger(self._db, path)
+                # Last: what the digests find has a name.
+                check_references(self._db, path)
             except BaseException:
                 self._db.close()
                 raise
@@ -207,6 +218,7 @@ class Catalog:
 
     def _migrate(self, version: int) -> None:
         """Brings a catalog of an older format to the present one, in one transaction."""
+        check_references(self._db, self._path)
         jobs = catalog_v1.read_jobs(self._db)
         # Tables are dropped with all that refers to them.
         self._db.execute("PRAGMA foreign_keys = OFF")
