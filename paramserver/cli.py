@@ -41,9 +41,19 @@ def serve(
         str | None, typer.Option(help="Shared memory of the host tier, taken at start. [1GiB]")
     ] = None,
     nvme_budget: Annotated[str | None, typer.Option(help="Most bytes on the nvme tier. [64GiB]")] = None,
+    nvme_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory of a data file, best one on each device; may be given often. [STATE_DIR]"),
+    ] = None,
     socket: Annotated[Path | None, typer.Option(help="UNIX socket. [STATE_DIR/paramserver.sock]")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT for TCP besides the UNIX socket. [none]")] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow TCP beyond loopback.")] = None,
+    huge_pages: Annotated[
+        bool | None, typer.Option("--huge-pages", help="Shared memory in pages of 2 MiB where there are enough.")
+    ] = None,
+    lock_memory: Annotated[
+        bool | None, typer.Option("--lock-memory", help="Never swap shared memory out, where that is allowed.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. [info]")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json. [console]")] = None,
     exit_with_stdin: Annotated[
@@ -58,9 +68,12 @@ def serve(
         "state_dir": state_dir,
         "host_budget": host_budget,
         "nvme_budget": nvme_budget,
+        "nvme_dirs": nvme_dir or None,
         "socket": socket,
         "listen": listen,
         "insecure": insecure,
+        "huge_pages": huge_pages,
+        "lock_memory": lock_memory,
         "log_level": log_level,
         "log_format": log_format,
     }

@@ -56,9 +56,15 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             state_dir=config.state_dir,
             host_budget_bytes=config.host_budget,
             nvme_budget_bytes=config.nvme_budget,
+            nvme_dirs=config.nvme_dirs,
+            scrub_bytes_per_second=config.scrub_bandwidth,
+            device_timeout_seconds=config.device_timeout_seconds,
             io_read_threads=config.io_read_threads,
             io_write_threads=config.io_write_threads,
             optimizer_threads=config.optimizer_threads,
+            admission_timeout_seconds=config.admission_timeout_seconds,
+            huge_pages=config.huge_pages,
+            lock_memory=config.lock_memory,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:

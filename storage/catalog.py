@@ -8,6 +8,7 @@ cannot. FORMAT.md describes it for other readers. All methods block; the engine 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,8 +75,13 @@ class Catalog:
         with errors(self._path, opening=True):
             return [job.stored() for job in read_jobs(self._db, self._path)]
 
+    @property
+    def store_id(self) -> str:
+        """Tells this store from all others, on the labels of its directories."""
+        return dict(self._ledger.meta)["store_id"]
+
     def files(self) -> dict[int, str]:
-        """The directory of each data file, by the file's number; relative to the state directory."""
+        """The directory of each data file, by the file's number; "." is the state directory."""
         return dict(self._ledger.files)
 
     def bad_extents(self) -> tuple[BadExtent, ...]:
@@ -231,7 +237,11 @@ class Catalog:
 
     def _make_tables(self) -> None:
         create_tables(self._db)
-        meta = (("created_at", str(time.time())), ("format_version", str(FORMAT_VERSION)))
+        meta = (
+            ("created_at", str(time.time())),
+            ("format_version", str(FORMAT_VERSION)),
+            ("store_id", secrets.token_hex(16)),
+        )
         self._db.executemany("INSERT INTO meta VALUES (?, ?)", [*meta, ("digest", "")])
         self._ledger = Ledger(meta=meta)
         self._put_file(0, ".")

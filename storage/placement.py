@@ -6,6 +6,9 @@ would hit nothing.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.host import HostTier
 
@@ -16,8 +19,13 @@ class Residents:
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._evictable: dict[HostCopy, Slab] = {}
+        # A heap of (negated next use, sequence, copy). Entries that do not hold any more are left in it until they come
+        # to its top, or are the most of it.
+        self._by_next_use: list[tuple[float, int, HostCopy]] = []
+        self._sequence = itertools.count()
         self._pinned: set[HostCopy] = set()
         host.reclaim = self._evict_one
+        host.pinned_bytes = lambda: self.leased_bytes
 
     @property
     def leased_bytes(self) -> int:
@@ -48,6 +56,7 @@ class Residents:
             self._drop(slab, copy)
         elif not copy.at_home:
             self._evictable[copy] = slab
+            self._rank(copy)
             self._host.room_made()
 
     def detach(self, slab: Slab) -> None:
@@ -59,11 +68,31 @@ class Residents:
 
     def set_next_use(self, slab: Slab, position: float) -> None:
         """Says when an idle copy is needed, for those that nobody fetched through a lease."""
-        if slab.copy is not None:
-            slab.copy.next_use = position
+        copy = slab.copy
+        if copy is not None and copy.next_use != position:
+            copy.next_use = position
+            if copy in self._evictable:
+                self._rank(copy)
+
+    def _rank(self, copy: HostCopy) -> None:
+        """Makes a copy that can be dropped known by its next use."""
+        heapq.heappush(self._by_next_use, (-copy.next_use, next(self._sequence), copy))
+        if len(self._by_next_use) > 2 * len(self._evictable) + 64:
+            self._by_next_use = [entry for entry in self._by_next_use if self._holds(entry)]
+            heapq.heapify(self._by_next_use)
+
+    def _holds(self, entry: tuple[float, int, HostCopy]) -> bool:
+        negated, _, copy = entry
+        return copy in self._evictable and copy.next_use == -negated
+
+    def _farthest(self) -> HostCopy | None:
+        """Of the copies that can be dropped the one that is needed last; of those alike the one known longest."""
+        while self._by_next_use and not self._holds(self._by_next_use[0]):
+            heapq.heappop(self._by_next_use)
+        return self._by_next_use[0][2] if self._by_next_use else None
 
     def _evict_one(self, later_than: float | None) -> bool:
-        copy = max(self._evictable, key=lambda copy: copy.next_use, default=None)
+        copy = self._farthest()
         if copy is None or (later_than is not None and copy.next_use <= later_than):
             return False
         slab = self._evictable.pop(copy)

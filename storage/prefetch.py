@@ -54,7 +54,7 @@ class PrefetchQueue:
         """The newest bytes of a slab in the host tier, pinned for the caller; waits for room and for the device.
 
         Raises:
-            BudgetExceededError: the slab can never fit.
+            BudgetExceededError: the slab can never fit, or there was no room before the deadline; it is as it was.
             DataLossError: the bytes are nowhere any more.
             DeviceError: they cannot be read.
         """
@@ -87,7 +87,7 @@ class PrefetchQueue:
         for slab, position in before.items():
             # Unless a lease that was returned since has named another use.
             if slab not in window and slab.copy is not None and slab.copy.next_use == position:
-                slab.copy.next_use = NEVER
+                self._residents.set_next_use(slab, NEVER)
         for fetch in list(self._fetches.values()):
             if owner in fetch.owners and fetch.slab not in window:
                 fetch.owners.discard(owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
@@ -28,6 +29,7 @@ class Registry:
         self._nvme = nvme
         self._residents = residents
         self._tile_bytes = tile_bytes
+        self._settling = asyncio.Lock()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:
         """Takes in what the catalog holds: every job as its last durable commit left it."""
@@ -55,6 +57,19 @@ class Registry:
             )
         check_layout(job.spec, spec)
         return job
+
+    def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
+        """The parameters whose elements are in those bytes of the version that `label` names."""
+        for job in self.jobs.values():
+            for group in job.groups.values():
+                for slab in group.slabs:
+                    if any(slab.label(version) == label for version in slab.versions):
+                        itemsize = slab.spec.dtype.itemsize
+                        first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
+                        return tuple(
+                            s.fqn for s in group.spec.shards if s.position < end and s.position + s.numel > first
+                        )
+        return ()
 
     def attach(self, spec: JobSpec) -> Job:
         """The job for a new run: as it was committed, or fresh where nothing was."""
@@ -104,7 +119,7 @@ class Registry:
             # All jobs in use draw on the same free space, each at its own time.
             active = [other for other in self.jobs.values() if other.spec.local_ranks]
             self._nvme.reserve(sum(_nvme_need(other.spec, slab) for other in active for slab in other.slabs()))
-            await self._settle_at_home(job)
+            await self._settle_at_home(job, [job.groups[spec.name] for spec in specs])
         except BaseException:
             for group in new:
                 del job.groups[group.spec.name]
@@ -154,12 +169,18 @@ class Registry:
                 "place less on the host, or use more nodes"
             )
 
-    async def _settle_at_home(self, job: Job) -> None:
+    async def _settle_at_home(self, job: Job, groups: Sequence[Group]) -> None:
         """Gives every slab placed in the host tier its place there; the bytes come when they are first needed."""
-        for slab in job.slabs():
-            if slab.at_home_in_host and slab.copy is None:
-                slab.copy = HostCopy(await self._host.allocate(slab.nbytes), step=None, at_home=True)
-                slab.copy.idle.set()
+        # One at a time: while one waits for room, another would give the same slab a place, too.
+        async with self._settling:
+            for slab in (slab for group in groups for slab in group.slabs):
+                if slab.at_home_in_host and slab.copy is None:
+                    region = await self._host.allocate(slab.nbytes)
+                    if self.jobs.get(job.spec.name) is not job:
+                        self._host.free(region)
+                        raise ConflictError(f"job {job.spec.name!r} was deleted while its groups were registered")
+                    slab.copy = HostCopy(region, step=None, at_home=True)
+                    slab.copy.idle.set()
 
 
 def _is_backed(job: JobSpec, slab: SlabSpec) -> bool:

@@ -6,15 +6,27 @@ errors become the engine's, with the path and the remedy.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
+import resource
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from storage.errors import ConflictError, DeviceError, DiskFullError
 from storage.failpoints import Failpoint, reach
 
+_PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MEMINFO = Path("/proc/meminfo")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def create_shared_memory(name: str, size: int) -> int:
@@ -22,6 +34,7 @@ def create_shared_memory(name: str, size: int) -> int:
 
     Raises:
         DiskFullError: the machine has not that much memory to give.
+        DeviceError: the kernel gives none at all, or does not tell how much there is.
     """
     # Asked first: the kernel does not refuse such an allocation, it kills processes until it fits.
     available = available_memory()
@@ -30,7 +43,13 @@ def create_shared_memory(name: str, size: int) -> int:
             f"host_budget: {size} bytes of shared memory are asked for and {available} are available; "
             "lower host_budget or free memory on this machine"
         )
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError as error:
+        raise DeviceError(
+            f"host_budget: cannot create shared memory (memfd_create: {error.strerror}); "
+            "allow this process to use it: a sandbox may forbid it"
+        ) from error
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -42,16 +61,81 @@ def create_shared_memory(name: str, size: int) -> int:
     return fd
 
 
-def available_memory() -> int:
-    """Bytes that can be taken without pushing anybody out: of the machine, and of the container if it has a limit."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) << 10
+def create_huge_shared_memory(name: str, size: int) -> int:
+    """The same in pages of HUGE_PAGE_BYTES, which `size` is a multiple of, from those that the system has set aside.
+
+    Raises:
+        DeviceError: there are not as many.
+    """
+    fd = -1
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text()
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - int(used))
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        pages = max(1, size // HUGE_PAGE_BYTES)
+        raise DeviceError(
+            f"huge_pages: cannot allocate {size} bytes in pages of 2 MiB ({error.strerror}); set {pages} of them aside "
+            f"(sysctl vm.nr_hugepages={pages}), or set huge_pages to false"
+        ) from error
+    return fd
+
+
+def lock_memory(memory: mmap.mmap) -> None:
+    """Keeps the pages of a mapping from being swapped out, until it goes.
+
+    Raises:
+        DeviceError: this process may not lock that much.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(memory))) == 0:
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    allowed = "any number" if limit == resource.RLIM_INFINITY else str(limit)
+    raise DeviceError(
+        f"lock_memory: cannot lock {len(memory)} bytes ({os.strerror(ctypes.get_errno())}), {allowed} are allowed; "
+        "raise the limit (ulimit -l, or LimitMEMLOCK= of the systemd unit), or set lock_memory to false"
+    )
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without pushing anybody out: of the machine, and of the container if it has a limit.
+
+    Raises:
+        DeviceError: the kernel does not tell.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError) as error:
+        raise DeviceError(
+            f"host_budget: cannot tell how much memory is available: MemAvailable cannot be read from {_MEMINFO} "
+            f"({error}); mount /proc"
+        ) from error
+    return min([available, *_left_in_cgroups()])
+
+
+def _left_in_cgroups() -> Iterator[int]:
+    """What the memory limits (cgroup v2) of this process's group, and of those around it, leave."""
+    try:
+        own = next(line for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return
+    group = _CGROUPS / own.removeprefix("0::/")
+    for directory in (group, *group.parents):
+        if not directory.is_relative_to(_CGROUPS):
+            return
+        try:
+            limit = (directory / "memory.max").read_text().strip()
+            used = int((directory / "memory.current").read_text())
+            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        except OSError:
+            # The root has no limit, and a container does not see the directories around its own.
+            continue
+        if limit != "max":
+            # The cache of files counts as used, and goes when memory is asked for.
+            yield max(0, int(limit) - used + int(stat["active_file"]) + int(stat["inactive_file"]))
 
 
 def make_directory(path: Path) -> None:
@@ -70,17 +154,63 @@ def make_directory(path: Path) -> None:
 
 
 def open_data_file(path: Path) -> tuple[int, bool]:
-    """Opens or creates a file for aligned I/O; returns the descriptor and whether it bypasses the page cache.
+    """Opens or creates a file for page-aligned I/O; returns the descriptor and whether it bypasses the page cache.
 
-    File systems without O_DIRECT are opened buffered.
+    A file system that refuses O_DIRECT, at opening or at the first read, gets a buffered descriptor.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600), True
+        fd = os.open(path, flags, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            if size < _PAGE_BYTES:
+                # There must be something to read.
+                os.posix_fallocate(fd, 0, _PAGE_BYTES)
+            direct = _open_direct(path)
+            if size < _PAGE_BYTES:
+                os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise _device_error("open", path, error) from error
+    if direct is None:
+        return fd, False
+    os.close(fd)
+    return direct, True
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor that bypasses the page cache, proved by a read of one page; None where the file system refuses."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise _device_error("open", path, error) from error
-    return os.open(path, flags, 0o600), False
+            raise
+        return None
+    with mmap.mmap(-1, _PAGE_BYTES) as page:
+        try:
+            os.preadv(fd, [page], 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.EINVAL:
+                raise
+            return None
+    return fd
+
+
+def allocated_bytes(fd: int) -> int:
+    """Bytes of the disk that an open file occupies, by its allocated blocks, and at least its length."""
+    status = os.fstat(fd)
+    return max(status.st_blocks * 512, status.st_size)
+
+
+def truncate(fd: int, size: int, path: Path) -> None:
+    """Makes a file `size` bytes long, and gives the blocks behind back to the file system."""
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        raise _device_error(f"truncate to {size} bytes", path, error) from error
 
 
 def file_size(fd: int) -> int:
@@ -99,29 +229,42 @@ def extend(fd: int, size: int, length: int, path: Path) -> None:
     reach(Failpoint.FILE_GROWN)
 
 
-def read_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fills `buffer` from the file at `offset`."""
-    while len(buffer):
+def read_exact(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+    """Fills `buffers`, one after the other, from the file at `offset`."""
+    while buffers:
         try:
-            count = os.preadv(fd, [buffer], offset)
+            count = os.preadv(fd, buffers, offset)
         except OSError as error:
-            raise _device_error(f"read {len(buffer)} bytes at {offset} of", path, error) from error
+            raise _device_error(f"read {_length(buffers)} bytes at {offset} of", path, error) from error
         if count == 0:
-            raise DeviceError(f"{path} ends before byte {offset + len(buffer)}: it was truncated; restore it")
-        buffer = buffer[count:]
+            raise DeviceError(f"{path} ends before byte {offset + _length(buffers)}: it was truncated; restore it")
+        buffers = _rest(buffers, count)
         offset += count
 
 
-def write_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Writes all of `buffer` to the file at `offset`."""
-    while len(buffer):
+def write_exact(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+    """Writes all of `buffers`, one after the other, to the file at `offset`."""
+    while buffers:
         try:
-            count = os.pwritev(fd, [buffer], offset)
+            count = os.pwritev(fd, buffers, offset)
         except OSError as error:
-            raise _device_error(f"write {len(buffer)} bytes at {offset} of", path, error) from error
-        buffer = buffer[count:]
+            raise _device_error(f"write {_length(buffers)} bytes at {offset} of", path, error) from error
+        buffers = _rest(buffers, count)
         offset += count
     reach(Failpoint.DATA_WRITTEN)
+
+
+def _length(buffers: Sequence[memoryview]) -> int:
+    return sum(len(buffer) for buffer in buffers)
+
+
+def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+    """What a call that moved `done` bytes has left over."""
+    for i, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[i + 1 :]]
+        done -= len(buffer)
+    return []
 
 
 def sync_data(fd: int, path: Path) -> None:

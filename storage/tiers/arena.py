@@ -1,21 +1,27 @@
 """The arena: one region of shared memory behind the host tier, and the exact-size, page-aligned allocator over it.
 
-Owns the memory and the free list. Knows nothing of what the ranges hold. Every range carries a generation number that
-no other range ever had, so that a late reference to a reused range can be told from a good one.
+Owns the memory and the free list; safe from any thread. Knows nothing of what the ranges hold. Every range carries a
+generation number that no other range ever had, so that a late reference to a reused range can be told from a good one.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import mmap
 import os
 import secrets
+import threading
 from dataclasses import dataclass
 
 from storage import syscalls
+from storage.errors import DeviceError
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.free_runs import FreeRuns
 
+log = logging.getLogger(__name__)
+
+NAME = "paramserver-arena"
 NONCE_BYTES = 32
 
 
@@ -31,26 +37,34 @@ class ArenaRange:
 class Arena:
     """Shared memory, fully allocated at construction; the first page holds the nonce that proves locality."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
-        self.fd = syscalls.create_shared_memory("paramserver-arena", self.size_bytes)
+    def __init__(self, size_bytes: int, *, huge_pages: bool = False, lock_memory: bool = False) -> None:
+        """Takes `size_bytes`, rounded down to whole pages.
+
+        Where the system does not grant `huge_pages` or `lock_memory`, it warns and goes on without.
+
+        Raises:
+            DiskFullError: the machine has not that much shared memory.
+            DeviceError: it has none at all.
+        """
+        huge_fd = _create_in_huge_pages(size_bytes) if huge_pages else None
+        self.huge_pages = huge_fd is not None
+        self.size_bytes = _round_down(size_bytes, syscalls.HUGE_PAGE_BYTES if self.huge_pages else PAGE_BYTES)
+        self.fd = syscalls.create_shared_memory(NAME, self.size_bytes) if huge_fd is None else huge_fd
         self._map = mmap.mmap(self.fd, self.size_bytes)
+        self.locked = lock_memory and _lock(self._map)
         self._view = memoryview(self._map)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._view[:NONCE_BYTES] = self.nonce
         self._generations = itertools.count(1)
+        self._lock = threading.Lock()
         self._free = FreeRuns()
         self._free.add(PAGE_BYTES, self.size_bytes)
 
     @property
     def used_bytes(self) -> int:
         """Bytes in allocated ranges, with the first page."""
-        return self.size_bytes - self._free.free_bytes
-
-    @property
-    def largest_free_bytes(self) -> int:
-        """The longest range that can be allocated now."""
-        return max(self._free.lengths(), default=0)
+        with self._lock:
+            return self.size_bytes - self._free.free_bytes
 
     def allocate(self, nbytes: int, *, from_top: bool = False) -> ArenaRange | None:
         """Takes whole pages for `nbytes`, lowest or highest (`from_top`) first; None where no run is long enough.
@@ -59,15 +73,17 @@ class Arena:
         not fragment each other.
         """
         need = round_up(nbytes)
-        fitting = [i for i, length in enumerate(self._free.lengths()) if length >= need]
-        if not fitting:
-            return None
-        offset = self._free.cut(fitting[-1 if from_top else 0], need, from_top=from_top)
-        return ArenaRange(offset, need, next(self._generations))
+        with self._lock:
+            run = self._free.highest_fit(need) if from_top else self._free.lowest_fit(need)
+            if run is None:
+                return None
+            offset = self._free.cut(run, need, from_top=from_top)
+            return ArenaRange(offset, need, next(self._generations))
 
     def free(self, range_: ArenaRange) -> None:
         """Gives a range back."""
-        self._free.add(range_.offset, range_.offset + range_.nbytes)
+        with self._lock:
+            self._free.add(range_.offset, range_.offset + range_.nbytes)
 
     def view(self, range_: ArenaRange) -> memoryview:
         """The bytes of a range."""
@@ -77,3 +93,24 @@ class Arena:
         """Lets go of the memory. Views that others still hold keep it alive until they go."""
         os.close(self.fd)
         self._view.release()
+
+
+def _create_in_huge_pages(size_bytes: int) -> int | None:
+    try:
+        return syscalls.create_huge_shared_memory(NAME, _round_down(size_bytes, syscalls.HUGE_PAGE_BYTES))
+    except DeviceError as error:
+        log.warning("%s. Ordinary pages are used", error)
+        return None
+
+
+def _lock(memory: mmap.mmap) -> bool:
+    try:
+        syscalls.lock_memory(memory)
+    except DeviceError as error:
+        log.warning("%s. The arena can be swapped out", error)
+        return False
+    return True
+
+
+def _round_down(nbytes: int, unit: int) -> int:
+    return nbytes // unit * unit

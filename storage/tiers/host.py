@@ -1,4 +1,4 @@
-"""The host tier: ranges of the arena under its exact budget, with fair waiting.
+"""The host tier: ranges of the arena under its exact budget, with fair waiting that ends at a deadline.
 
 Owns the arena and the queue of those who wait for room. Which clean copies to drop when room is short is not its to
 decide: it asks `reclaim`, which placement provides.
@@ -31,16 +31,27 @@ class HostTier:
 
     name = TierName.HOST
 
-    def __init__(self, budget_bytes: int) -> None:
-        """Allocates the whole budget.
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        admission_timeout_seconds: float = 60.0,
+        huge_pages: bool = False,
+        lock_memory: bool = False,
+    ) -> None:
+        """Allocates the whole budget; see Arena for `huge_pages` and `lock_memory`.
 
         Raises:
             DiskFullError: the machine has not that much shared memory.
+            DeviceError: it has none at all.
         """
-        self.arena = Arena(budget_bytes)
+        self.arena = Arena(budget_bytes, huge_pages=huge_pages, lock_memory=lock_memory)
         self.counters = TierCounters()
+        self._admission_timeout_seconds = admission_timeout_seconds
         # Drops one clean copy whose next use comes after the given position (None: any); False where there is none.
         self.reclaim: Callable[[float | None], bool] = lambda _: False
+        # Bytes that stay because somebody uses them; placement knows, and whoever waits in vain is told.
+        self.pinned_bytes: Callable[[], int] = lambda: 0
         self.on_free: Callable[[], None] = lambda: None
         self._waiters: deque[_Waiter] = deque()
 
@@ -59,11 +70,17 @@ class HostTier:
         """Allocations that wait for room."""
         return len(self._waiters)
 
+    @property
+    def detail(self) -> str:
+        """What the memory is, as the system granted it."""
+        granted = (("huge pages", self.arena.huge_pages), ("locked", self.arena.locked))
+        return ", ".join(["shared memory", *(name for name, is_so in granted if is_so)])
+
     async def allocate(self, nbytes: int, *, from_top: bool = False) -> ArenaRange:
         """Waits in turn until clean copies that were dropped, or ranges that were freed, make room.
 
         Raises:
-            BudgetExceededError: more than the whole arena is asked for.
+            BudgetExceededError: more than the whole arena is asked for, or there was no room before the deadline.
         """
         if round_up(nbytes) > self.budget_bytes - PAGE_BYTES:
             raise BudgetExceededError(
@@ -72,18 +89,20 @@ class HostTier:
             )
         if not self._waiters and (range_ := self._allocate(nbytes, from_top=from_top, later_than=None)):
             return range_
-        waiter = _Waiter(nbytes, from_top, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(nbytes, from_top, loop.create_future())
         self._waiters.append(waiter)
+        deadline = loop.call_later(self._admission_timeout_seconds, self._give_up, waiter)
         try:
             return await waiter.granted
         except asyncio.CancelledError:
-            if waiter.granted.done() and not waiter.granted.cancelled():
+            if waiter in self._waiters:
+                self._leave(waiter)
+            elif not waiter.granted.cancelled() and waiter.granted.exception() is None:
                 self.free(waiter.granted.result())
-            else:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
-                self.room_made()
             raise
+        finally:
+            deadline.cancel()
 
     def try_allocate(self, nbytes: int, later_than: float) -> ArenaRange | None:
         """Without waiting, dropping only copies that are needed after position `later_than`; yields to all who wait."""
@@ -130,6 +149,25 @@ class HostTier:
             if not self.reclaim(later_than):
                 return None
         return range_
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        """Its deadline has passed."""
+        if waiter.granted.done():
+            # Granted or cancelled in this very moment; its task has not run since.
+            return
+        waiter.granted.set_exception(
+            BudgetExceededError(
+                f"host_budget {self.budget_bytes} had no room for {waiter.nbytes} bytes for "
+                f"{self._admission_timeout_seconds:g} s: {self.used_bytes} bytes are used, {self.pinned_bytes()} of "
+                "them by copies that are leased, being read or being updated; return leases sooner, or raise "
+                "host_budget or admission_timeout_seconds"
+            )
+        )
+        self._leave(waiter)
+
+    def _leave(self, waiter: _Waiter) -> None:
+        self._waiters.remove(waiter)
+        self.room_made()
 
     def _serve(self) -> None:
         while self._waiters:

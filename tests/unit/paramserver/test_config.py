@@ -27,6 +27,7 @@ def test_a_file_gives_what_it_says_and_defaults_for_the_rest(tmp_path: Path) -> 
     assert config.socket_path == Path("/data/paramserver.sock")
     assert config.arena_socket_path == Path("/data/paramserver.sock.arena")
     assert (config.listen, config.insecure, config.log_level) == (None, False, "info")
+    assert (config.huge_pages, config.lock_memory, config.admission_timeout_seconds) == (False, False, 60.0)
 
 
 def test_flags_go_before_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
@@ -49,6 +50,13 @@ def test_flags_go_before_the_file_and_absent_ones_do_not(tmp_path: Path) -> None
         ({"log_level": "loud"}, "log_level = 'loud': Input should be 'debug', 'info', 'warning' or 'error'"),
         ({"io_read_threads": 0}, "io_read_threads = 0"),
         ({"optimizer_threads": 65}, "optimizer_threads = 65"),
+        ({"huge_pages": 3}, "huge_pages = 3"),
+        ({"lock_memory": "perhaps"}, "lock_memory = 'perhaps'"),
+        (
+            {"admission_timeout_seconds": 0.05},
+            "admission_timeout_seconds = 0.05: Input should be greater than",
+        ),
+        ({"admission_timeout_seconds": float("inf")}, "admission_timeout_seconds = inf"),
         ({"heartbeat_timeout_seconds": 0.1}, "heartbeat_timeout_seconds = 0.1"),
         ({"heartbeat_timeout_seconds": float("nan")}, "heartbeat_timeout_seconds = nan"),
     ],

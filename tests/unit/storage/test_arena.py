@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import itertools
 import mmap
 import os
 import random
+import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from storage import syscalls
-from storage.errors import DiskFullError
+from storage.errors import DeviceError, DiskFullError
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.base import PAGE_BYTES
+from storage.tiers.host import HostTier
+from tests.unit.storage.builders import Fault
+
+MIB = 1 << 20
 
 
 @contextmanager
-def arena_of(pages: int) -> Iterator[Arena]:
-    arena = Arena(pages * PAGE_BYTES)
+def arena_of(pages: int, *, huge_pages: bool = False, lock_memory: bool = False) -> Iterator[Arena]:
+    arena = Arena(pages * PAGE_BYTES, huge_pages=huge_pages, lock_memory=lock_memory)
     try:
         yield arena
     finally:
@@ -38,7 +48,7 @@ def test_sizes_are_exact_to_the_page_and_the_last_byte_can_be_used() -> None:
         assert first is not None and (first.offset, first.nbytes) == (PAGE_BYTES, PAGE_BYTES)
         assert second is not None and (second.offset, second.nbytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
         rest = take(arena, 4)
-        assert arena.used_bytes == arena.size_bytes and arena.largest_free_bytes == 0
+        assert arena.used_bytes == arena.size_bytes
         assert arena.allocate(1) is None
         arena.view(rest)[-1] = 7
 
@@ -57,8 +67,8 @@ def test_freed_neighbours_join_whatever_the_order() -> None:
             ranges = [take(arena, 2) for _ in range(3)]
             for index in order:
                 arena.free(ranges[index])
-            assert arena.largest_free_bytes == 6 * PAGE_BYTES
             assert arena.used_bytes == PAGE_BYTES
+            assert take(arena, 6).offset == PAGE_BYTES
 
 
 def test_what_lives_for_a_step_comes_from_the_top_and_the_rest_from_the_bottom() -> None:
@@ -66,7 +76,7 @@ def test_what_lives_for_a_step_comes_from_the_top_and_the_rest_from_the_bottom()
         assert take(arena, 2, from_top=True).offset == 14 * PAGE_BYTES
         assert take(arena, 2).offset == PAGE_BYTES
         assert take(arena, 3, from_top=True).offset == 11 * PAGE_BYTES
-        assert arena.largest_free_bytes == 8 * PAGE_BYTES
+        assert take(arena, 8).offset == 3 * PAGE_BYTES
 
 
 def test_a_reused_range_has_a_generation_that_no_range_ever_had() -> None:
@@ -97,6 +107,197 @@ def test_more_memory_than_is_available_is_refused_before_any_is_taken(monkeypatc
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with pytest.raises(DiskFullError, match=f"host_budget: {1 << 60} bytes.*lower host_budget"):
         syscalls.create_shared_memory("too-large", 1 << 60)
+
+
+def test_memory_that_the_kernel_does_not_give_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(DiskFullError, match=r"host_budget: cannot allocate 8192 bytes .*No space left.*lower"):
+            Arena(2 * PAGE_BYTES)
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(DeviceError, match=r"host_budget: cannot create shared memory \(memfd_create: No space left"):
+        Arena(2 * PAGE_BYTES)
+    assert open_files() == before
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_machine_that_does_not_tell_its_memory_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(syscalls, "_MEMINFO", meminfo)
+    for content in (None, "MemTotal: 5 kB\n", "MemAvailable: much kB\n"):
+        if content is not None:
+            meminfo.write_text(content)
+        with pytest.raises(DeviceError, match=f"host_budget: .* cannot be read from {meminfo}.*mount /proc"):
+            Arena(2 * PAGE_BYTES)
+
+
+def test_a_budget_is_held_against_the_tightest_limit_around_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo, own, groups = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "groups"
+    for name, path in (("_MEMINFO", meminfo), ("_OWN_CGROUP", own), ("_CGROUPS", groups)):
+        monkeypatch.setattr(syscalls, name, path)
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert syscalls.available_memory() == 8000 << 10
+
+    def limit(group: str, most: str, used: int, files: int = 0) -> None:
+        (groups / group).mkdir(parents=True, exist_ok=True)
+        (groups / group / "memory.max").write_text(f"{most}\n")
+        (groups / group / "memory.current").write_text(f"{used}\n")
+        (groups / group / "memory.stat").write_text(f"anon 1\nactive_file {files // 2}\ninactive_file {files // 2}\n")
+
+    own.write_text("4:memory:/old\n0::/slice/service\n")
+    limit("slice/service", "max", 10)
+    assert syscalls.available_memory() == 8000 << 10
+    limit("slice", str(5 * MIB), 1 * MIB)
+    assert syscalls.available_memory() == 4 * MIB
+    # Cached files go when memory is asked for.
+    limit("slice/service", str(3 * MIB), 3 * MIB, files=2 * MIB)
+    assert syscalls.available_memory() == 2 * MIB
+    # As a container without a name space of its own for groups sees it: its own is the root.
+    own.write_text("0::/not/seen/from/here\n")
+    limit("", str(2 * MIB), 3 * MIB)
+    assert syscalls.available_memory() == 0
+    with pytest.raises(DiskFullError, match="8192 bytes of shared memory are asked for and 0 are available"):
+        Arena(2 * PAGE_BYTES)
+
+
+def test_huge_pages_are_used_where_there_are_enough_and_else_missed_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    pages = int(fields.get("HugePages_Free", "0").split()[0])
+    # One page and a half: rounded down where pages are huge.
+    with arena_of(768, huge_pages=True) as arena, mmap.mmap(arena.fd, arena.size_bytes) as mapping:
+        assert mapping[: len(arena.nonce)] == arena.nonce
+        rest = take(arena, arena.size_bytes // PAGE_BYTES - 1)
+        arena.view(rest)[-1] = 7
+        assert mapping[-1] == 7
+        assert arena.huge_pages == (pages > 0)
+        assert arena.size_bytes == (2 if arena.huge_pages else 3) * MIB
+        assert len(caplog.messages) == (0 if arena.huge_pages else 1)
+
+
+def test_without_enough_huge_pages_the_warning_names_reason_and_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, asked = os.memfd_create, []
+
+    def without_huge(name: str, flags: int) -> int:
+        asked.append(flags)
+        if flags & os.MFD_HUGETLB:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", without_huge)
+    with arena_of(1024, huge_pages=True) as arena:
+        assert not arena.huge_pages and arena.size_bytes == 4 * MIB and len(asked) == 2
+    (warning,) = caplog.messages
+    assert "huge_pages: cannot allocate 4194304 bytes in pages of 2 MiB (Invalid argument)" in warning
+    assert "vm.nr_hugepages=2" in warning and "Ordinary pages are used" in warning
+
+
+def test_locked_memory_is_counted_by_the_kernel_or_missed_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    before = locked_bytes()
+    with arena_of(512, lock_memory=True) as arena:
+        assert locked_bytes() - before == (arena.size_bytes if arena.locked else 0)
+        assert len(caplog.messages) == (0 if arena.locked else 1)
+
+
+def locked_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmLck"].split()[0]) << 10
+
+
+def test_where_locking_is_not_allowed_the_warning_names_the_limit_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Kernel:
+        """Refuses as the kernel does."""
+
+        @staticmethod
+        def mlock(*_: object) -> int:
+            ctypes.set_errno(errno.ENOMEM)
+            return -1
+
+    monkeypatch.setattr(syscalls, "_libc", Kernel)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * MIB, 8 * MIB))
+    with arena_of(4, lock_memory=True) as arena:
+        assert not arena.locked
+        arena.view(take(arena, 3))[-1] = 7
+    (warning,) = caplog.messages
+    assert "lock_memory: cannot lock 16384 bytes (Cannot allocate memory), 8388608 are allowed" in warning
+    assert "ulimit -l" in warning and "LimitMEMLOCK=" in warning and "The arena can be swapped out" in warning
+
+
+@pytest.mark.parametrize(
+    ("huge_pages", "lock_memory", "detail"),
+    [
+        (False, False, "shared memory"),
+        (True, False, "shared memory, huge pages"),
+        (False, True, "shared memory, locked"),
+        (True, True, "shared memory, huge pages, locked"),
+    ],
+)
+def test_the_tier_says_which_memory_it_got_and_not_which_it_wanted(
+    monkeypatch: pytest.MonkeyPatch, huge_pages: bool, lock_memory: bool, detail: str
+) -> None:
+    # A machine that grants everything, whatever this one does.
+    monkeypatch.setattr(syscalls, "create_huge_shared_memory", syscalls.create_shared_memory)
+    monkeypatch.setattr(syscalls, "lock_memory", lambda _: None)
+    host = HostTier(4 * MIB, huge_pages=huge_pages, lock_memory=lock_memory)
+    assert host.detail == detail
+    host.arena.close()
+    for function in ("create_huge_shared_memory", "lock_memory"):
+        Fault(monkeypatch, function).fail(DeviceError("it is not allowed"))
+    host = HostTier(4 * MIB, huge_pages=huge_pages, lock_memory=lock_memory)
+    assert host.detail == "shared memory"
+    host.arena.close()
+
+
+def test_threads_that_allocate_and_free_at_random_never_share_a_byte_and_lose_none() -> None:
+    pages, threads, rounds = 257, 4, 2000
+    with arena_of(pages) as arena:
+        # A generation in the first bytes of every page of a live range: whoever else gets the page would change it.
+        def campaign(seed: int) -> list[int]:
+            rng = random.Random(seed)
+            live: list[ArenaRange] = []
+            generations: list[int] = []
+            for _ in range(rounds):
+                if live and rng.random() < 0.5:
+                    range_ = live.pop(rng.randrange(len(live)))
+                    assert marks(range_) == {range_.generation}
+                    arena.free(range_)
+                elif granted := arena.allocate(rng.randint(1, 9) * PAGE_BYTES, from_top=rng.random() < 0.3):
+                    generations.append(granted.generation)
+                    for offset in range(0, granted.nbytes, PAGE_BYTES):
+                        arena.view(granted)[offset : offset + 8] = granted.generation.to_bytes(8, "little")
+                    live.append(granted)
+            for held in live:
+                assert marks(held) == {held.generation}
+                arena.free(held)
+            return generations
+
+        def marks(range_: ArenaRange) -> set[int]:
+            view = arena.view(range_)
+            return {
+                int.from_bytes(view[offset : offset + 8], "little") for offset in range(0, range_.nbytes, PAGE_BYTES)
+            }
+
+        with ThreadPoolExecutor(threads) as pool:
+            generations = list(itertools.chain(*pool.map(campaign, range(threads))))
+        assert len(generations) == len(set(generations)) > threads * rounds // 4
+        assert arena.used_bytes == PAGE_BYTES
+        assert take(arena, pages - 1).offset == PAGE_BYTES
 
 
 @pytest.mark.parametrize("seed", range(3))

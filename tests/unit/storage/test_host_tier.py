@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,10 @@ from storage.errors import BudgetExceededError
 from storage.placement import Residents
 from storage.shard import DType, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import NEVER, HostCopy, Slab
+from storage.tiers.arena import ArenaRange
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.host import HostTier
+from tests.unit.storage.builders import Layout, Training, opened
 
 PAGES = 8
 
@@ -26,7 +29,7 @@ def host() -> Iterator[HostTier]:
     tier.arena.close()
 
 
-def waiting(host: HostTier, pages: int) -> asyncio.Task[object]:
+def waiting(host: HostTier, pages: int) -> asyncio.Task[ArenaRange]:
     return asyncio.ensure_future(host.allocate(pages * PAGE_BYTES))
 
 
@@ -99,6 +102,82 @@ async def test_prefetches_go_on_when_the_last_waiter_gives_up(host: HostTier) ->
     large.cancel()
     await asyncio.wait([large])
     assert any(pumped)
+
+
+async def test_a_waiter_whose_deadline_passes_is_told_the_figures_and_those_behind_it_go_on() -> None:
+    host = HostTier((PAGES + 1) * PAGE_BYTES, admission_timeout_seconds=0.1)
+    residents = Residents(host)
+    used = resident(host, residents, "used", pages=5)
+    assert used.copy is not None
+    residents.pin(used.copy)
+    large = waiting(host, 4)
+    await turn()
+    # Behind it in the queue, with a deadline that comes later.
+    await asyncio.sleep(0.05)
+    small = waiting(host, 1)
+    with pytest.raises(BudgetExceededError) as caught:
+        await large
+    told = str(caught.value)
+    assert f"host_budget {(PAGES + 1) * PAGE_BYTES} had no room for {4 * PAGE_BYTES} bytes for 0.1 s" in told
+    assert f"{6 * PAGE_BYTES} bytes are used, {5 * PAGE_BYTES} of them by copies that are leased" in told
+    assert "raise host_budget or admission_timeout_seconds" in told
+    await small
+    assert host.queue_depth == 0 and host.used_bytes == 7 * PAGE_BYTES
+    residents.unpin(used, used.copy)
+    await waiting(host, 4)
+    host.arena.close()
+
+
+async def test_a_stream_of_small_requests_does_not_make_a_large_one_miss_its_deadline() -> None:
+    host = HostTier((PAGES + 1) * PAGE_BYTES, admission_timeout_seconds=20.0)
+    pages = [await host.allocate(PAGE_BYTES) for _ in range(PAGES)]
+    large = waiting(host, PAGES)
+    await turn()
+    small: list[asyncio.Task[ArenaRange]] = []
+    while not large.done():
+        # Each page that comes back would do for one more small request.
+        small.append(waiting(host, 1))
+        host.free(pages.pop())
+        await turn()
+    assert not any(task.done() for task in small) and len(small) == PAGES
+    host.free(large.result())
+    for task in small:
+        host.free(await task)
+    assert host.used_bytes == PAGE_BYTES
+    host.arena.close()
+
+
+async def test_a_waiter_cancelled_as_its_deadline_passes_leaves_nothing_behind() -> None:
+    host = HostTier((PAGES + 1) * PAGE_BYTES, admission_timeout_seconds=0.01)
+    everything = await host.allocate(PAGES * PAGE_BYTES)
+    for wait_seconds in (0.008, 0.009, 0.01, 0.011, 0.012):
+        task = waiting(host, 1)
+        await asyncio.sleep(wait_seconds)
+        task.cancel()
+        await asyncio.wait([task])
+        assert host.queue_depth == 0
+    host.free(everything)
+    assert host.used_bytes == PAGE_BYTES
+    host.arena.close()
+
+
+async def test_stagings_and_gradients_that_find_no_room_are_refused_and_leave_nothing_half_done(tmp_path: Path) -> None:
+    layout = Layout(groups=("block",))
+    async with opened(tmp_path, admission_timeout_seconds=0.05) as engine:
+        training = await Training(engine, layout).open(must_exist=False)
+        filler = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes)
+        for attempt in (
+            engine.stage(training.job, "block", Kind.PARAM),
+            engine.allocate_gradient(training.job, "block"),
+        ):
+            with pytest.raises(BudgetExceededError, match=r"had no room for \d+ bytes for 0\.05 s"):
+                await attempt
+        assert engine.gradient_bytes == 0 and engine.host.queue_depth == 0
+        engine.host.free(filler)
+        await training.stage_all()
+        await training.commit(0)
+        await training.step()
+        await training.assert_at(1)
 
 
 async def test_what_can_never_fit_is_refused_with_the_figure_that_would_do(host: HostTier) -> None:

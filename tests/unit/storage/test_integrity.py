@@ -77,13 +77,13 @@ async def test_damaged_swapped_and_stale_blocks_are_found_and_their_shard_is_nam
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout(precision=DType.BFLOAT16, numels=(9_003, 17, 4_000))).begin()
         for _ in range(4):
-            old.append(engine.nvme.path.read_bytes())
+            old.append(engine.nvme.files[0].path.read_bytes())
             await training.step()
-        data = engine.nvme.path.read_bytes()
+        data = engine.nvme.files[0].path.read_bytes()
         owners = {page: slab for slab in training.job.slabs() for page in pages(slab)}
         cases = data_damage(rng, data, old, list(owners))
         found: Counter[str] = Counter()
-        with engine.nvme.path.open("r+b", buffering=0) as file:
+        with engine.nvme.files[0].path.open("r+b", buffering=0) as file:
 
             def write(position: int, page: bytes) -> None:
                 file.seek(position)
@@ -109,7 +109,7 @@ async def test_an_update_never_uses_damaged_states(tmp_path: Path) -> None:
         await training.step()
         slab = next(slab for slab in training.job.slabs() if slab.key.kind is Kind.MASTER)
         engine.residents.detach(slab)
-        with engine.nvme.path.open("r+b") as file:
+        with engine.nvme.files[0].path.open("r+b") as file:
             file.seek(pages(slab)[-1])
             page = file.read(PAGE_BYTES)
             file.seek(pages(slab)[-1])

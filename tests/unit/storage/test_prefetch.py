@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import pytest
 
 from storage import syscalls
 from storage.engine import Engine, Pin
-from storage.errors import NotFoundError
+from storage.errors import BudgetExceededError, NotFoundError
 from storage.shard import Kind
+from storage.tiers import threaded_io
 from tests.unit.storage.builders import Layout, Training, opened
 
 UNITS = tuple("abcdefgh")
@@ -32,6 +33,8 @@ class SlowDisk:
         self._open = False
         self._real = syscalls.read_exact
         monkeypatch.setattr(syscalls, "read_exact", self._read)
+        # Each request by itself, neighbours or not.
+        monkeypatch.setattr(threaded_io, "COALESCED_BYTES", 0)
 
     def let_go(self, count: int = 1) -> None:
         """Lets `count` reads happen."""
@@ -42,11 +45,11 @@ class SlowDisk:
         self._open = True
         self._permits.release(1000)
 
-    def _read(self, fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    def _read(self, fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         self.order.append(self.names(offset))
         if not self._open:
             assert self._permits.acquire(timeout=20)
-        self._real(fd, buffer, offset, path)
+        self._real(fd, buffers, offset, path)
 
 
 @asynccontextmanager
@@ -227,6 +230,29 @@ async def test_bytes_in_flight_stay_within_the_budget_but_one_slab_always_goes(
             disk.open()
             await idle(training)
             assert resident(training) == "abcdef"
+
+
+async def test_a_demand_behind_leases_is_refused_at_its_deadline_and_served_once_one_is_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=2, admission_timeout_seconds=0.1) as (training, disk):
+        disk.open()
+        engine = training.engine
+        pins = [await fetching(training, "a"), await fetching(training, "b")]
+        used = engine.host.used_bytes
+        demands = [fetching(training, unit) for unit in "hhg"]
+        window(training, "gc")
+        for demand in demands:
+            with pytest.raises(BudgetExceededError) as caught:
+                await demand
+            assert f"had no room for {UNIT_BYTES} bytes for 0.1 s: {used} bytes are used" in str(caught.value)
+            assert f"{2 * UNIT_BYTES} of them by copies that are leased" in str(caught.value)
+        assert resident(training) == "ab" and (engine.host.queue_depth, engine.host.used_bytes) == (0, used)
+        engine.unpin(pins.pop())
+        engine.unpin(await fetching(training, "h"))
+        await idle(training)
+        engine.unpin(await fetching(training, "g"))
+        engine.unpin(pins.pop())
 
 
 async def test_waiters_that_give_up_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

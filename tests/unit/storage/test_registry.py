@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,39 @@ async def test_a_refused_registration_leaves_nothing_registered(tmp_path: Path) 
         await training.commit(0)
         await training.step()
         await training.assert_at(1)
+
+
+async def test_ranks_that_register_while_there_is_no_room_each_get_their_places_and_no_more(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, world_size=2, **ON_HOST)
+    async with opened(tmp_path, admission_timeout_seconds=30.0) as engine:
+        job = await engine.open_job(layout.job(), may_exist=True, must_exist=False)
+        filler = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes)
+        names = [*layout.groups, layout.groups[0]]
+        ranks = [asyncio.ensure_future(engine.register(job, [layout.group(name)])) for name in names]
+        await asyncio.sleep(0.01)
+        assert not any(rank.done() for rank in ranks) and engine.host.queue_depth == 1
+        engine.host.free(filler)
+        await asyncio.gather(*ranks)
+        assert all(slab.copy is not None for slab in job.slabs())
+
+
+async def test_a_registration_that_finds_no_room_or_no_job_any_more_keeps_no_place(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, **ON_HOST)
+    async with opened(tmp_path, admission_timeout_seconds=0.1) as engine:
+        base = engine.host.used_bytes
+        training = Training(engine, layout)
+        filler = await engine.host.allocate(engine.host.budget_bytes - base)
+        with pytest.raises(BudgetExceededError, match="had no room"):
+            await training.open(must_exist=False)
+        assert not training.job.groups and engine.host.used_bytes == base + filler.nbytes
+        opening = asyncio.ensure_future(training.open(must_exist=False))
+        await asyncio.sleep(0.02)
+        await engine.delete_job(layout.name)
+        engine.host.free(filler)
+        with pytest.raises(ConflictError, match="job 'job' was deleted while its groups were registered"):
+            await opening
+        assert engine.host.used_bytes == base
+        await training.begin()
 
 
 async def test_opening_keeps_the_resume_policies(tmp_path: Path) -> None:
