@@ -16,7 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from storage import catalog_v1
-from storage.catalog_format import FORMAT_VERSION, REMEDY, connect, create_tables, drop_tables, errors, find_version
+from storage.catalog_format import (
+    FORMAT_VERSION,
+    REMEDY,
+    check_references,
+    connect,
+    create_tables,
+    drop_tables,
+    errors,
+    find_version,
+)
 from storage.catalog_reader import checksum_of_manifest, digest_of_states, read_jobs, read_ledger
 from storage.errors import DataLossError
 from storage.failpoints import Failpoint, reach
@@ -53,6 +62,8 @@ class Catalog:
                     self._migrate(version)
                 self._db.execute("PRAGMA foreign_keys = ON")
                 self._ledger = read_ledger(self._db, path)
+                # Last: what the digests find has a name.
+                check_references(self._db, path)
             except BaseException:
                 self._db.close()
                 raise
@@ -72,7 +83,7 @@ class Catalog:
         return dict(self._ledger.meta)["store_id"]
 
     def files(self) -> dict[int, str]:
-        """The directory of each data file, by the file's number; relative to the state directory."""
+        """The directory of each data file, by the file's number; "." is the state directory."""
         return dict(self._ledger.files)
 
     def bad_extents(self) -> tuple[BadExtent, ...]:
@@ -173,7 +184,8 @@ class Catalog:
 
     def add_bad_extents(self, found: Iterable[BadExtent]) -> None:
         """Records what must not be used any more, in a transaction of its own; of two at one place the later counts."""
-        new = {(bad.extent.file, bad.extent.offset): bad for bad in found}
+        # A time that is an int would come back as a float, and that has another digest.
+        new = {(b.extent.file, b.extent.offset): replace(b, found_at=float(b.found_at)) for b in found}
         with self.transaction():
             self._db.executemany(
                 "INSERT OR REPLACE INTO bad_extents VALUES (?, ?, ?, ?, ?)",
@@ -228,6 +240,7 @@ class Catalog:
 
     def _migrate(self, version: int) -> None:
         """Brings a catalog of an older format to the present one, in one transaction."""
+        check_references(self._db, self._path)
         jobs = catalog_v1.read_jobs(self._db)
         # Tables are dropped with all that refers to them.
         self._db.execute("PRAGMA foreign_keys = OFF")

@@ -131,11 +131,15 @@ def find_version(db: sqlite3.Connection, path: Path) -> int | None:
     (problem,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if problem == "ok" and _schema(db) != _expected(version):
         problem = "its tables have changed"
-    elif problem == "ok" and db.execute("PRAGMA foreign_key_check").fetchone():
-        problem = "rows refer to others that are not there"
     if problem != "ok":
         raise DataLossError(f"{path} is damaged ({problem}); {REMEDY}")
     return version
+
+
+def check_references(db: sqlite3.Connection, path: Path) -> None:
+    """Raises DataLossError if there are rows of jobs or steps that are not there."""
+    if db.execute("PRAGMA foreign_key_check").fetchone():
+        raise DataLossError(f"{path} is damaged (rows refer to others that are not there); {REMEDY}")
 
 
 def _schema(db: sqlite3.Connection) -> set[tuple[str, ...]]:

@@ -16,7 +16,7 @@ _LENGTH = struct.Struct("<cQ")
 
 
 def digest(values: Iterable[Value]) -> bytes:
-    """16 bytes, in the canonical (big-endian) order of XXH3."""
+    """16 bytes, in the canonical (big-endian) order of XXH3. Raises TypeError for what SQLite would not give back."""
     state = xxhash.xxh3_128()
     for value in values:
         match value:
@@ -32,6 +32,8 @@ def digest(values: Iterable[Value]) -> bytes:
                 state.update(value)
             case None:
                 state.update(b"n")
+            case _:
+                raise TypeError(f"{value!r} is of no type of SQLite")
     return state.digest()
 
 
