@@ -41,6 +41,10 @@ def serve(
         str | None, typer.Option(help="Shared memory of the host tier, taken at start. [1GiB]")
     ] = None,
     nvme_budget: Annotated[str | None, typer.Option(help="Most bytes on the nvme tier. [64GiB]")] = None,
+    nvme_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory of a data file, best one on each device; may be given often. [STATE_DIR]"),
+    ] = None,
     socket: Annotated[Path | None, typer.Option(help="UNIX socket. [STATE_DIR/paramserver.sock]")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT for TCP besides the UNIX socket. [none]")] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow TCP beyond loopback.")] = None,
@@ -64,6 +68,7 @@ def serve(
         "state_dir": state_dir,
         "host_budget": host_budget,
         "nvme_budget": nvme_budget,
+        "nvme_dirs": nvme_dir or None,
         "socket": socket,
         "listen": listen,
         "insecure": insecure,

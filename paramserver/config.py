@@ -29,7 +29,16 @@ class DaemonConfig(BaseModel):
         default=ByteSize(1 << 30), ge=1 << 20, description="bytes of shared memory behind the host tier, taken at start"
     )
     nvme_budget: ByteSize = Field(
-        default=ByteSize(64 << 30), ge=1 << 20, description="most bytes of the data file on the nvme tier"
+        default=ByteSize(64 << 30), ge=1 << 20, description="most bytes of the data files on the nvme tier"
+    )
+    nvme_dirs: tuple[Path, ...] = Field(
+        default=(), description="directories of the data files, best one on each device; default: the state directory"
+    )
+    scrub_bandwidth: ByteSize = Field(
+        default=ByteSize(16 << 20), ge=0, description="bytes per second that background verification may read; 0: none"
+    )
+    device_timeout_seconds: float = Field(
+        default=30.0, ge=0.1, le=3600.0, description="silence after which a device counts as stuck"
     )
     socket: Path | None = Field(
         default=None, description="UNIX socket; default: paramserver.sock in the state directory"

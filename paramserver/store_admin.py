@@ -21,6 +21,7 @@ from storage.errors import ConflictError, InvalidRequestError
 from storage.shard import Kind, TierName
 from storage.slab import Slab
 from storage.tiers.base import TierCounters
+from storage.tiers.data_file import DataFile
 from storage.versions import Job
 
 MIN_WATCH_SECONDS = 0.1
@@ -122,6 +123,12 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             used_bytes=engine.nvme.used_bytes,
             queue_depth=engine.nvme.queue_depth,
             detail=engine.nvme.detail,
+            problems=engine.nvme.problems,
+            devices=[_describe_device(file) for file in engine.nvme.files],
+            damaged_blocks=engine.nvme.damaged_blocks,
+            bad_bytes=engine.nvme.bad_bytes,
+            scrubbed_bytes=engine.scrubber.bytes_read,
+            scrub_passes=engine.scrubber.passes,
         )
         _fill_counters(host, engine.host.counters)
         _fill_counters(nvme, engine.nvme.counters)
@@ -153,6 +160,21 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             created_at_unix_seconds=job.created_at,
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
         )
+
+
+def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:
+    load = file.io.load
+    return admin_pb.TierInfo.Device(
+        path=str(file.path),
+        direct=file.direct,
+        used_bytes=file.used_bytes,
+        size_bytes=file.size_bytes,
+        free_runs=file.free_runs,
+        bytes_in_flight=load.bytes_in_flight,
+        busy_seconds=load.busy_seconds,
+        stalled_seconds=load.stalled_seconds,
+        bytes_per_second=file.bandwidth,
+    )
 
 
 def _describe_shard(slab: Slab, fqn: str, offset: int, numel: int) -> admin_pb.ShardInfo:

@@ -1,207 +1,199 @@
 """The catalog: what is committed, in one SQLite database. A commit is one transaction, synced before it returns.
 
-Only committed facts are in here: a job enters with its first durable commit, and extents that no row names are free.
-All methods block; the engine calls them from one thread of their own.
+Only committed facts are in here: a job enters with its first durable commit, and extents that no commit needs are free.
+Digests cover every row and are verified when the catalog is opened: it gives back what was stored, or says that it
+cannot. FORMAT.md describes it for other readers. All methods block; the engine calls them from one thread of their own.
 """
 
 from __future__ import annotations
 
-import json
-import sqlite3
+import logging
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
+from storage import catalog_v1
+from storage.catalog_format import FORMAT_VERSION, REMEDY, connect, create_tables, drop_tables, errors, find_version
+from storage.catalog_reader import checksum_of_manifest, digest_of_states, read_jobs, read_ledger
+from storage.errors import DataLossError
 from storage.failpoints import Failpoint, reach
-from storage.shard import (
-    DType,
-    Durability,
-    GroupSpec,
-    JobSpec,
-    Kind,
-    ParameterSpec,
-    Shard,
-    SlabKey,
-    SlabSpec,
-    TierName,
-)
-from storage.tiers.extents import Extent
+from storage.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
+from storage.manifest import Manifest, seen
+from storage.records import BadExtent, CommitRecord, StoredJob, StoredVersion, parameters_to_text, shards_to_text
+from storage.shard import GroupSpec, JobSpec, SlabKey, TierName
 
-FORMAT_VERSION = 1
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-CREATE TABLE jobs (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, world_size INTEGER NOT NULL,
-    every_steps INTEGER NOT NULL, parameters TEXT NOT NULL, created_at REAL NOT NULL) STRICT;
-CREATE TABLE groups (
-    id INTEGER PRIMARY KEY, job INTEGER NOT NULL REFERENCES jobs ON DELETE CASCADE,
-    name TEXT NOT NULL, numel INTEGER NOT NULL, shards TEXT NOT NULL, UNIQUE (job, name)) STRICT;
-CREATE TABLE slabs (
-    id INTEGER PRIMARY KEY, grp INTEGER NOT NULL REFERENCES groups ON DELETE CASCADE,
-    kind TEXT NOT NULL, dtype TEXT NOT NULL, placement TEXT NOT NULL, UNIQUE (grp, kind)) STRICT;
-CREATE TABLE commits (
-    job INTEGER NOT NULL REFERENCES jobs ON DELETE CASCADE, step INTEGER NOT NULL, committed_at REAL NOT NULL,
-    PRIMARY KEY (job, step)) STRICT;
-CREATE TABLE client_states (
-    job INTEGER NOT NULL, step INTEGER NOT NULL, rank INTEGER NOT NULL, state BLOB NOT NULL,
-    PRIMARY KEY (job, step, rank),
-    FOREIGN KEY (job, step) REFERENCES commits ON DELETE CASCADE) STRICT;
-CREATE TABLE versions (
-    slab INTEGER NOT NULL REFERENCES slabs ON DELETE CASCADE, step INTEGER NOT NULL, extents TEXT NOT NULL,
-    checksums BLOB NOT NULL, PRIMARY KEY (slab, step)) STRICT;
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitRecord:
-    """One committed step of a job; `client_states` by rank."""
-
-    step: int
-    committed_at: float
-    client_states: Mapping[int, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredVersion:
-    """Where the bytes of one version of a slab are, and their checksums (see integrity.py)."""
-
-    extents: tuple[Extent, ...]
-    checksums: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredJob:
-    """All that the catalog knows of a job. `versions`: where each slab's bytes are, by step."""
-
-    spec: JobSpec
-    created_at: float
-    groups: tuple[GroupSpec, ...]
-    commits: tuple[CommitRecord, ...]
-    versions: Mapping[SlabKey, Mapping[int, StoredVersion]]
+log = logging.getLogger(__name__)
 
 
 class Catalog:
     """The open database."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the database.
+        """Opens and verifies the database, or creates it; one of an older format is migrated.
 
         Raises:
-            ConflictError: it has a format that this version does not know.
-            DataLossError: it is not a database any more.
+            ConflictError: it is not a catalog, or has a format that this version does not know.
+            DataLossError: it is damaged; the message names job and step where it can.
+            DiskFullError, DeviceError: the file system refuses.
         """
         self._path = path
-        with self._errors():
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._ledger = Ledger()
+        with errors(path, opening=True):
+            self._db = connect(path)
             try:
-                self._db.execute("PRAGMA journal_mode = WAL")
-                # WAL with NORMAL does not sync at commit; a committed step must survive power loss.
-                self._db.execute("PRAGMA synchronous = FULL")
+                version = find_version(self._db, path)
+                if version is None:
+                    self._create()
+                elif version != FORMAT_VERSION:
+                    self._migrate(version)
                 self._db.execute("PRAGMA foreign_keys = ON")
-                self._check_format()
+                self._ledger = read_ledger(self._db, path)
             except BaseException:
                 self._db.close()
                 raise
 
     def load(self) -> list[StoredJob]:
-        """Every job with its groups, commits and versions."""
-        with self._errors():
-            return [
-                self._load_job(*row)
-                for row in self._db.execute(
-                    "SELECT id, name, world_size, every_steps, parameters, created_at FROM jobs"
-                )
-            ]
+        """Every job with its groups, its commits and the versions that they see.
+
+        Raises:
+            DataLossError: a job or step, which the message names, is damaged.
+        """
+        with errors(self._path, opening=True):
+            return [job.stored() for job in read_jobs(self._db, self._path)]
+
+    @property
+    def store_id(self) -> str:
+        """Tells this store from all others, on the labels of its directories."""
+        return dict(self._ledger.meta)["store_id"]
+
+    def files(self) -> dict[int, str]:
+        """The directory of each data file, by the file's number; relative to the state directory."""
+        return dict(self._ledger.files)
+
+    def bad_extents(self) -> tuple[BadExtent, ...]:
+        """What must not be used any more, by file and offset."""
+        return self._ledger.bad_extents.extents
 
     def create_job(self, spec: JobSpec, groups: Sequence[GroupSpec], created_at: float) -> None:
         """Records a job and its layout; part of its first durable commit, to be called inside `transaction`."""
-        parameters = [[p.fqn, list(p.shape), p.dtype.value, p.trainable] for p in spec.parameters]
-        job = self._db.execute(
-            "INSERT INTO jobs (name, world_size, every_steps, parameters, created_at) VALUES (?, ?, ?, ?, ?)",
-            (spec.name, spec.world_size, spec.durability.every_steps, json.dumps(parameters), created_at),
-        ).lastrowid
-        for group in groups:
-            shards = [[s.fqn, s.offset, s.numel, s.position] for s in group.shards]
-            row = self._db.execute(
-                "INSERT INTO groups (job, name, numel, shards) VALUES (?, ?, ?, ?)",
-                (job, group.name, group.numel, json.dumps(shards)),
-            ).lastrowid
-            self._db.executemany(
-                "INSERT INTO slabs (grp, kind, dtype, placement) VALUES (?, ?, ?, ?)",
-                [(row, slab.kind.value, slab.dtype.value, slab.placement.value) for slab in group.slabs],
-            )
+        parameters = parameters_to_text(spec.parameters)
+        row = (spec.name, spec.world_size, spec.durability.every_steps, parameters, float(created_at))
+        job = self._next_id("jobs")
+        numbered = list(enumerate(groups, self._next_id("groups")))
+        slabs = [(number, slab) for number, group in numbered for slab in group.slabs]
+        layout = LayoutEntry(
+            tuple((number, group.name, group.numel, shards_to_text(group.shards)) for number, group in numbered),
+            tuple(
+                (number, group, slab.kind.value, slab.dtype.value, slab.placement.value)
+                for number, (group, slab) in enumerate(slabs, self._next_id("slabs"))
+            ),
+        )
+        self._db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, x'')", (job, *row))
+        self._db.executemany(
+            "INSERT INTO groups VALUES (?, ?, ?, ?, ?)", [(number, job, *rest) for number, *rest in layout.groups]
+        )
+        self._db.executemany("INSERT INTO slabs VALUES (?, ?, ?, ?, ?)", layout.slabs)
+        self._put(JobEntry(id=job, row=row, layout=layout))
 
     def add_commit(self, job: str, commit: CommitRecord, written: Mapping[SlabKey, tuple[int, StoredVersion]]) -> None:
         """Records a step, and for each slab in `written` the step and place of its bytes; inside `transaction`."""
-        job_id = self._job_id(job)
-        self._db.execute("INSERT INTO commits VALUES (?, ?, ?)", (job_id, commit.step, commit.committed_at))
+        entry = self._job(job)
+        self._db.execute("INSERT INTO commits VALUES (?, ?, ?, x'')", (entry.id, commit.step, commit.committed_at))
         self._db.executemany(
             "INSERT INTO client_states VALUES (?, ?, ?, ?)",
-            [(job_id, commit.step, rank, state) for rank, state in commit.client_states.items()],
+            [(entry.id, commit.step, rank, state) for rank, state in commit.client_states.items()],
         )
-        slabs = self._slab_ids(job_id)
-        self._db.executemany(
-            "INSERT INTO versions VALUES (?, ?, ?, ?)",
-            [
-                (
-                    slabs[key.group, key.kind.value],
-                    step,
-                    json.dumps([[e.offset, e.nbytes] for e in version.extents]),
-                    version.checksums,
-                )
-                for key, (step, version) in written.items()
-            ],
-        )
+        recorded = CommitEntry(float(commit.committed_at), digest_of_states(commit.client_states))
+        ids = entry.layout.slab_ids
+        by_step: dict[int, tuple[list[int], list[StoredVersion]]] = {}
+        for key, (step, version) in written.items():
+            slabs, versions = by_step.setdefault(step, ([], []))
+            slabs.append(ids[key.group, key.kind])
+            versions.append(version)
+        manifests = dict(entry.manifests)
+        for step, new in by_step.items():
+            manifest = Manifest.of(*new)
+            if step in manifests:
+                # A snapshot records slabs that were last written in an earlier step, others of which are recorded.
+                manifest = self._manifest(entry, step).replaced_by(manifest)
+            manifests[step] = self._put_manifest(entry, step, manifest)
+        self._put(replace(entry, commits={**entry.commits, commit.step: recorded}, manifests=manifests))
 
     def retain(self, job: str, steps: Sequence[int]) -> None:
         """Forgets all commits but `steps`, and the versions that none of them sees; inside `transaction`."""
         if not steps:
-            self._db.execute("DELETE FROM jobs WHERE name = ?", (job,))
+            self._delete(job)
             return
-        job_id = self._job_id(job)
-        marks = ",".join("?" * len(steps))
-        self._db.execute(f"DELETE FROM commits WHERE job = ? AND step NOT IN ({marks})", (job_id, *steps))
-        # A retained step sees, of each slab, the newest version that is not newer than the step.
-        seen = " UNION ".join(
-            "SELECT v.slab, MAX(v.step) FROM versions v JOIN slabs s ON s.id = v.slab JOIN groups g ON g.id = s.grp "
-            "WHERE g.job = ? AND v.step <= ? GROUP BY v.slab"
-            for _ in steps
-        )
-        self._db.execute(
-            "DELETE FROM versions "
-            "WHERE slab IN (SELECT s.id FROM slabs s JOIN groups g ON g.id = s.grp WHERE g.job = ?) "
-            f"AND (slab, step) NOT IN ({seen})",
-            (job_id, *(value for step in steps for value in (job_id, step))),
-        )
+        entry = self._job(job)
+        dropped = entry.commits.keys() - set(steps)
+        self._db.executemany("DELETE FROM commits WHERE job = ? AND step = ?", [(entry.id, step) for step in dropped])
+        manifests = dict(entry.manifests)
+        for step, mask in seen({step: m.slabs for step, m in manifests.items()}, steps).items():
+            if not mask.any():
+                self._db.execute("DELETE FROM manifests WHERE job = ? AND step = ?", (entry.id, step))
+                del manifests[step]
+            elif 2 * mask.sum() < len(mask):
+                # What is never written again stays in its manifest for ever: without what went away beside it.
+                manifests[step] = self._put_manifest(entry, step, self._manifest(entry, step).only(mask))
+        commits = {step: commit for step, commit in entry.commits.items() if step not in dropped}
+        self._put(replace(entry, commits=commits, manifests=manifests))
 
     def set_placements(self, placements: Mapping[SlabKey, TierName]) -> None:
         """Records where slabs are at home now, in a transaction of its own."""
         with self.transaction():
-            self._db.executemany(
-                "UPDATE slabs SET placement = ? WHERE kind = ? AND grp = "
-                "(SELECT g.id FROM groups g JOIN jobs j ON j.id = g.job WHERE j.name = ? AND g.name = ?)",
-                [(tier.value, key.kind.value, key.job, key.group) for key, tier in placements.items()],
-            )
+            for job in {key.job for key in placements}:
+                entry = self._job(job)
+                ids = entry.layout.slab_ids
+                moved = {ids[key.group, key.kind]: tier.value for key, tier in placements.items() if key.job == job}
+                self._db.executemany(
+                    "UPDATE slabs SET placement = ? WHERE id = ?", [(tier, slab) for slab, tier in moved.items()]
+                )
+                slabs = tuple(
+                    (slab, group, kind, dtype, moved.get(slab, tier))
+                    for slab, group, kind, dtype, tier in entry.layout.slabs
+                )
+                self._put(replace(entry, layout=LayoutEntry(entry.layout.groups, slabs)))
 
     def delete_job(self, job: str) -> None:
         """Forgets a job, in a transaction of its own."""
         with self.transaction():
-            self._db.execute("DELETE FROM jobs WHERE name = ?", (job,))
+            self._delete(job)
+
+    def add_file(self, directory: str) -> int:
+        """Records a data file, in a transaction of its own; returns its number."""
+        number = self._next_id("files")
+        with self.transaction():
+            self._put_file(number, directory)
+        return number
+
+    def add_bad_extents(self, found: Iterable[BadExtent]) -> None:
+        """Records what must not be used any more, in a transaction of its own; of two at one place the later counts."""
+        new = {(bad.extent.file, bad.extent.offset): bad for bad in found}
+        with self.transaction():
+            self._db.executemany(
+                "INSERT OR REPLACE INTO bad_extents VALUES (?, ?, ?, ?, ?)",
+                [(*place, bad.extent.nbytes, bad.reason, bad.found_at) for place, bad in new.items()],
+            )
+            known = {(bad.extent.file, bad.extent.offset): bad for bad in self.bad_extents()}
+            rows = BadExtentList(tuple(bad for _, bad in sorted({**known, **new}.items())))
+            self._ledger = replace(self._ledger, bad_extents=rows)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All changes inside happen together, and are on the device when it ends; or none."""
-        with self._errors():
+        with errors(self._path):
             self._db.execute("BEGIN IMMEDIATE")
+            before = self._ledger
             try:
                 yield
+                self._seal(before)
                 reach(Failpoint.BEFORE_FLIP)
                 self._db.execute("COMMIT")
             except BaseException:
+                self._ledger = before
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
@@ -211,112 +203,101 @@ class Catalog:
         """Closes the database."""
         self._db.close()
 
-    def _check_format(self) -> None:
-        if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
-            self._db.executescript(
-                f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('format_version', '{FORMAT_VERSION}');"
-                f"INSERT INTO meta VALUES ('created_at', '{time.time()}'); COMMIT;"
-            )
-        (found,) = self._db.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone()
-        if found != str(FORMAT_VERSION):
-            raise ConflictError(
-                f"{self._path} has format version {found}, this software knows version {FORMAT_VERSION}; "
-                "use the software that wrote it, or another state directory"
-            )
+    def _create(self) -> None:
+        data = self._path.with_name("data.0")
+        if data.exists() and data.stat().st_size:
+            raise DataLossError(f"{self._path} is empty or was deleted, and {data} belongs to it; {REMEDY}")
+        with self.transaction():
+            self._make_tables()
 
-    def _load_job(
-        self, job_id: int, name: str, world_size: int, every_steps: int, parameters: str, created_at: float
-    ) -> StoredJob:
-        spec = JobSpec(
-            name=name,
-            world_size=world_size,
-            local_ranks=0,
-            durability=Durability(every_steps=every_steps),
-            parameters=tuple(
-                ParameterSpec(fqn=fqn, shape=tuple(shape), dtype=DType(dtype), trainable=trainable)
-                for fqn, shape, dtype, trainable in json.loads(parameters)
-            ),
+    def _migrate(self, version: int) -> None:
+        """Brings a catalog of an older format to the present one, in one transaction."""
+        jobs = catalog_v1.read_jobs(self._db)
+        # Tables are dropped with all that refers to them.
+        self._db.execute("PRAGMA foreign_keys = OFF")
+        with self.transaction():
+            drop_tables(self._db)
+            self._make_tables()
+            for job in jobs:
+                self._take_over(job)
+        log.info("%s was of format %d and is of format %d now", self._path, version, FORMAT_VERSION)
+
+    def _make_tables(self) -> None:
+        create_tables(self._db)
+        meta = (
+            ("created_at", str(time.time())),
+            ("format_version", str(FORMAT_VERSION)),
+            ("store_id", secrets.token_hex(16)),
         )
-        states: dict[int, dict[int, bytes]] = {}
-        for step, rank, state in self._db.execute(
-            "SELECT step, rank, state FROM client_states WHERE job = ?", (job_id,)
-        ):
-            states.setdefault(step, {})[rank] = state
-        commits = tuple(
-            CommitRecord(step=step, committed_at=at, client_states=states.get(step, {}))
-            for step, at in self._db.execute(
-                "SELECT step, committed_at FROM commits WHERE job = ? ORDER BY step", (job_id,)
-            )
-        )
-        return StoredJob(
-            spec=spec,
-            created_at=created_at,
-            groups=self._load_groups(job_id),
-            commits=commits,
-            versions=self._load_versions(job_id, name),
-        )
+        self._db.executemany("INSERT INTO meta VALUES (?, ?)", [*meta, ("digest", "")])
+        self._ledger = Ledger(meta=meta)
+        self._put_file(0, ".")
 
-    def _load_groups(self, job_id: int) -> tuple[GroupSpec, ...]:
-        slabs: dict[int, list[SlabSpec]] = {}
-        for group, kind, dtype, placement in self._db.execute(
-            "SELECT grp, kind, dtype, placement FROM slabs "
-            "WHERE grp IN (SELECT id FROM groups WHERE job = ?) ORDER BY id",
-            (job_id,),
-        ):
-            slabs.setdefault(group, []).append(
-                SlabSpec(kind=Kind(kind), dtype=DType(dtype), placement=TierName(placement))
-            )
-        return tuple(
-            GroupSpec(
-                name=name,
-                numel=numel,
-                shards=tuple(
-                    Shard(fqn=fqn, offset=offset, numel=n, position=position)
-                    for fqn, offset, n, position in json.loads(shards)
-                ),
-                slabs=tuple(slabs[group]),
-            )
-            for group, name, numel, shards in self._db.execute(
-                "SELECT id, name, numel, shards FROM groups WHERE job = ? ORDER BY id", (job_id,)
-            )
-        )
+    def _take_over(self, job: StoredJob) -> None:
+        """Records a job of an older format as if its commits had just been made."""
+        self.create_job(job.spec, job.groups, job.created_at)
+        known: set[tuple[SlabKey, int]] = set()
+        for commit in job.commits:
+            newest = {
+                key: max((step for step in steps if step <= commit.step), default=None)
+                for key, steps in job.versions.items()
+            }
+            written = {
+                key: (step, job.versions[key][step])
+                for key, step in newest.items()
+                if step is not None and (key, step) not in known
+            }
+            self.add_commit(job.spec.name, commit, written)
+            known |= {(key, step) for key, (step, _) in written.items()}
 
-    def _load_versions(self, job_id: int, job: str) -> dict[SlabKey, dict[int, StoredVersion]]:
-        versions: dict[SlabKey, dict[int, StoredVersion]] = {}
-        for group, kind, step, extents, checksums in self._db.execute(
-            "SELECT g.name, s.kind, v.step, v.extents, v.checksums FROM versions v "
-            "JOIN slabs s ON s.id = v.slab JOIN groups g ON g.id = s.grp WHERE g.job = ?",
-            (job_id,),
-        ):
-            versions.setdefault(SlabKey(job, group, Kind(kind)), {})[step] = StoredVersion(
-                tuple(Extent(offset, nbytes) for offset, nbytes in json.loads(extents)), checksums
+    def _seal(self, before: Ledger) -> None:
+        """Writes the digests of what has changed since `before`."""
+        for job in self._ledger.jobs.values():
+            if before.jobs.get(job.name) is job:
+                continue
+            sealed = job.sealed()
+            self._db.executemany(
+                "UPDATE commits SET digest = ? WHERE job = ? AND step = ?",
+                [(commit.digest, job.id, step) for step, commit in sealed.commits.items()],
             )
-        return versions
+            self._db.execute("UPDATE jobs SET digest = ? WHERE id = ?", (sealed.digest, job.id))
+            self._put(sealed)
+        self._db.execute("UPDATE meta SET value = ? WHERE key = 'digest'", (self._ledger.digest.hex(),))
 
-    def _job_id(self, job: str) -> int:
-        row = self._db.execute("SELECT id FROM jobs WHERE name = ?", (job,)).fetchone()
-        if row is None:
-            raise DataLossError(f"{self._path} has no job {job!r}")
-        return int(row[0])
+    def _job(self, name: str) -> JobEntry:
+        if name not in self._ledger.jobs:
+            raise DataLossError(f"{self._path} has no job {name!r}")
+        return self._ledger.jobs[name]
 
-    def _slab_ids(self, job_id: int) -> dict[tuple[str, str], int]:
-        rows = self._db.execute(
-            "SELECT g.name, s.kind, s.id FROM slabs s JOIN groups g ON g.id = s.grp WHERE g.job = ?", (job_id,)
-        )
-        return {(group, kind): slab for group, kind, slab in rows}
+    def _put(self, job: JobEntry) -> None:
+        self._ledger = self._ledger.with_job(job)
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Gives SQLite's errors the engine's types."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            # Extended codes carry the primary one in their low byte.
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if code == sqlite3.SQLITE_FULL:
-                raise DiskFullError(
-                    f"the file system of {self._path} is full; free space there. Committed steps are intact"
-                ) from error
-            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                raise DataLossError(f"{self._path} is damaged ({error}); restore it from a backup") from error
-            raise DeviceError(f"{self._path}: {error}") from error
+    def _delete(self, job: str) -> None:
+        self._db.execute("DELETE FROM jobs WHERE name = ?", (job,))
+        self._ledger = self._ledger.without_job(job)
+
+    def _put_file(self, number: int, directory: str) -> None:
+        self._db.execute("INSERT INTO files VALUES (?, ?)", (number, directory))
+        self._ledger = replace(self._ledger, files={**self._ledger.files, number: directory})
+
+    def _manifest(self, job: JobEntry, step: int) -> Manifest:
+        """A manifest with its bulk, verified again: what is made of it gets a checksum of its own."""
+        (packed,) = self._db.execute(
+            "SELECT entries FROM manifests WHERE job = ? AND step = ?", (job.id, step)
+        ).fetchone()
+        if checksum_of_manifest(job.name, step, packed) != job.manifests[step].checksum:
+            raise DataLossError(
+                f"{self._path} was damaged while it was in use: it does not hold what step {step} of job {job.name!r} "
+                f"wrote; {REMEDY}"
+            )
+        return Manifest.unpack(packed)
+
+    def _put_manifest(self, job: JobEntry, step: int, manifest: Manifest) -> ManifestEntry:
+        packed = manifest.pack()
+        checksum = checksum_of_manifest(job.name, step, packed)
+        self._db.execute("INSERT OR REPLACE INTO manifests VALUES (?, ?, ?, ?)", (job.id, step, packed, checksum))
+        return ManifestEntry(manifest.slabs, checksum)
+
+    def _next_id(self, table: str) -> int:
+        (newest,) = self._db.execute(f"SELECT max(id) FROM {table}").fetchone()
+        return 1 if newest is None else newest + 1

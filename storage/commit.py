@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from storage.catalog import Catalog, CommitRecord, StoredVersion
+from storage.catalog import Catalog
 from storage.errors import DataLossError, NotFoundError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
-from storage.shard import SlabKey
+from storage.records import CommitRecord, StoredVersion
 from storage.slab import Slab
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
@@ -122,10 +122,9 @@ class Committer:
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
         written = _unrecorded(job, record.step)
-        stored = {slab.key: (v, StoredVersion(r.extents, r.checksums.dump())) for slab, (v, r) in written.items()}
         kept = _durable_after(job, record.step)
         await self._nvme.sync()
-        await self._in_catalog_thread(lambda: self._record(job, record, stored, sorted(kept)))
+        await self._in_catalog_thread(lambda: self._record(job, record, written, sorted(kept)))
         for slab, (version, _) in written.items():
             slab.recorded.add(version)
         job.durable = kept
@@ -187,13 +186,14 @@ class Committer:
         self,
         job: Job,
         record: CommitRecord,
-        written: Mapping[SlabKey, tuple[int, StoredVersion]],
+        written: Mapping[Slab, tuple[int, NvmeRegion]],
         kept: list[int],
     ) -> None:
+        stored = {slab.key: (v, StoredVersion(r.extents, r.checksums.dump())) for slab, (v, r) in written.items()}
         with self._catalog.transaction():
             if not job.durable:
                 self._catalog.create_job(job.spec, [group.spec for group in job.groups.values()], job.created_at)
-            self._catalog.add_commit(job.spec.name, record, written)
+            self._catalog.add_commit(job.spec.name, record, stored)
             self._catalog.retain(job.spec.name, kept)
 
     def _forget(self, job: str, kept: list[int]) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
@@ -20,19 +20,23 @@ from typing import TypeVar
 import torch
 
 from storage import syscalls
-from storage.catalog import Catalog, CommitRecord
+from storage.catalog import Catalog
 from storage.commit import Committer
-from storage.errors import ConflictError, StepAbortedError
+from storage.directories import open_nvme
+from storage.errors import ConflictError, DamagedBlockError, StepAbortedError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader
+from storage.records import BadExtent, CommitRecord
 from storage.registry import Registry
+from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import Arena, ArenaRange
+from storage.tiers.extents import Extent
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeTier
+from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import Kernel, TilePool, Transformer
 from storage.versions import Job, PendingStep
 
@@ -47,9 +51,15 @@ class EngineConfig:
     state_dir: Path
     host_budget_bytes: int
     nvme_budget_bytes: int
+    # Where the data files are, best one on each device; none: in the state directory.
+    nvme_dirs: tuple[Path, ...] = ()
     io_read_threads: int = 4
     io_write_threads: int = 2
     optimizer_threads: int = 1
+    # A device that takes longer for one request is stuck.
+    device_timeout_seconds: float = 30.0
+    # What background verification may read; 0: it is off.
+    scrub_bytes_per_second: int = 0
     # Bytes of prefetches under way at once.
     prefetch_bytes: int = 256 << 20
     # How long a request waits for room in host memory before it is refused.
@@ -92,6 +102,9 @@ class Engine:
         self._transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
         self._gradients: set[ArenaRange] = set()
+        nvme.on_damage = self._on_damage
+        self._notes: set[asyncio.Task[None]] = set()
+        self.scrubber = Scrubber(nvme, self._versions, config.scrub_bytes_per_second)
 
     @classmethod
     async def open(cls, config: EngineConfig) -> Engine:
@@ -112,12 +125,15 @@ class Engine:
             undo.callback(catalog.close)
             stored = catalog.load()
             used = [e for job in stored for steps in job.versions.values() for v in steps.values() for e in v.extents]
-            nvme = NvmeTier(
-                config.state_dir / "data.0",
-                config.nvme_budget_bytes,
+            nvme = await open_nvme(
+                catalog,
+                config.state_dir,
+                config.nvme_dirs,
                 used,
+                budget_bytes=config.nvme_budget_bytes,
                 read_threads=config.io_read_threads,
                 write_threads=config.io_write_threads,
+                stuck_after_seconds=config.device_timeout_seconds,
             )
             undo.push_async_callback(nvme.close)
             reach(Failpoint.DURING_RECOVERY)
@@ -136,10 +152,13 @@ class Engine:
 
     async def close(self) -> None:
         """Finishes what must be finished, abandons the pending steps, and lets go of everything."""
+        await self.scrubber.close()
         for job in self.jobs.values():
             await self._quiesce(job)
         await self.queue.close()
         await self.nvme.close()
+        if self._notes:
+            await asyncio.wait(self._notes)
         self._compute.shutdown()
         self._catalog_thread.shutdown()
         self._catalog.close()
@@ -150,6 +169,22 @@ class Engine:
     def arena(self) -> Arena:
         """The memory that clients map."""
         return self.host.arena
+
+    def _on_damage(self, error: DamagedBlockError, extents: Sequence[Extent]) -> None:
+        error.fqns = self._registry.fqns_at(error.label, error.offset, error.nbytes)
+        if extents:
+            found = [BadExtent(extent=extent, reason=str(error), found_at=time.time()) for extent in extents]
+            noted = asyncio.ensure_future(self._in_catalog_thread(lambda: self._catalog.add_bad_extents(found)))
+            self._notes.add(noted)
+            noted.add_done_callback(self._on_noted)
+
+    def _on_noted(self, noted: asyncio.Task[None]) -> None:
+        self._notes.discard(noted)
+        if not noted.cancelled() and (error := noted.exception()) is not None:
+            log.error("blocks that were found damaged may be used again after a restart: %s", error)
+
+    def _versions(self) -> Iterator[NvmeRegion]:
+        return (region for job in self.jobs.values() for slab in job.slabs() for region in slab.versions.values())
 
     # --- jobs
 
@@ -172,13 +207,13 @@ class Engine:
         """
         known = self._registry.find(spec, may_exist=may_exist, must_exist=must_exist)
         if known is not None:
-            await self._quiesce(known)
+            await self.nvme.watch.unless_stuck(self._quiesce(known))
         return self._registry.attach(spec)
 
     async def delete_job(self, name: str) -> None:
         """Forgets a job and frees all that it has."""
         job = self.job(name)
-        await self._quiesce(job)
+        await self.nvme.watch.unless_stuck(self._quiesce(job))
         if job.durable:
             await self._in_catalog_thread(lambda: self._catalog.delete_job(name))
         self._registry.discard(job)
@@ -214,19 +249,28 @@ class Engine:
         Raises:
             ConflictError: the job has no committed step yet.
             StepAbortedError: that update failed or was abandoned.
+            DeviceStuckError: a device does not answer, and the bytes are not here.
             BudgetExceededError: what others hold left no room for it before the deadline.
         """
         slab = job.slab(group, kind)
         if job.newest is None:
             raise ConflictError(f"{slab.key} cannot be read yet: commit the initial values as step 0 first")
         update = job.pending.updates.get(group) if job.pending else None
+        if update is None and slab.current_copy is not None:
+            return Pin(slab, await self.queue.fetch(slab, position))
+        copy = await self.nvme.watch.unless_stuck(
+            self._fetch(slab, position, update), give_back=lambda copy: self.residents.unpin(slab, copy)
+        )
+        return Pin(slab, copy)
+
+    async def _fetch(self, slab: Slab, position: float, update: asyncio.Task[None] | None) -> HostCopy:
         if update is not None:
             await asyncio.wait([update])
             if update.cancelled() or update.exception() is not None:
                 raise StepAbortedError(
-                    f"the update of group {group!r} did not finish; resume from the last committed step"
+                    f"the update of group {slab.key.group!r} did not finish; resume from the last committed step"
                 )
-        return Pin(slab, await self.queue.fetch(slab, position))
+        return await self.queue.fetch(slab, position)
 
     def prefetch(self, owner: str, job: Job, wants: Iterable[tuple[str, Kind, float]]) -> None:
         """Replaces the prefetch window of `owner`: (group, kind, trace position) of what it will need soon.
@@ -279,7 +323,11 @@ class Engine:
 
         Raises:
             ConflictError: step 0 is committed already, or being committed.
+            DeviceStuckError: a device does not answer; they become version 0 when it does.
         """
+        await self.nvme.watch.unless_stuck(self._publish(pin))
+
+    async def _publish(self, pin: Pin) -> None:
         slab, job = pin.slab, self.job(pin.slab.key.job)
         try:
             with ExitStack() as undo:
@@ -379,7 +427,13 @@ class Engine:
             ConflictError: the step is not the next one, or initial values are missing.
             StorageError: the last snapshot failed, which this commit, tried again, leaves behind; or an update failed:
                 `roll_back` is then the only way on.
+            DeviceStuckError: a device does not answer. A commit that had begun goes on when it does: ask for the newest
+                step then.
         """
+        self.nvme.watch.check()
+        return await self.nvme.watch.unless_stuck(self._commit(job, step, client_states, settled))
+
+    async def _commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         pending = job.open_pending(step)
         pending.check_open()
         pending.at_rest.clear()
@@ -415,8 +469,12 @@ class Engine:
         Raises:
             NotFoundError: the step is not retained.
             DataLossError: some of its bytes were kept in host memory only, and are gone.
+            DeviceStuckError: a device does not answer; the job goes back when it does.
         """
         self._committer.check_retained(job, step)
+        await self.nvme.watch.unless_stuck(self._roll_back(job, step))
+
+    async def _roll_back(self, job: Job, step: int) -> None:
         await self.abandon_pending(job)
         await self._committer.roll_back(job, step)
 

@@ -39,5 +39,30 @@ class DataLossError(StorageError):
     """Bytes that were stored cannot be given back."""
 
 
+class DamagedBlockError(DataLossError):
+    """A block on NVMe is not what was written: `nbytes` at byte `offset` of the version that `label` names.
+
+    `fqns`: whose parameters' bytes they are, where that is known.
+    """
+
+    def __init__(self, label: str, offset: int, nbytes: int) -> None:
+        super().__init__(label, offset, nbytes)
+        self.label = label
+        self.offset = offset
+        self.nbytes = nbytes
+        self.fqns: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        whose = f" ({', '.join(self.fqns)})" if self.fqns else ""
+        return (
+            f"{self.label}: bytes {self.offset} to {self.offset + self.nbytes}{whose} on nvme are damaged, stale or of "
+            "another shard; resume from an older step or a copy, and check the device"
+        )
+
+
 class DeviceError(StorageError):
     """The operating system refused an operation on a file or on memory."""
+
+
+class DeviceStuckError(DeviceError):
+    """A device has not answered for too long. What was begun goes on by itself when it does."""

@@ -11,7 +11,7 @@ from array import array
 
 import xxhash
 
-from storage.errors import DataLossError
+from storage.errors import DamagedBlockError, DataLossError
 
 # The unit of verification, and so of reads. XXH3-64 runs near its full speed on blocks of this size, and the
 # optimizer's tiles, which are multiples of it, stay small enough for small host budgets.
@@ -45,15 +45,12 @@ class Checksums:
         """Checks bytes that were read at `offset`.
 
         Raises:
-            DataLossError: they are not the bytes that were written, by name and place.
+            DamagedBlockError: they are not the bytes that were written.
         """
         first = self._first_block(offset, len(buffer))
         for i, start in enumerate(range(0, len(buffer), BLOCK_BYTES), first):
             if self.values[i] != self._checksum(i, buffer[start : start + BLOCK_BYTES]):
-                raise DataLossError(
-                    f"{self.label}: bytes {offset + start} to {offset + min(start + BLOCK_BYTES, len(buffer))} on nvme "
-                    "are damaged, stale or of another shard; resume from an older step or a copy, and check the device"
-                )
+                raise DamagedBlockError(self.label, offset + start, min(BLOCK_BYTES, len(buffer) - start))
 
     def dump(self) -> bytes:
         """What the catalog stores."""

@@ -57,16 +57,19 @@ class RangeReader:
     async def _read_slab(self, slab: Slab, start: int, nbytes: int) -> AsyncIterator[bytes]:
         end = start + nbytes
         while start < end:
-            # Taken for one piece only: the reader may be slow, and optimizers need the buffers.
-            async with self._tiles.buffer() as buffer:
-                first = start // BLOCK_BYTES * BLOCK_BYTES
-                whole = min(round_up(end, BLOCK_BYTES), round_up(slab.nbytes)) - first
-                length = min(len(buffer) // BLOCK_BYTES * BLOCK_BYTES, whole)
-                await self._read_blocks(slab, first, buffer[:length])
-                stop = min(end, first + length)
-                piece = bytes(buffer[start - first : stop - first])
+            piece = await self._nvme.watch.unless_stuck(self._read_piece(slab, start, end))
             yield piece
-            start = stop
+            start += len(piece)
+
+    async def _read_piece(self, slab: Slab, start: int, end: int) -> bytes:
+        """As many of the bytes as one buffer holds, which is taken for them only: the reader may be slow, and
+        optimizers need the buffers."""
+        async with self._tiles.buffer() as buffer:
+            first = start // BLOCK_BYTES * BLOCK_BYTES
+            whole = min(round_up(end, BLOCK_BYTES), round_up(slab.nbytes)) - first
+            length = min(len(buffer) // BLOCK_BYTES * BLOCK_BYTES, whole)
+            await self._read_blocks(slab, first, buffer[:length])
+            return bytes(buffer[start - first : min(end, first + length) - first])
 
     async def _read_blocks(self, slab: Slab, start: int, buffer: memoryview) -> None:
         copy = slab.current_copy

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
-from storage.catalog import StoredJob
 from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError
 from storage.integrity import Checksums
 from storage.placement import Residents
+from storage.records import StoredJob
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
 from storage.tiers.base import PAGE_BYTES, round_up
@@ -57,6 +57,19 @@ class Registry:
             )
         check_layout(job.spec, spec)
         return job
+
+    def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
+        """The parameters whose elements are in those bytes of the version that `label` names."""
+        for job in self.jobs.values():
+            for group in job.groups.values():
+                for slab in group.slabs:
+                    if any(slab.label(version) == label for version in slab.versions):
+                        itemsize = slab.spec.dtype.itemsize
+                        first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
+                        return tuple(
+                            s.fqn for s in group.spec.shards if s.position < end and s.position + s.numel > first
+                        )
+        return ()
 
     def attach(self, spec: JobSpec) -> Job:
         """The job for a new run: as it was committed, or fresh where nothing was."""

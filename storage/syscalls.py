@@ -12,12 +12,13 @@ import fcntl
 import mmap
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from storage.errors import ConflictError, DeviceError, DiskFullError
 from storage.failpoints import Failpoint, reach
 
+_PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -153,17 +154,63 @@ def make_directory(path: Path) -> None:
 
 
 def open_data_file(path: Path) -> tuple[int, bool]:
-    """Opens or creates a file for aligned I/O; returns the descriptor and whether it bypasses the page cache.
+    """Opens or creates a file for page-aligned I/O; returns the descriptor and whether it bypasses the page cache.
 
-    File systems without O_DIRECT are opened buffered.
+    A file system that refuses O_DIRECT, at opening or at the first read, gets a buffered descriptor.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600), True
+        fd = os.open(path, flags, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            if size < _PAGE_BYTES:
+                # There must be something to read.
+                os.posix_fallocate(fd, 0, _PAGE_BYTES)
+            direct = _open_direct(path)
+            if size < _PAGE_BYTES:
+                os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise _device_error("open", path, error) from error
+    if direct is None:
+        return fd, False
+    os.close(fd)
+    return direct, True
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor that bypasses the page cache, proved by a read of one page; None where the file system refuses."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise _device_error("open", path, error) from error
-    return os.open(path, flags, 0o600), False
+            raise
+        return None
+    with mmap.mmap(-1, _PAGE_BYTES) as page:
+        try:
+            os.preadv(fd, [page], 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.EINVAL:
+                raise
+            return None
+    return fd
+
+
+def allocated_bytes(fd: int) -> int:
+    """Bytes of the disk that an open file occupies, by its allocated blocks, and at least its length."""
+    status = os.fstat(fd)
+    return max(status.st_blocks * 512, status.st_size)
+
+
+def truncate(fd: int, size: int, path: Path) -> None:
+    """Makes a file `size` bytes long, and gives the blocks behind back to the file system."""
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        raise _device_error(f"truncate to {size} bytes", path, error) from error
 
 
 def file_size(fd: int) -> int:
@@ -182,29 +229,42 @@ def extend(fd: int, size: int, length: int, path: Path) -> None:
     reach(Failpoint.FILE_GROWN)
 
 
-def read_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fills `buffer` from the file at `offset`."""
-    while len(buffer):
+def read_exact(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+    """Fills `buffers`, one after the other, from the file at `offset`."""
+    while buffers:
         try:
-            count = os.preadv(fd, [buffer], offset)
+            count = os.preadv(fd, buffers, offset)
         except OSError as error:
-            raise _device_error(f"read {len(buffer)} bytes at {offset} of", path, error) from error
+            raise _device_error(f"read {_length(buffers)} bytes at {offset} of", path, error) from error
         if count == 0:
-            raise DeviceError(f"{path} ends before byte {offset + len(buffer)}: it was truncated; restore it")
-        buffer = buffer[count:]
+            raise DeviceError(f"{path} ends before byte {offset + _length(buffers)}: it was truncated; restore it")
+        buffers = _rest(buffers, count)
         offset += count
 
 
-def write_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Writes all of `buffer` to the file at `offset`."""
-    while len(buffer):
+def write_exact(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+    """Writes all of `buffers`, one after the other, to the file at `offset`."""
+    while buffers:
         try:
-            count = os.pwritev(fd, [buffer], offset)
+            count = os.pwritev(fd, buffers, offset)
         except OSError as error:
-            raise _device_error(f"write {len(buffer)} bytes at {offset} of", path, error) from error
-        buffer = buffer[count:]
+            raise _device_error(f"write {_length(buffers)} bytes at {offset} of", path, error) from error
+        buffers = _rest(buffers, count)
         offset += count
     reach(Failpoint.DATA_WRITTEN)
+
+
+def _length(buffers: Sequence[memoryview]) -> int:
+    return sum(len(buffer) for buffer in buffers)
+
+
+def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+    """What a call that moved `done` bytes has left over."""
+    for i, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[i + 1 :]]
+        done -= len(buffer)
+    return []
 
 
 def sync_data(fd: int, path: Path) -> None:

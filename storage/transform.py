@@ -24,7 +24,7 @@ from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
-from storage.tiers.nvme import NvmeRegion, NvmeTier, settle
+from storage.tiers.nvme import NvmeRegion, NvmeTier, Transfer, settle
 
 # Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
 TILE_QUANTUM = BLOCK_BYTES // 2
@@ -203,8 +203,11 @@ class Transformer:
         try:
             numel = min(self._tiles.elements, group.spec.numel - start)
             tensors, views = self._map(region, start, numel, streams)
-            await settle(
-                [asyncio.ensure_future(self._read(s, start, views[s.slab], tensors)) for s in streams if s.reads]
+            for stream in streams:
+                if stream.reads and stream.slab.latest is None:
+                    tensors[stream.slab.key.kind].zero_()
+            await self._nvme.read_many(
+                [Transfer(s.source, _offset(s, start), views[s.slab]) for s in streams if s.source], Priority.UPDATE
             )
             tile = Tile(
                 start=start,
@@ -214,7 +217,9 @@ class Transformer:
                 scratch=self._host.tensor(region, DType.FLOAT32, numel),
             )
             await asyncio.get_running_loop().run_in_executor(self._executor, kernel, tile)
-            await settle([asyncio.ensure_future(self._write(s, start, views[s.slab])) for s in streams if s.target])
+            await self._nvme.write_many(
+                [Transfer(s.target, _offset(s, start), views[s.slab]) for s in streams if s.target], Priority.UPDATE
+            )
         finally:
             self._tiles.give(region)
 
@@ -239,17 +244,6 @@ class Transformer:
             )
         return tensors, views
 
-    async def _read(self, stream: _Stream, start: int, view: memoryview, tensors: Mapping[Kind, torch.Tensor]) -> None:
-        slab = stream.slab
-        if slab.latest is None:
-            tensors[slab.key.kind].zero_()
-        elif stream.source is not None:
-            await self._nvme.read_into(stream.source, start * slab.spec.dtype.itemsize, view, Priority.UPDATE)
-
-    async def _write(self, stream: _Stream, start: int, view: memoryview) -> None:
-        assert stream.target is not None
-        await self._nvme.write_from(stream.target, start * stream.slab.spec.dtype.itemsize, view, Priority.UPDATE)
-
     def _finish(self, stream: _Stream, step: int) -> None:
         slab = stream.slab
         slab.latest = step
@@ -261,3 +255,8 @@ class Transformer:
         elif slab.copy is not None:
             # Read by others while the update ran; what they hold is the old version.
             self._residents.detach(slab)
+
+
+def _offset(stream: _Stream, start: int) -> int:
+    """The byte of the slab where a tile begins."""
+    return start * stream.slab.spec.dtype.itemsize

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from storage.catalog import CommitRecord
 from storage.errors import ConflictError, NotFoundError
+from storage.records import CommitRecord
 from storage.shard import GroupSpec, JobSpec, Kind, ParameterSpec
 from storage.slab import Group, Slab
 

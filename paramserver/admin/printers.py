@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -24,12 +25,13 @@ def print_json(message: Message) -> None:
 
 def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
     """Use, traffic and hit rate of each tier."""
-    columns = ["tier", "used", "budget", "use", "leased", "evictable", "hits", "queue", "read", "written"]
-    table = _table(f"Tiers of {response.state_dir} ({response.sessions} sessions)", columns, left=("tier",))
+    columns = ["tier", "state", "used", "budget", "use", "leased", "evictable", "hits", "queue", "read", "written"]
+    table = _table(f"Tiers of {response.state_dir} ({response.sessions} sessions)", columns, left=("tier", "state"))
     for tier in response.tiers:
         asked = tier.hits + tier.misses
         table.add_row(
             tier_name(tier.tier),
+            "[red]degraded[/red]" if tier.problems else "ok",
             decimal(tier.used_bytes),
             decimal(tier.budget_bytes),
             f"{tier.used_bytes / tier.budget_bytes:.0%}" if tier.budget_bytes else "-",
@@ -41,7 +43,9 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
             f"{decimal(tier.bytes_written)} {_rate(tier.bytes_written, tier.write_seconds)}".strip(),
         )
     # Paths are long: below the table, where they do not squeeze the figures.
-    table.caption = "; ".join(f"{tier_name(tier.tier)}: {tier.detail}" for tier in response.tiers)
+    lines = [f"{tier_name(tier.tier)}: {tier.detail}" for tier in response.tiers]
+    lines += [f"[red]{escape(problem)}[/red]" for tier in response.tiers for problem in tier.problems]
+    table.caption = "\n".join(lines)
     table.caption_justify = "left"
     return table
 
@@ -124,7 +128,7 @@ def _durability(durability: pb.Durability) -> str:
 def _numbers(value: object) -> object:
     """protobuf's JSON writes 64-bit integers as strings; programs want numbers."""
     if isinstance(value, dict):
-        text = {"name", "fqn", "job", "group", "epoch", "state_dir", "detail"}
+        text = {"name", "fqn", "job", "group", "epoch", "state_dir", "detail", "path", "problems"}
         return {k: v if k in text else _numbers(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_numbers(item) for item in value]

@@ -26,7 +26,28 @@ class GetTiersResponse(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierInfo, _Mapping]]] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., sessions: _Optional[int] = ..., unix_seconds: _Optional[float] = ...) -> None: ...
 
 class TierInfo(_message.Message):
-    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail")
+    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes")
+    class Device(_message.Message):
+        __slots__ = ("path", "direct", "used_bytes", "size_bytes", "free_runs", "bytes_in_flight", "busy_seconds", "stalled_seconds", "bytes_per_second")
+        PATH_FIELD_NUMBER: _ClassVar[int]
+        DIRECT_FIELD_NUMBER: _ClassVar[int]
+        USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        FREE_RUNS_FIELD_NUMBER: _ClassVar[int]
+        BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+        BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+        path: str
+        direct: bool
+        used_bytes: int
+        size_bytes: int
+        free_runs: int
+        bytes_in_flight: int
+        busy_seconds: float
+        stalled_seconds: float
+        bytes_per_second: float
+        def __init__(self, path: _Optional[str] = ..., direct: _Optional[bool] = ..., used_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_runs: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
     TIER_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +63,12 @@ class TierInfo(_message.Message):
     READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WRITE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_PASSES_FIELD_NUMBER: _ClassVar[int]
     tier: _parameter_store_pb2.Tier
     budget_bytes: int
     used_bytes: int
@@ -57,7 +84,13 @@ class TierInfo(_message.Message):
     read_seconds: float
     write_seconds: float
     detail: str
-    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    devices: _containers.RepeatedCompositeFieldContainer[TierInfo.Device]
+    damaged_blocks: int
+    bad_bytes: int
+    scrubbed_bytes: int
+    scrub_passes: int
+    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ...) -> None: ...
 
 class WatchTiersRequest(_message.Message):
     __slots__ = ("interval_seconds",)

@@ -30,15 +30,23 @@ class BusyClock:
     _running: int = 0
     _since: float = 0.0
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
+        """One more operation is under way."""
         if self._running == 0:
             self._since = time.perf_counter()
         self._running += 1
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """One of them is over."""
         self._running -= 1
         if self._running == 0:
             self.seconds += time.perf_counter() - self._since
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 @dataclass(slots=True)

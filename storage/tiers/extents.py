@@ -1,60 +1,86 @@
-"""Which blocks of the NVMe data file are free: an allocator of extents. Does no I/O."""
+"""Which blocks of a data file are free: an allocator of extents. Does no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from storage.integrity import BLOCK_BYTES
 from storage.tiers.base import round_up
 from storage.tiers.free_runs import FreeRuns
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`nbytes` (whole blocks) at byte `offset` of data file number `file`."""
+    """`nbytes` (whole pages) at byte `offset` of data file number `file`."""
 
     offset: int
     nbytes: int
     file: int = 0
 
+    @property
+    def end(self) -> int:
+        """Where the next extent can begin."""
+        return self.offset + self.nbytes
+
 
 class ExtentAllocator:
-    """The free extents. Allocation is best fit, and splits only where no run is long enough."""
+    """The free extents of one file.
 
-    def __init__(self) -> None:
+    Allocation is best fit, and splits only where no run is long enough: then at multiples of a checksum's block, so
+    that every block lies in one piece.
+    """
+
+    def __init__(self, file: int = 0) -> None:
+        self._file = file
         self._free = FreeRuns()
+
+    def __len__(self) -> int:
+        """The number of free runs."""
+        return len(self._free)
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are not allocated."""
         return self._free.free_bytes
 
+    @property
+    def usable_bytes(self) -> int:
+        """What one allocation can get at most: runs shorter than a block can only be the last part of one."""
+        return sum(length // BLOCK_BYTES * BLOCK_BYTES for length in self._free.lengths())
+
     def add(self, extent: Extent) -> None:
         """Makes an extent free."""
-        self._free.add(extent.offset, extent.offset + extent.nbytes)
+        self._free.add(extent.offset, extent.end)
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Takes extents of `nbytes` (rounded up to blocks) in all; None where there is not that much."""
+        """Takes extents of `nbytes` (rounded up to pages) in all; None where there is not that much."""
         need = round_up(nbytes)
-        if need > self.free_bytes:
-            return None
         taken: list[Extent] = []
         while need:
-            run = self._best_run(need)
-            start, end = self._free[run]
-            length = min(need, end - start)
-            taken.append(Extent(self._free.cut(run, length), length))
-            need -= length
+            extent = self._take(need)
+            if extent is None:
+                for taken_back in taken:
+                    self.add(taken_back)
+                return None
+            taken.append(extent)
+            need -= extent.nbytes
         return tuple(taken)
 
-    def _best_run(self, need: int) -> int:
-        """The shortest run that holds `need`, else the longest one."""
+    def _take(self, need: int) -> Extent | None:
+        """`need` from the shortest run that holds it, else all whole blocks of the longest one."""
         lengths = list(self._free.lengths())
         fitting = [(length, i) for i, length in enumerate(lengths) if length >= need]
-        return min(fitting)[1] if fitting else max(range(len(lengths)), key=lengths.__getitem__)
+        if fitting:
+            return Extent(self._free.cut(min(fitting)[1], need), need, self._file)
+        longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+        if longest is None or lengths[longest] < BLOCK_BYTES:
+            return None
+        whole = lengths[longest] // BLOCK_BYTES * BLOCK_BYTES
+        return Extent(self._free.cut(longest, whole), whole, self._file)
 
 
-def unused_runs(size_bytes: int, used: Iterable[Extent]) -> list[Extent]:
+def unused_runs(size_bytes: int, used: Iterable[Extent], file: int = 0) -> list[Extent]:
     """What `used` leaves free of a file of `size_bytes`.
 
     Raises:
@@ -63,11 +89,33 @@ def unused_runs(size_bytes: int, used: Iterable[Extent]) -> list[Extent]:
     runs: list[Extent] = []
     position = 0
     for extent in sorted(used, key=lambda extent: extent.offset):
-        if extent.offset < position or extent.offset + extent.nbytes > size_bytes:
+        if extent.offset < position or extent.end > size_bytes:
             raise ValueError(f"extent at {extent.offset} of {extent.nbytes} bytes overlaps another or leaves the file")
         if extent.offset > position:
-            runs.append(Extent(position, extent.offset - position))
-        position = extent.offset + extent.nbytes
+            runs.append(Extent(position, extent.offset - position, file))
+        position = extent.end
     if position < size_bytes:
-        runs.append(Extent(position, size_bytes - position))
+        runs.append(Extent(position, size_bytes - position, file))
     return runs
+
+
+def without(extent: Extent, holes: Iterable[Extent]) -> Iterator[Extent]:
+    """The parts of an extent that no hole, of those in the same file, covers."""
+    start = extent.offset
+    for hole in sorted(holes, key=lambda hole: hole.offset):
+        if hole.file != extent.file or hole.end <= start or hole.offset >= extent.end:
+            continue
+        if hole.offset > start:
+            yield Extent(start, hole.offset - start, extent.file)
+        start = hole.end
+    if start < extent.end:
+        yield Extent(start, extent.end - start, extent.file)
+
+
+def overlapping(extents: Iterable[Extent], offset: int, nbytes: int) -> Iterator[Extent]:
+    """Where bytes `[offset, offset + nbytes)` of the sequence of `extents` are."""
+    for extent in extents:
+        start, end = max(offset, 0), min(offset + nbytes, extent.nbytes)
+        if start < end:
+            yield Extent(extent.offset + start, end - start, extent.file)
+        offset -= extent.nbytes

@@ -1,17 +1,15 @@
-"""Worker threads that do blocking I/O for the event loop: one pool for reads, one for writes, each by priority.
+"""The contract of what moves bytes between one data file and host memory.
 
-A request completes on its own; nothing here waits for unrelated requests.
+`threaded_io` fulfils it with plain system calls; io_uring or GPUDirect Storage would be other rooms beside it. An I/O
+engine knows positions in a file and buffers, and nothing of regions, shards or checksums: those come as `check`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import enum
-import itertools
-import queue
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 
 class Priority(enum.IntEnum):
@@ -20,69 +18,69 @@ class Priority(enum.IntEnum):
     DEMAND = 0
     PREFETCH = 1
     UPDATE = 2
+    SCRUB = 3
 
 
-@dataclass(order=True, slots=True)
-class _Request:
-    priority: int
-    sequence: int
-    work: Callable[[], None] = field(compare=False)
-    done: asyncio.Future[None] = field(compare=False)
+def no_check() -> None:
+    """Nothing is known of the bytes."""
 
 
-class IoPool:
-    """A fixed number of threads that run requests in the order of their priority."""
+@dataclass(slots=True, eq=False)
+class IoRequest:
+    """`buffer`, page-aligned whole pages of host memory, from or to byte `position` of the file.
 
-    def __init__(self, name: str, threads: int) -> None:
-        self._queue: queue.PriorityQueue[_Request | _Stop] = queue.PriorityQueue()
-        self._sequence = itertools.count()
-        self._loop = asyncio.get_running_loop()
-        self.depth = 0
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
+    `check` is called where the transfer runs, on any thread: after a read, to raise if the bytes are wrong (the bytes
+    are then read once more before the error counts), or before a write, to take note of them.
+    """
 
-    async def run(self, work: Callable[[], None], priority: Priority) -> None:
-        """Runs `work` on a thread and raises what it raises.
+    position: int
+    buffer: memoryview
+    check: Callable[[], None] = no_check
 
-        A cancelled wait ends only when the work has: the thread may be using the caller's buffer until then.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoLoad:
+    """What an engine is doing and has done. `stalled_seconds`: how long the oldest transfer has been at the device."""
+
+    queued: int
+    bytes_in_flight: int
+    bytes_moved: int
+    busy_seconds: float
+    stalled_seconds: float
+
+
+class IoEngine(Protocol):
+    """Moves bytes of one file. Called on one event loop; requests complete each on its own, in any order."""
+
+    async def read(self, requests: Sequence[IoRequest], priority: Priority) -> None:
+        """Fills the buffers.
+
+        Returns or raises, also when cancelled, only when no buffer is in use any more: what has not begun is dropped,
+        what has is waited for.
+
+        Raises:
+            DeviceError: the file system refused.
+            DataLossError: a check failed twice, or the file is too short.
         """
-        request = _Request(int(priority), next(self._sequence), work, self._loop.create_future())
-        self.depth += 1
-        self._queue.put(request)
-        try:
-            await asyncio.shield(request.done)
-        except asyncio.CancelledError:
-            if not request.done.done():
-                await asyncio.wait([request.done])
-            request.done.exception()
-            raise
+        ...
+
+    async def write(self, requests: Sequence[IoRequest], priority: Priority) -> None:
+        """Writes the buffers; durable only after `sync`. Otherwise as `read`."""
+        ...
+
+    async def sync(self) -> None:
+        """Returns when all writes that had returned before are on the device.
+
+        Raises:
+            DeviceError: they may not be, and never will be because of a later sync: write them again, elsewhere.
+        """
+        ...
+
+    @property
+    def load(self) -> IoLoad:
+        """What is under way now."""
+        ...
 
     async def close(self) -> None:
-        """Ends the threads once all requests are done."""
-        for _ in self._threads:
-            self._queue.put(_Stop())
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join)
-
-    def _run(self) -> None:
-        while not isinstance(request := self._queue.get(), _Stop):
-            error: BaseException | None = None
-            try:
-                request.work()
-            except BaseException as raised:
-                error = raised
-            self._loop.call_soon_threadsafe(self._finish, request, error)
-
-    def _finish(self, request: _Request, error: BaseException | None) -> None:
-        self.depth -= 1
-        if error is None:
-            request.done.set_result(None)
-        else:
-            request.done.set_exception(error)
-
-
-@dataclass(order=True, slots=True)
-class _Stop:
-    priority: int = 99
-    sequence: int = 0
+        """Finishes all requests and lets go of threads and the file."""
+        ...

@@ -1,196 +1,340 @@
-"""The NVMe tier: regions are lists of extents of one preallocated data file, read and written past the page cache.
+"""The NVMe tier: regions are lists of extents of preallocated data files, one in each directory, best on own devices.
 
-Owns the file, the free space and the I/O threads. What an extent holds is the catalog's to know: after a crash, all
-that the catalog does not name is free.
+Owns the files, the budget over all of them, and what is known of the health of the devices. Bytes are spread over the
+devices in proportion to their measured speed. Everything that is read is verified first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterable, Iterator
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
-from storage import syscalls
-from storage.errors import BudgetExceededError, DataLossError, DiskFullError
-from storage.integrity import Checksums
+from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError
+from storage.integrity import BLOCK_BYTES, Checksums
 from storage.shard import TierName
-from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
-from storage.tiers.extents import Extent, ExtentAllocator, unused_runs
-from storage.tiers.io_engine import IoPool, Priority
+from storage.tiers.base import TierCounters, round_up
+from storage.tiers.data_file import GROWTH_BYTES, DataFile
+from storage.tiers.extents import Extent, overlapping, without
+from storage.tiers.health import DeviceWatch
+from storage.tiers.io_engine import IoRequest, Priority, no_check
 
-# The file grows by this much at a time, so that growth is rare and the file system can keep the blocks together.
-GROWTH_BYTES = 64 << 20
-# One request to the device: large enough for its full speed, small enough that several workers share a large slab.
+log = logging.getLogger(__name__)
+
+# Of damaged versions, in a list for people.
+MOST_NAMED = 5
+# One request to a device, and the stripe in which a region is spread over several.
 REQUEST_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class NvmeRegion:
     """Bytes in extents, in order, with what is known of their contents."""
 
     extents: tuple[Extent, ...]
     checksums: Checksums
+    # Those who need the bytes: the slab, readers, transfers under way. The last one to leave frees the extents.
+    holders: int = 1
+    writers: int = 0
+    # A sync that covered its bytes failed: they may be on the device or not, and no later sync will tell.
+    doubtful: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes in whole blocks."""
+        """Bytes in whole pages."""
         return sum(extent.nbytes for extent in self.extents)
+
+    @property
+    def blocks_are_whole(self) -> bool:
+        """Whether every checksum's block lies in one extent, as in all regions since format 2."""
+        return all(extent.nbytes % BLOCK_BYTES == 0 for extent in self.extents[:-1])
+
+
+class Transfer(NamedTuple):
+    """`buffer`, whole blocks (or up to the end) at byte `offset` of the region, page-aligned host memory."""
+
+    region: NvmeRegion
+    offset: int
+    buffer: memoryview
 
 
 class NvmeTier:
-    """One data file on one device."""
+    """Data files behind one budget."""
 
     name = TierName.NVME
 
     def __init__(
-        self, path: Path, budget_bytes: int, used: Iterable[Extent], *, read_threads: int, write_threads: int
+        self, files: Sequence[DataFile], budget_bytes: int, bad: Iterable[Extent], *, stuck_after_seconds: float
     ) -> None:
-        """Opens or creates the file at `path`; `used` are the extents that committed versions occupy.
+        """Takes over the files; `bad` are extents that were found damaged, and are never used again.
 
         Raises:
-            DataLossError: `used` does not fit the file.
             BudgetExceededError: committed versions alone exceed the budget.
         """
-        self.path = path
+        self.files = tuple(files)
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
-        self._fd, self.direct = syscalls.open_data_file(path)
-        self._size = syscalls.file_size(self._fd) // PAGE_BYTES * PAGE_BYTES
-        self._allocator = ExtentAllocator()
-        try:
-            self._take_in(used)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._reads = IoPool("nvme-read", read_threads)
-        self._writes = IoPool("nvme-write", write_threads)
-        # A thread of their own: behind requests to the device they would wait a thousand times as long as they take.
-        self._checks = IoPool("nvme-check", 1)
-
-    def _take_in(self, used: Iterable[Extent]) -> None:
-        """Makes free what is not `used`."""
-        try:
-            runs = unused_runs(self._size, used)
-        except ValueError as error:
-            raise DataLossError(
-                f"{self.path} does not match the catalog: {error}; restore the file or delete the state directory"
-            ) from error
-        for run in runs:
-            self._allocator.add(run)
-        if self.used_bytes > self.budget_bytes:
+        self.bad = set(bad)
+        self.damaged_blocks = 0
+        # Completes the error with what the engine knows, and keeps what is set aside for the next start.
+        self.on_damage: Callable[[DamagedBlockError, Sequence[Extent]], None] = lambda _error, _extents: None
+        self._damaged: dict[NvmeRegion, DamagedBlockError] = {}
+        self._file_of = {file.number: file for file in self.files}
+        self._unsynced: set[NvmeRegion] = set()
+        if self.used_bytes > budget_bytes:
             raise BudgetExceededError(
-                f"nvme_budget {self.budget_bytes} is less than the {self.used_bytes} bytes of committed versions in "
-                f"{self.path}; raise nvme_budget or delete jobs"
+                f"nvme_budget {budget_bytes} is less than the {self.used_bytes} bytes of committed versions in "
+                f"{self._paths}; raise nvme_budget or delete jobs"
             )
+        self.watch = DeviceWatch(self.files, stuck_after_seconds)
 
     @property
     def used_bytes(self) -> int:
         """Bytes in allocated extents."""
-        return self._size - self._allocator.free_bytes
+        return sum(file.used_bytes for file in self.files)
+
+    @property
+    def bad_bytes(self) -> int:
+        """Bytes that were found damaged and are never used again."""
+        return sum(extent.nbytes for extent in self.bad)
 
     @property
     def queue_depth(self) -> int:
         """Requests waiting or under way."""
-        return self._reads.depth + self._writes.depth
+        return sum(file.io.load.queued for file in self.files)
+
+    @property
+    def problems(self) -> list[str]:
+        """What makes the tier degraded, for operators; empty: nothing."""
+        problems = self.watch.problems
+        damaged = [f"{error.label} is damaged" for error in self._damaged.values()]
+        problems += damaged[:MOST_NAMED] + ([f"{len(damaged)} versions are damaged"] if damaged[MOST_NAMED:] else [])
+        if doubtful := sum(region.doubtful for region in self._unsynced):
+            problems.append(f"{doubtful} versions were not confirmed by the device, and will be written again")
+        return problems
 
     @property
     def detail(self) -> str:
-        """The file and how it is accessed."""
-        return f"{self.path} ({'O_DIRECT' if self.direct else 'buffered: no O_DIRECT on this file system'})"
+        """The files and how they are accessed."""
+        return "; ".join(
+            f"{file.path} ({'O_DIRECT' if file.direct else 'buffered: no O_DIRECT on this file system'})"
+            for file in self.files
+        )
+
+    # --- space
 
     def reserve(self, nbytes: int) -> None:
         """Makes sure that `nbytes` more can be allocated, now rather than in the middle of a step.
 
         Raises:
             BudgetExceededError: the budget cannot hold them.
-            DiskFullError: the file system cannot.
+            DiskFullError: the file systems cannot.
         """
         need = round_up(nbytes)
         if self.used_bytes + need > self.budget_bytes:
             raise BudgetExceededError(
                 f"nvme_budget {self.budget_bytes} is too small: {self.used_bytes} bytes are in use and {need} more are "
-                f"needed in {self.path}; raise nvme_budget to at least {self.used_bytes + need} or delete jobs"
+                f"needed in {self._paths}; raise nvme_budget to at least {self.used_bytes + need} or delete jobs"
             )
-        missing = need - self._allocator.free_bytes
-        if missing > 0:
-            room = self.budget_bytes // PAGE_BYTES * PAGE_BYTES - self._size
-            self._grow(missing, max(missing, min(round_up(missing, GROWTH_BYTES), room)))
+        self._grow(need - sum(file.usable_bytes for file in self.files))
 
-    def _grow(self, missing: int, wanted: int) -> None:
-        """Makes the file `wanted` bytes longer; only the `missing` ones where the disk is nearly full."""
+    async def allocate(self, nbytes: int, label: str = "scratch") -> NvmeRegion:
+        """Extents for `nbytes` of what `label` names; the files grow where their free space is too small."""
+        extents = self._place(nbytes)
+        if extents is None:
+            self.reserve(nbytes)
+            extents = self._place(nbytes)
+        if extents is None:
+            # Enough, but in pieces that are too small.
+            self._grow(round_up(nbytes))
+            extents = self._place(nbytes)
+            assert extents is not None
+        return NvmeRegion(extents, Checksums(label, round_up(nbytes)))
+
+    def hold(self, region: NvmeRegion) -> None:
+        """Keeps the region's extents until `free` was called once more."""
+        region.holders += 1
+
+    def free(self, region: NvmeRegion) -> None:
+        """Lets go of a region; its extents are free when nobody holds it any more."""
+        region.holders -= 1
+        if region.holders:
+            return
+        self._unsynced.discard(region)
+        self._damaged.pop(region, None)
+        for extent in region.extents:
+            for part in without(extent, self.bad) if self.bad else (extent,):
+                self._file_of[extent.file].free(part)
+
+    def _place(self, nbytes: int) -> tuple[Extent, ...] | None:
+        if len(self.files) == 1:
+            return self.files[0].allocate(nbytes)
+        extents: list[Extent] = []
+        for start in range(0, nbytes, REQUEST_BYTES):
+            piece = self._place_piece(min(REQUEST_BYTES, nbytes - start))
+            if piece is None:
+                for extent in extents:
+                    self._file_of[extent.file].free(extent)
+                return None
+            extents += piece
+        return tuple(extents)
+
+    def _place_piece(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """In the file that has the least for its speed, of those with room."""
+        for file in sorted(self.files, key=lambda file: file.used_bytes / self._speed(file)):
+            if extents := file.allocate(nbytes):
+                return extents
+        return None
+
+    def _speed(self, file: DataFile) -> float:
+        """Bytes per second, relative to the others; all the same where not all are measured."""
+        return file.bandwidth or 1.0 if all(other.bandwidth for other in self.files) else 1.0
+
+    def _grow(self, missing: int) -> None:
+        """Makes the files longer, in proportion to their speeds; what does not fit one goes to the others."""
+        candidates = list(self.files)
+        while missing > 0:
+            speed = sum(self._speed(file) for file in candidates)
+            for file in list(candidates):
+                share = missing if file is candidates[-1] else round_up(int(missing * self._speed(file) / speed))
+                try:
+                    missing -= self._grow_file(file, min(share, missing))
+                except DiskFullError:
+                    candidates.remove(file)
+                    if not candidates:
+                        raise
+
+    def _grow_file(self, file: DataFile, missing: int) -> int:
+        """Makes one file longer by at least `missing` bytes, by how much; by no more where the disk is nearly full."""
+        if missing <= 0:
+            return 0
+        room = self.budget_bytes - sum(other.occupied_bytes for other in self.files)
+        if missing > room:
+            raise BudgetExceededError(
+                f"nvme_budget {self.budget_bytes}: {self._paths} occupy all but {max(room, 0)} bytes of it, and "
+                f"{missing} more are needed; raise nvme_budget by {missing - room} bytes or delete jobs"
+            )
+        wanted = max(missing, min(round_up(missing, GROWTH_BYTES), room // round_up(1) * round_up(1)))
         try:
-            syscalls.extend(self._fd, self._size, wanted, self.path)
+            file.grow(wanted)
         except DiskFullError:
             if wanted == missing:
                 raise
             wanted = missing
-            syscalls.extend(self._fd, self._size, wanted, self.path)
-        self._allocator.add(Extent(self._size, wanted))
-        self._size += wanted
+            file.grow(wanted)
+        return wanted
 
-    async def allocate(self, nbytes: int, label: str = "scratch") -> NvmeRegion:
-        """Extents for `nbytes` of what `label` names; the file grows where its free space is too small."""
-        extents = self._allocator.allocate(nbytes)
-        if extents is None:
-            self.reserve(nbytes)
-            extents = self._allocator.allocate(nbytes)
-            assert extents is not None
-        return NvmeRegion(extents, Checksums(label, round_up(nbytes)))
-
-    def free(self, region: NvmeRegion) -> None:
-        """Makes the region's extents free at once."""
-        for extent in region.extents:
-            self._allocator.add(extent)
+    # --- bytes
 
     async def read_into(
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> None:
-        """Fills `buffer` with whole blocks of the region, verified.
-
-        Raises:
-            DataLossError: they are not what was written.
-            DeviceError: they cannot be read.
-        """
-        await self._transfer(region, offset, buffer, priority, write=False)
+        """Fills `buffer` with whole blocks of the region, verified; see `read_many`."""
+        await self.read_many([Transfer(region, offset, buffer)], priority)
 
     async def write_from(
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority = Priority.UPDATE
     ) -> None:
-        """Writes `buffer`, whole blocks of the region. Durable only after `sync`."""
-        await self._transfer(region, offset, buffer, priority, write=True)
+        """Writes `buffer`, whole blocks of the region; see `write_many`."""
+        await self.write_many([Transfer(region, offset, buffer)], priority)
+
+    async def read_many(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+        """Fills the buffers, verified; neighbours on a device are read together.
+
+        Raises:
+            DamagedBlockError: a block is not what was written, also when it is read again.
+            DeviceError: they cannot be read.
+        """
+        for transfer in transfers:
+            transfer.region.holders += 1
+        try:
+            with self.counters.reading:
+                await self._move(transfers, priority, write=False)
+            for region, offset, buffer in transfers:
+                if not region.blocks_are_whole:
+                    await asyncio.to_thread(region.checksums.verify, offset, buffer)
+            self.counters.bytes_read += sum(len(transfer.buffer) for transfer in transfers)
+        except DamagedBlockError as error:
+            self._set_aside(error, next(t.region for t in transfers if t.region.checksums.label == error.label))
+            raise
+        finally:
+            for transfer in transfers:
+                self.free(transfer.region)
+
+    async def write_many(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+        """Writes the buffers and takes their checksums; neighbours on a device are written together. Durable only after
+        `sync`."""
+        for transfer in transfers:
+            transfer.region.holders += 1
+            transfer.region.writers += 1
+            self._unsynced.add(transfer.region)
+        try:
+            with self.counters.writing:
+                await self._move(transfers, priority, write=True)
+            self.counters.bytes_written += sum(len(transfer.buffer) for transfer in transfers)
+        finally:
+            for transfer in transfers:
+                transfer.region.writers -= 1
+                self.free(transfer.region)
 
     async def sync(self) -> None:
-        """Returns when the device has everything that was written before."""
-        await self._writes.run(lambda: syscalls.sync_data(self._fd, self.path), Priority.DEMAND)
+        """Returns when the devices have everything that was written before.
+
+        Raises:
+            DeviceError: they may not. What was written since the last sync stays doubtful: see `NvmeRegion`.
+        """
+        covered = {region for region in self._unsynced if not region.writers}
+        try:
+            await settle([asyncio.ensure_future(file.io.sync()) for file in self.files])
+        except BaseException:
+            for region in self._unsynced:
+                region.doubtful = True
+            raise
+        self._unsynced -= {region for region in covered if not region.doubtful}
+        for file in self.files:
+            file.sample()
 
     async def close(self) -> None:
-        """Finishes all requests and closes the file."""
-        await self._reads.close()
-        await self._writes.close()
-        await self._checks.close()
-        os.close(self._fd)
+        """Finishes all requests and closes the files."""
+        await self.watch.close()
+        for file in self.files:
+            await file.io.close()
 
-    async def _transfer(
-        self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority, *, write: bool
-    ) -> None:
-        pool, move = (self._writes, syscalls.write_exact) if write else (self._reads, syscalls.read_exact)
-
-        def request(position: int, piece: memoryview) -> asyncio.Task[None]:
-            return asyncio.ensure_future(pool.run(lambda: move(self._fd, piece, position, self.path), priority))
-
-        pieces = list(_requests(region, offset, buffer))
-        if write:
-            await self._checks.run(lambda: region.checksums.record(offset, buffer), priority)
-            with self.counters.writing:
-                await settle([request(position, piece) for position, piece in pieces])
-            self.counters.bytes_written += len(buffer)
+    async def _move(self, transfers: Sequence[Transfer], priority: Priority, *, write: bool) -> None:
+        requests: dict[int, list[IoRequest]] = {file.number: [] for file in self.files}
+        for transfer in transfers:
+            region = transfer.region
+            check = region.checksums.record if write else region.checksums.verify
+            for extent, offset, piece in _pieces(transfer):
+                checks = functools.partial(check, offset, piece) if region.blocks_are_whole else no_check
+                requests[extent.file].append(IoRequest(extent.offset, piece, checks))
+        calls = [
+            (file.io.write if write else file.io.read)(requests[file.number], priority)
+            for file in self.files
+            if requests[file.number]
+        ]
+        if len(calls) == 1:
+            await calls[0]
         else:
-            with self.counters.reading:
-                await settle([request(position, piece) for position, piece in pieces])
-            self.counters.bytes_read += len(buffer)
-            await self._checks.run(lambda: region.checksums.verify(offset, buffer), priority)
+            await settle([asyncio.ensure_future(call) for call in calls])
+
+    def _set_aside(self, error: DamagedBlockError, region: NvmeRegion) -> None:
+        """Never uses the pages of a damaged block again."""
+        extents = list(overlapping(region.extents, error.offset, error.nbytes))
+        new = [extent for extent in extents if extent not in self.bad]
+        self.damaged_blocks += 1
+        self.bad.update(new)
+        self.on_damage(error, new)
+        if region not in self._damaged:
+            log.error("%s", error)
+        self._damaged[region] = error
+
+    @property
+    def _paths(self) -> str:
+        return ", ".join(str(file.path) for file in self.files)
 
 
 async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:
@@ -208,18 +352,15 @@ async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:
         raise
 
 
-def _requests(region: NvmeRegion, offset: int, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Cuts the transfer of `buffer` at byte `offset` of the region into (file position, piece of the buffer)."""
+def _pieces(transfer: Transfer) -> Iterator[tuple[Extent, int, memoryview]]:
+    """Cuts a transfer into requests: where each is on disk, its offset in the region, its part of the buffer."""
+    region, offset, buffer = transfer
+    if offset + len(buffer) > region.nbytes:
+        raise ValueError(f"a transfer of {len(buffer)} bytes at {offset} leaves its region of {region.nbytes} bytes")
     done = 0
-    for extent in region.extents:
-        if offset >= extent.nbytes:
-            offset -= extent.nbytes
-            continue
-        while offset < extent.nbytes and done < len(buffer):
-            length = min(REQUEST_BYTES, extent.nbytes - offset, len(buffer) - done)
-            yield extent.offset + offset, buffer[done : done + length]
+    for extent in overlapping(region.extents, offset, len(buffer)):
+        for start in range(0, extent.nbytes, REQUEST_BYTES):
+            length = min(REQUEST_BYTES, extent.nbytes - start)
+            place = Extent(extent.offset + start, length, extent.file)
+            yield place, offset + done, buffer[done : done + length]
             done += length
-            offset += length
-        offset = 0
-    if done != len(buffer):
-        raise ValueError(f"a transfer of {len(buffer)} bytes leaves its region of {region.nbytes} bytes")

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from storage.catalog import FORMAT_VERSION, Catalog, CommitRecord, StoredVersion
+from storage.catalog import Catalog
+from storage.catalog_format import FORMAT_VERSION
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
+from storage.records import CommitRecord, StoredVersion
 from storage.shard import DType, Kind, SlabKey, TierName
 from storage.tiers.extents import Extent
 from tests.unit.storage.builders import Layout
@@ -143,13 +145,13 @@ def test_another_format_version_is_refused_and_left_alone(catalog: Catalog, path
 def test_a_database_of_somebody_else_is_refused(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("CREATE TABLE recipes (name TEXT)")
-    with pytest.raises(DeviceError, match=f"{path}: no such table"):
+    with pytest.raises(ConflictError, match=f"{path} is a database but not a catalog; use another state directory"):
         Catalog(path)
 
 
 def test_a_file_that_is_no_database_is_data_loss(path: Path) -> None:
     path.write_bytes(b"not a database at all" * 1000)
-    with pytest.raises(DataLossError, match=f"{path} is damaged.*restore it"):
+    with pytest.raises(DataLossError, match=f"{path} is damaged.*restore the whole state directory"):
         Catalog(path)
 
 

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from storage.integrity import BLOCK_BYTES
 from storage.tiers.base import PAGE_BYTES
-from storage.tiers.extents import Extent, ExtentAllocator, unused_runs
+from storage.tiers.extents import Extent, ExtentAllocator, overlapping, unused_runs, without
 
 
 def blocks(first: int, count: int) -> Extent:
@@ -36,14 +37,22 @@ def test_the_shortest_run_that_fits_is_taken() -> None:
 
 def test_it_splits_only_where_no_run_is_long_enough_longest_first() -> None:
     space = allocator(blocks(0, 2), blocks(10, 5), blocks(20, 3))
-    assert space.allocate(7 * PAGE_BYTES) == (blocks(10, 5), blocks(0, 2))
-    assert space.free_bytes == 3 * PAGE_BYTES
+    assert space.allocate(6 * PAGE_BYTES) == (blocks(10, 4), blocks(0, 2))
+    assert space.free_bytes == 4 * PAGE_BYTES
+
+
+def test_a_split_never_cuts_the_block_of_a_checksum() -> None:
+    space = allocator(blocks(0, 7), blocks(10, 6), blocks(20, 5), blocks(30, 3))
+    assert space.allocate(13 * PAGE_BYTES) == (blocks(0, 4), blocks(10, 4), blocks(20, 5))
+    assert space.usable_bytes == 0, "what is left is shorter than a block, and good for a last part only"
+    assert space.allocate(4 * PAGE_BYTES) is None
+    assert space.allocate(3 * PAGE_BYTES) == (blocks(4, 3),)
 
 
 def test_too_little_space_gives_nothing_and_takes_nothing() -> None:
-    space = allocator(blocks(0, 2), blocks(10, 2))
-    assert space.allocate(5 * PAGE_BYTES) is None
-    assert space.allocate(4 * PAGE_BYTES) is not None
+    space = allocator(blocks(0, 4), blocks(10, 4))
+    assert space.allocate(9 * PAGE_BYTES) is None
+    assert space.allocate(8 * PAGE_BYTES) == (blocks(0, 4), blocks(10, 4))
 
 
 def test_what_is_given_back_joins_its_neighbours() -> None:
@@ -80,11 +89,12 @@ def test_a_long_random_campaign_agrees_with_a_set_of_blocks(seed: int) -> None:
             longest = _longest_run(free)
             granted = space.allocate(count * PAGE_BYTES)
             if granted is None:
-                assert count > len(free)
+                assert count > _in_whole_blocks(free)
                 continue
             taken = set().union(*map(_numbers, granted))
             assert len(taken) == count and taken <= free
             assert (len(granted) == 1) == (count <= longest)
+            assert all(extent.nbytes % BLOCK_BYTES == 0 for extent in granted[:-1])
             free -= taken
             live.append(granted)
         assert space.free_bytes == len(free) * PAGE_BYTES
@@ -95,6 +105,29 @@ def _numbers(extent: Extent) -> set[int]:
     return set(range(first, first + extent.nbytes // PAGE_BYTES))
 
 
-def _longest_run(free: set[int]) -> int:
+def _runs(free: set[int]) -> list[int]:
     breaks = [-1, *(n for n in range(200) if n not in free), 200]
-    return max(b - a - 1 for a, b in pairwise(breaks))
+    return [b - a - 1 for a, b in pairwise(breaks)]
+
+
+def _longest_run(free: set[int]) -> int:
+    return max(_runs(free))
+
+
+def _in_whole_blocks(free: set[int]) -> int:
+    per_block = BLOCK_BYTES // PAGE_BYTES
+    return sum(length // per_block * per_block for length in _runs(free))
+
+
+def test_the_parts_of_an_extent_outside_of_holes() -> None:
+    holes = [blocks(3, 1), blocks(0, 2), blocks(8, 4), Extent(5 * PAGE_BYTES, PAGE_BYTES, file=1)]
+    assert list(without(blocks(1, 9), holes)) == [blocks(2, 1), blocks(4, 4)]
+    assert list(without(blocks(3, 1), holes)) == []
+    assert list(without(blocks(20, 1), holes)) == [blocks(20, 1)]
+
+
+def test_where_a_part_of_a_sequence_of_extents_is() -> None:
+    extents = [blocks(10, 4), blocks(0, 8), blocks(30, 1)]
+    assert list(overlapping(extents, 3 * PAGE_BYTES, 6 * PAGE_BYTES)) == [blocks(13, 1), blocks(0, 5)]
+    assert list(overlapping(extents, 12 * PAGE_BYTES, PAGE_BYTES)) == [blocks(30, 1)]
+    assert list(overlapping(extents, 13 * PAGE_BYTES, PAGE_BYTES)) == []

@@ -46,7 +46,7 @@ async def test_every_flipped_bit_is_found_and_its_shard_is_named(tmp_path: Path)
         training = await Training(engine, LAYOUT).begin()
         await training.step()
         slabs = list(training.job.slabs())
-        with engine.nvme.path.open("r+b") as file:
+        with engine.nvme.files[0].path.open("r+b") as file:
             for _ in range(FLIPS):
                 slab = rng.choice(slabs)
                 position = rng.choice(pages(slab)) + rng.randrange(PAGE_BYTES)
@@ -65,12 +65,12 @@ async def test_good_bytes_at_a_wrong_place_or_of_another_version_are_found(tmp_p
         training = await Training(engine, LAYOUT).begin()
         await training.step()
         moments = [slab for slab in training.job.slabs() if slab.key.kind is Kind.EXP_AVG]
-        old = {slab: engine.nvme.path.read_bytes()[pages(slab)[0] :][:PAGE_BYTES] for slab in moments}
+        old = {slab: engine.nvme.files[0].path.read_bytes()[pages(slab)[0] :][:PAGE_BYTES] for slab in moments}
         await training.step()
         first, second = (pages(slab)[0] for slab in moments)
-        with engine.nvme.path.open("r+b") as file:
+        with engine.nvme.files[0].path.open("r+b") as file:
             for position, content in ((first, old[moments[0]]), (first, old[moments[1]])):
-                good = engine.nvme.path.read_bytes()[position:][:PAGE_BYTES]
+                good = engine.nvme.files[0].path.read_bytes()[position:][:PAGE_BYTES]
                 for value in (content, good):
                     file.seek(position)
                     file.write(value)
@@ -86,7 +86,7 @@ async def test_an_update_never_uses_damaged_states(tmp_path: Path) -> None:
         await training.step()
         slab = next(slab for slab in training.job.slabs() if slab.key.kind is Kind.MASTER)
         engine.residents.detach(slab)
-        with engine.nvme.path.open("r+b") as file:
+        with engine.nvme.files[0].path.open("r+b") as file:
             file.seek(pages(slab)[-1])
             page = file.read(PAGE_BYTES)
             file.seek(pages(slab)[-1])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,9 +15,12 @@ import pytest
 
 from storage import syscalls
 from storage.errors import BudgetExceededError, DataLossError, DeviceError, DiskFullError
+from storage.integrity import BLOCK_BYTES
+from storage.tiers import data_file, threaded_io
 from storage.tiers import nvme as nvme_module
 from storage.tiers.arena import Arena
 from storage.tiers.base import PAGE_BYTES
+from storage.tiers.data_file import DataFile
 from storage.tiers.extents import Extent
 from storage.tiers.nvme import NvmeTier
 
@@ -24,14 +29,23 @@ BUDGET_PAGES = 512
 
 @asynccontextmanager
 async def tier_at(path: Path, *, pages: int = BUDGET_PAGES, used: tuple[Extent, ...] = ()) -> AsyncIterator[NvmeTier]:
-    tier = NvmeTier(path, pages * PAGE_BYTES, used, read_threads=3, write_threads=2)
+    file = DataFile(0, path, used, read_threads=3, write_threads=2)
+    try:
+        tier = NvmeTier([file], pages * PAGE_BYTES, (), stuck_after_seconds=30)
+    except BaseException:
+        await file.io.close()
+        raise
     try:
         yield tier
     finally:
         await tier.close()
 
 
-@pytest.mark.parametrize("request_bytes", [4 << 20, 3 * PAGE_BYTES])
+def path_of(tier: NvmeTier) -> Path:
+    return tier.files[0].path
+
+
+@pytest.mark.parametrize("request_bytes", [4 << 20, 2 * BLOCK_BYTES])
 async def test_bytes_come_back_from_extents_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_bytes: int
 ) -> None:
@@ -83,21 +97,21 @@ async def test_the_budget_is_kept_and_the_refusal_names_the_figure_that_would_do
         await tier.allocate(7 * PAGE_BYTES)
         with pytest.raises(BudgetExceededError, match=f"raise nvme_budget to at least {12 * PAGE_BYTES}") as caught:
             await tier.allocate(5 * PAGE_BYTES)
-        assert f"nvme_budget {10 * PAGE_BYTES}" in str(caught.value) and str(tier.path) in str(caught.value)
+        assert f"nvme_budget {10 * PAGE_BYTES}" in str(caught.value) and str(path_of(tier)) in str(caught.value)
         await tier.allocate(3 * PAGE_BYTES)
-        assert tier.used_bytes == tier.budget_bytes == tier.path.stat().st_size
+        assert tier.used_bytes == tier.budget_bytes == path_of(tier).stat().st_size
 
 
 async def test_the_file_grows_in_large_steps_never_beyond_the_budget(tmp_path: Path) -> None:
-    growth = nvme_module.GROWTH_BYTES
+    growth = data_file.GROWTH_BYTES
     async with tier_at(tmp_path / "data", pages=growth // PAGE_BYTES + 3) as tier:
         region = await tier.allocate(1)
-        assert tier.path.stat().st_size == growth
+        assert path_of(tier).stat().st_size == growth
         await tier.allocate(growth - region.nbytes)
-        assert tier.path.stat().st_size == growth
+        assert path_of(tier).stat().st_size == growth
         await tier.allocate(2 * PAGE_BYTES)
-        assert tier.path.stat().st_size == tier.budget_bytes
-        assert tier.path.stat().st_blocks * 512 >= tier.budget_bytes, "its blocks are promised, not sparse"
+        assert path_of(tier).stat().st_size == tier.budget_bytes
+        assert path_of(tier).stat().st_blocks * 512 >= tier.budget_bytes, "its blocks are promised, not sparse"
 
 
 async def test_reopened_it_knows_what_is_used_and_reads_it(tmp_path: Path) -> None:
@@ -120,14 +134,15 @@ async def test_reopened_it_knows_what_is_used_and_reads_it(tmp_path: Path) -> No
 
 def test_a_file_that_does_not_match_the_catalog_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataLossError, match="does not match the catalog"):
-        NvmeTier(tmp_path / "data", 1 << 20, [Extent(0, PAGE_BYTES)], read_threads=1, write_threads=1)
+        DataFile(0, tmp_path / "data", [Extent(0, 2 * PAGE_BYTES)], read_threads=1, write_threads=1)
 
 
 async def test_a_budget_below_the_committed_bytes_is_refused(tmp_path: Path) -> None:
     async with tier_at(tmp_path / "data") as tier:
         region = await tier.allocate(9 * PAGE_BYTES)
     with pytest.raises(BudgetExceededError, match=f"nvme_budget {PAGE_BYTES}.*raise nvme_budget or delete jobs"):
-        NvmeTier(tmp_path / "data", PAGE_BYTES, region.extents, read_threads=1, write_threads=1)
+        async with tier_at(tmp_path / "data", pages=1, used=region.extents):
+            pass
 
 
 async def test_a_truncated_file_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -136,14 +151,14 @@ async def test_a_truncated_file_is_an_error_that_names_it(tmp_path: Path) -> Non
     assert buffer is not None
     async with tier_at(tmp_path / "data") as tier:
         region = await tier.allocate(2 * PAGE_BYTES)
-        os.truncate(tier.path, PAGE_BYTES)
-        with pytest.raises(DeviceError, match=f"{tier.path} ends before"):
+        os.truncate(path_of(tier), PAGE_BYTES)
+        with pytest.raises(DeviceError, match=f"{path_of(tier)} ends before"):
             await tier.read_into(region, 0, arena.view(buffer))
     arena.close()
 
 
 async def test_a_file_system_without_direct_io_is_used_buffered_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real_open = os.open
 
@@ -153,18 +168,31 @@ async def test_a_file_system_without_direct_io_is_used_buffered_and_says_so(
         return real_open(path, flags, mode)
 
     async with tier_at(tmp_path / "direct") as tier:
-        assert tier.detail == f"{tier.path} (O_DIRECT)"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", open_without_direct_io)
-        tier = NvmeTier(tmp_path / "buffered", 1 << 20, [], read_threads=1, write_threads=1)
-    assert not tier.direct and "buffered: no O_DIRECT" in tier.detail
-    region = await tier.allocate(5)
-    data = memoryview(bytearray(b"y" * PAGE_BYTES))
-    await tier.write_from(region, 0, data)
-    back = memoryview(bytearray(PAGE_BYTES))
-    await tier.read_into(region, 0, back)
-    assert back == data
-    await tier.close()
+        assert tier.detail == f"{path_of(tier)} (O_DIRECT)"
+    monkeypatch.setattr(os, "open", open_without_direct_io)
+    async with tier_at(tmp_path / "buffered") as tier:
+        assert "buffered: no O_DIRECT" in tier.detail and "refuses O_DIRECT" in caplog.text
+        region = await tier.allocate(5)
+        data = memoryview(bytearray(b"y" * PAGE_BYTES))
+        await tier.write_from(region, 0, data)
+        back = memoryview(bytearray(PAGE_BYTES))
+        await tier.read_into(region, 0, back)
+        assert back == data
+
+
+async def test_a_device_that_refuses_direct_reads_is_used_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def refuse_direct(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse_direct)
+    async with tier_at(tmp_path / "data") as tier:
+        assert not tier.files[0].direct
 
 
 def test_a_full_device_is_told_from_a_broken_one() -> None:
@@ -172,36 +200,42 @@ def test_a_full_device_is_told_from_a_broken_one() -> None:
     fd = os.open(full, os.O_WRONLY)
     try:
         with pytest.raises(DiskFullError, match="/dev/full: No space left on device; free space there or lower"):
-            syscalls.write_exact(fd, memoryview(b"x"), 0, full)
+            syscalls.write_exact(fd, [memoryview(b"x")], 0, full)
         with pytest.raises(DeviceError, match="cannot read 1 bytes at 0 of /dev/full") as caught:
-            syscalls.read_exact(fd, memoryview(bytearray(1)), 0, full)
+            syscalls.read_exact(fd, [memoryview(bytearray(1))], 0, full)
         assert not isinstance(caught.value, DiskFullError)
     finally:
         os.close(fd)
 
 
-async def test_one_failed_request_of_a_transfer_fails_it_after_all_others_are_done(
+async def test_one_failed_request_of_a_transfer_fails_it_when_no_buffer_is_in_use_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvme_module, "REQUEST_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(nvme_module, "REQUEST_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(threaded_io, "COALESCED_BYTES", BLOCK_BYTES)
     real = syscalls.read_exact
-    done: list[int] = []
+    under_way: set[int] = set()
 
-    def read(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    def read(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+        under_way.add(offset)
         if offset == 0:
+            time.sleep(0.05)
+            under_way.discard(offset)
             raise DeviceError("this block is bad")
-        real(fd, buffer, offset, path)
-        done.append(offset)
+        time.sleep(0.1)
+        real(fd, buffers, offset, path)
+        under_way.discard(offset)
 
     async with tier_at(tmp_path / "data") as tier:
-        region = await tier.allocate(16 * PAGE_BYTES)
-        monkeypatch.setattr(syscalls, "read_exact", read)
-        arena = Arena(32 * PAGE_BYTES)
-        buffer = arena.allocate(16 * PAGE_BYTES)
+        region = await tier.allocate(16 * BLOCK_BYTES)
+        arena = Arena(20 * BLOCK_BYTES)
+        buffer = arena.allocate(16 * BLOCK_BYTES)
         assert buffer is not None
+        await tier.write_from(region, 0, arena.view(buffer))
+        monkeypatch.setattr(syscalls, "read_exact", read)
         with pytest.raises(DeviceError, match="this block is bad"):
             await tier.read_into(region, 0, arena.view(buffer))
-        assert len(done) == 15 and tier.queue_depth == 0
+        assert under_way == set() and tier.queue_depth == 0
         arena.close()
 
 
@@ -219,8 +253,10 @@ async def test_a_nearly_full_disk_gives_what_is_needed_if_not_what_is_wanted(
     monkeypatch.setattr(os, "posix_fallocate", allocate_some)
     async with tier_at(tmp_path / "data") as tier:
         await tier.allocate(12 * PAGE_BYTES)
-        assert tier.path.stat().st_size == 12 * PAGE_BYTES
-        with pytest.raises(DiskFullError, match=f"cannot reserve {9 * PAGE_BYTES} bytes in {tier.path}: No space left"):
+        assert path_of(tier).stat().st_size == 12 * PAGE_BYTES
+        with pytest.raises(
+            DiskFullError, match=f"cannot reserve {9 * PAGE_BYTES} bytes in {path_of(tier)}: No space left"
+        ):
             await tier.allocate(9 * PAGE_BYTES)
         # What was allocated in vain was given back.
-        assert tier.path.stat().st_size == tier.used_bytes == 12 * PAGE_BYTES
+        assert path_of(tier).stat().st_size == tier.used_bytes == 12 * PAGE_BYTES

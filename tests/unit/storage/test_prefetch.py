@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from storage import syscalls
 from storage.engine import Engine, Pin
 from storage.errors import BudgetExceededError, NotFoundError
 from storage.shard import Kind
+from storage.tiers import threaded_io
 from tests.unit.storage.builders import Layout, Training, opened
 
 UNITS = tuple("abcdefgh")
@@ -32,6 +33,8 @@ class SlowDisk:
         self._open = False
         self._real = syscalls.read_exact
         monkeypatch.setattr(syscalls, "read_exact", self._read)
+        # Each request by itself, neighbours or not.
+        monkeypatch.setattr(threaded_io, "COALESCED_BYTES", 0)
 
     def let_go(self, count: int = 1) -> None:
         """Lets `count` reads happen."""
@@ -42,11 +45,11 @@ class SlowDisk:
         self._open = True
         self._permits.release(1000)
 
-    def _read(self, fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    def _read(self, fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         self.order.append(self.names(offset))
         if not self._open:
             assert self._permits.acquire(timeout=20)
-        self._real(fd, buffer, offset, path)
+        self._real(fd, buffers, offset, path)
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from storage.errors import BudgetExceededError
 from storage.integrity import BLOCK_BYTES
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import Tier
+from storage.tiers.data_file import DataFile
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 
@@ -24,7 +25,8 @@ def host_tier(_: Path) -> Tier[ArenaRange]:
 
 
 def nvme_tier(directory: Path) -> Tier[NvmeRegion]:
-    return NvmeTier(directory / "data", BUDGET, [], read_threads=2, write_threads=2)
+    file = DataFile(0, directory / "data", (), read_threads=2, write_threads=2)
+    return NvmeTier([file], BUDGET, (), stuck_after_seconds=30)
 
 
 def page_aligned(data: bytes) -> memoryview:

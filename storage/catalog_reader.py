@@ -1,0 +1,178 @@
+"""Reading of the catalog: every row is verified before anything is made of it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.catalog_format import REMEDY
+from storage.digest import digest, digest_of_rows
+from storage.errors import DataLossError
+from storage.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
+from storage.manifest import Manifest, seen
+from storage.records import (
+    BadExtent,
+    CommitRecord,
+    StoredJob,
+    StoredVersion,
+    parameters_from_text,
+    shards_from_text,
+)
+from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
+from storage.tiers.extents import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedJob:
+    """A job with its bulk: packed manifests by step, client states by step and rank."""
+
+    entry: JobEntry
+    manifests: Mapping[int, bytes]
+    states: Mapping[int, Mapping[int, bytes]]
+
+    def stored(self) -> StoredJob:
+        """What the engine is told. Raises LookupError, TypeError or ValueError where this software wrote nonsense."""
+        name, world_size, every_steps, parameters, created_at = self.entry.row
+        spec = JobSpec(
+            name=name,
+            world_size=world_size,
+            local_ranks=0,
+            durability=Durability(every_steps=every_steps),
+            parameters=parameters_from_text(parameters),
+        )
+        commits = tuple(
+            CommitRecord(step=step, committed_at=commit.committed_at, client_states=self.states.get(step, {}))
+            for step, commit in self.entry.commits.items()
+        )
+        return StoredJob(
+            spec=spec, created_at=created_at, groups=self._groups(), commits=commits, versions=self._versions()
+        )
+
+    def _groups(self) -> tuple[GroupSpec, ...]:
+        slabs: dict[int, list[SlabSpec]] = {}
+        for _, group, kind, dtype, placement in self.entry.layout.slabs:
+            slabs.setdefault(group, []).append(
+                SlabSpec(kind=Kind(kind), dtype=DType(dtype), placement=TierName(placement))
+            )
+        return tuple(
+            GroupSpec(name=name, numel=numel, shards=shards_from_text(shards), slabs=tuple(slabs[group]))
+            for group, name, numel, shards in self.entry.layout.groups
+        )
+
+    def _versions(self) -> dict[SlabKey, dict[int, StoredVersion]]:
+        """Those that some commit sees: what else is in a manifest has lost its extents, maybe to others."""
+        keys = {slab: SlabKey(self.entry.name, *names) for names, slab in self.entry.layout.slab_ids.items()}
+        slabs = {step: manifest.slabs for step, manifest in self.entry.manifests.items()}
+        versions: dict[SlabKey, dict[int, StoredVersion]] = {}
+        for step, mask in seen(slabs, self.entry.commits).items():
+            for slab, version in Manifest.unpack(self.manifests[step]).only(mask).versions():
+                versions.setdefault(keys[slab], {})[step] = version
+        return versions
+
+
+def read_ledger(db: sqlite3.Connection, path: Path) -> Ledger:
+    """All that the catalog says, without the bulk. Raises DataLossError for what was not written so."""
+    meta = dict(db.execute("SELECT key, value FROM meta ORDER BY key"))
+    written = meta.pop("digest", None)
+    ledger = Ledger(
+        meta=tuple(meta.items()),
+        files=dict(db.execute("SELECT id, directory FROM files")),
+        bad_extents=BadExtentList(
+            tuple(
+                BadExtent(extent=Extent(offset, nbytes, file), reason=reason, found_at=found_at)
+                for file, offset, nbytes, reason, found_at in db.execute(
+                    "SELECT file, offset, nbytes, reason, found_at FROM bad_extents ORDER BY file, offset"
+                )
+            )
+        ),
+        jobs={job.entry.name: job.entry for job in read_jobs(db, path)},
+    )
+    if ledger.digest.hex() != written:
+        raise _damaged(path, "the list of its jobs, data files and bad extents")
+    return ledger
+
+
+def read_jobs(db: sqlite3.Connection, path: Path) -> Iterator[VerifiedJob]:
+    """Every job, one at a time. Raises DataLossError, naming job and step, for what was not written so."""
+    for job_id, *row, written in db.execute(
+        "SELECT id, name, world_size, every_steps, parameters, created_at, digest FROM jobs ORDER BY id"
+    ):
+        name, world_size, every_steps, parameters, created_at = row
+        manifests, entries = _read_manifests(db, path, job_id, name)
+        states = _read_states(db, job_id)
+        entry = JobEntry(
+            id=job_id,
+            row=(name, world_size, every_steps, parameters, created_at),
+            layout=_read_layout(db, job_id),
+            commits=_read_commits(db, job_id, states),
+            manifests=entries,
+            digest=written,
+        )
+        sealed = entry.sealed()
+        for step, commit in entry.commits.items():
+            if commit != sealed.commits[step]:
+                raise _damaged(path, f"job {name!r}, step {step},")
+        if entry.digest != sealed.digest:
+            raise _damaged(path, f"the list of the steps of job {name!r}")
+        yield VerifiedJob(entry, manifests, states)
+
+
+def checksum_of_manifest(job: str, step: int, packed: bytes) -> bytes:
+    """Of a manifest, whose it is and of which step."""
+    return digest([job, step, packed])
+
+
+def digest_of_states(states: Mapping[int, bytes]) -> bytes:
+    """Of the client states of one step, by rank."""
+    return digest_of_rows(sorted(states.items()))
+
+
+def _read_manifests(
+    db: sqlite3.Connection, path: Path, job_id: int, name: str
+) -> tuple[dict[int, bytes], dict[int, ManifestEntry]]:
+    packed: dict[int, bytes] = {}
+    entries: dict[int, ManifestEntry] = {}
+    for step, data, checksum in db.execute(
+        "SELECT step, entries, checksum FROM manifests WHERE job = ? ORDER BY step", (job_id,)
+    ):
+        if checksum_of_manifest(name, step, data) != checksum:
+            raise _damaged(path, f"what step {step} of job {name!r} wrote")
+        packed[step] = data
+        entries[step] = ManifestEntry(Manifest.unpack(data).slabs, checksum)
+    return packed, entries
+
+
+def _read_states(db: sqlite3.Connection, job_id: int) -> dict[int, dict[int, bytes]]:
+    states: dict[int, dict[int, bytes]] = {}
+    for step, rank, state in db.execute(
+        "SELECT step, rank, state FROM client_states WHERE job = ? ORDER BY step, rank", (job_id,)
+    ):
+        states.setdefault(step, {})[rank] = state
+    return states
+
+
+def _read_commits(
+    db: sqlite3.Connection, job_id: int, states: Mapping[int, Mapping[int, bytes]]
+) -> dict[int, CommitEntry]:
+    return {
+        step: CommitEntry(committed_at, digest_of_states(states.get(step, {})), written)
+        for step, committed_at, written in db.execute(
+            "SELECT step, committed_at, digest FROM commits WHERE job = ? ORDER BY step", (job_id,)
+        )
+    }
+
+
+def _read_layout(db: sqlite3.Connection, job_id: int) -> LayoutEntry:
+    groups = db.execute("SELECT id, name, numel, shards FROM groups WHERE job = ? ORDER BY id", (job_id,))
+    slabs = db.execute(
+        "SELECT id, grp, kind, dtype, placement FROM slabs WHERE grp IN (SELECT id FROM groups WHERE job = ?) "
+        "ORDER BY id",
+        (job_id,),
+    )
+    return LayoutEntry(tuple(groups), tuple(slabs))
+
+
+def _damaged(path: Path, what: str) -> DataLossError:
+    return DataLossError(f"{path} is damaged: it does not hold what was stored of {what}; {REMEDY}")

@@ -1,0 +1,40 @@
+"""Digests of database rows: XXH3-128 of a canonical encoding, the same for equal values of equal SQLite types."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import xxhash
+
+Value = int | float | str | bytes | None
+Row = tuple[Value, ...]
+
+_INTEGER = struct.Struct("<cq")
+_REAL = struct.Struct("<cd")
+_LENGTH = struct.Struct("<cQ")
+
+
+def digest(values: Iterable[Value]) -> bytes:
+    """16 bytes, in the canonical (big-endian) order of XXH3."""
+    state = xxhash.xxh3_128()
+    for value in values:
+        match value:
+            case int():
+                state.update(_INTEGER.pack(b"i", value))
+            case float():
+                state.update(_REAL.pack(b"r", value))
+            case str():
+                text = value.encode()
+                state.update(_LENGTH.pack(b"t", len(text)) + text)
+            case bytes():
+                state.update(_LENGTH.pack(b"b", len(value)))
+                state.update(value)
+            case None:
+                state.update(b"n")
+    return state.digest()
+
+
+def digest_of_rows(rows: Iterable[Row]) -> bytes:
+    """Of all values of all rows, in order."""
+    return digest(value for row in rows for value in row)

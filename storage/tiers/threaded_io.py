@@ -1,0 +1,304 @@
+"""I/O by worker threads and plain vectored system calls: a lane for reads, a lane for writes, each by priority.
+
+Requests that lie next to each other in the file and wait together become one system call, so that many small shards
+cost as little as one large one. Owns the file's descriptor and the threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from storage import syscalls
+from storage.errors import DataLossError
+from storage.tiers.base import BusyClock
+from storage.tiers.io_engine import IoLoad, IoRequest, Priority
+
+# One system call: large enough for the device's full speed, small enough that several workers share a large slab.
+COALESCED_BYTES = 4 << 20
+# The kernel takes at most 1024 buffers in one call (IOV_MAX).
+COALESCED_BUFFERS = 512
+
+
+class ThreadedIo:
+    """See IoEngine."""
+
+    def __init__(self, fd: int, path: Path, *, read_threads: int, write_threads: int) -> None:
+        """Takes over the descriptor `fd` of the file at `path`."""
+        self._fd = fd
+        self._path = path
+        self._reads = _Lane(f"{path.name}-read", read_threads, self._read)
+        self._writes = _Lane(f"{path.name}-write", write_threads, self._write)
+        self._syncs = ThreadPoolExecutor(1, f"{path.name}-sync")
+        self._sync_began: float | None = None
+
+    async def read(self, requests: Sequence[IoRequest], priority: Priority) -> None:
+        """See IoEngine."""
+        await self._reads.run(requests, priority)
+
+    async def write(self, requests: Sequence[IoRequest], priority: Priority) -> None:
+        """See IoEngine."""
+        await self._writes.run(requests, priority)
+
+    async def sync(self) -> None:
+        """See IoEngine."""
+        # Not cancellable: what it covered must be known to be durable, or not.
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._syncs, self._sync))
+
+    @property
+    def load(self) -> IoLoad:
+        """See IoEngine."""
+        lanes = (self._reads, self._writes)
+        began = [began for lane in lanes for began in lane.began()]
+        began += [self._sync_began] if self._sync_began is not None else []
+        return IoLoad(
+            queued=sum(lane.depth for lane in lanes),
+            bytes_in_flight=sum(lane.bytes_in_flight for lane in lanes),
+            bytes_moved=sum(lane.bytes_moved for lane in lanes),
+            busy_seconds=sum(lane.busy.seconds for lane in lanes),
+            stalled_seconds=time.monotonic() - min(began) if began else 0.0,
+        )
+
+    async def close(self) -> None:
+        """See IoEngine."""
+        await asyncio.to_thread(self._reads.close)
+        await asyncio.to_thread(self._writes.close)
+        await asyncio.to_thread(self._syncs.shutdown)
+        os.close(self._fd)
+
+    def _read(self, requests: Sequence[IoRequest]) -> None:
+        syscalls.read_exact(self._fd, [r.buffer for r in requests], requests[0].position, self._path)
+        for request in requests:
+            request.check()
+
+    def _write(self, requests: Sequence[IoRequest]) -> None:
+        for request in requests:
+            request.check()
+        syscalls.write_exact(self._fd, [r.buffer for r in requests], requests[0].position, self._path)
+
+    def _sync(self) -> None:
+        self._sync_began = time.monotonic()
+        try:
+            syscalls.sync_data(self._fd, self._path)
+        finally:
+            self._sync_began = None
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Requests that one caller waits for; guarded by the lane's lock."""
+
+    done: asyncio.Future[None]
+    left: int = 0
+    items: list[_Queued] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A request in a lane; `taken` when it is not in the queue any more."""
+
+    request: IoRequest
+    priority: Priority
+    batch: _Batch
+    taken: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.request.buffer)
+
+    @property
+    def start(self) -> int:
+        return self.request.position
+
+    @property
+    def end(self) -> int:
+        return self.request.position + len(self.request.buffer)
+
+
+class _Lane:
+    """Worker threads that move requests in the order of their priority, neighbours together."""
+
+    def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None]) -> None:
+        """`move` transfers requests that follow each other in the file."""
+        self._move = move
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._wanted = threading.Condition(self._lock)
+        self._sequence = itertools.count()
+        # Taken items stay in the heap until they come up.
+        self._queue: list[tuple[int, int, _Queued]] = []
+        # Waiting requests by where they begin and where they end, to find neighbours.
+        self._by_start: dict[tuple[Priority, int], _Queued] = {}
+        self._by_end: dict[tuple[Priority, int], _Queued] = {}
+        self._finished: list[_Batch] = []
+        self._closing = False
+        self._began: dict[int, float] = {}
+        self.depth = 0
+        self.bytes_in_flight = 0
+        self.bytes_moved = 0
+        self.busy = BusyClock()
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=f"{name}-{worker}", daemon=True)
+            for worker in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    async def run(self, requests: Sequence[IoRequest], priority: Priority) -> None:
+        """Returns when all are done; see IoEngine.read for errors and cancellation."""
+        if not requests:
+            return
+        batch = _Batch(self._loop.create_future(), len(requests))
+        batch.items = [_Queued(request, priority, batch) for request in requests]
+        with self._lock:
+            for item in batch.items:
+                heapq.heappush(self._queue, (priority, next(self._sequence), item))
+                self._by_start[priority, item.start] = item
+                self._by_end[priority, item.end] = item
+            self.depth += len(requests)
+            self._wanted.notify(min(len(requests), len(self._threads)))
+        try:
+            await asyncio.shield(batch.done)
+        except asyncio.CancelledError:
+            with self._lock:
+                if batch.left:
+                    self._drop_rest(batch)
+                    if batch.left == 0:
+                        self._report(batch)
+            if not batch.done.done():
+                await asyncio.wait([batch.done])
+            batch.done.exception()
+            raise
+
+    def began(self) -> list[float]:
+        """When each transfer at the device was begun, on the monotonic clock."""
+        with self._lock:
+            return list(self._began.values())
+
+    def close(self) -> None:
+        """Ends the threads once the queue is empty."""
+        with self._lock:
+            self._closing = True
+            self._wanted.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, worker: int) -> None:
+        while run := self._next_run(worker):
+            errors = self._transfer(run)
+            nbytes = sum(item.nbytes for item in run)
+            with self._lock:
+                del self._began[worker]
+                self.busy.stop()
+                self.bytes_in_flight -= nbytes
+                self.bytes_moved += nbytes
+                for item, error in zip(run, errors, strict=True):
+                    self._finish(item, error)
+
+    def _next_run(self, worker: int) -> list[_Queued]:
+        """The most urgent request with its neighbours in the file, begun; empty when the lane is closed."""
+        with self._lock:
+            while (head := self._pop()) is None:
+                if self._closing:
+                    return []
+                self._wanted.wait()
+            run = self._with_neighbours(head)
+            self._began[worker] = time.monotonic()
+            self.busy.start()
+            self.bytes_in_flight += sum(item.nbytes for item in run)
+            return run
+
+    def _pop(self) -> _Queued | None:
+        while self._queue:
+            item = heapq.heappop(self._queue)[2]
+            if not item.taken:
+                self._take(item)
+                return item
+        return None
+
+    def _with_neighbours(self, head: _Queued) -> list[_Queued]:
+        after, room = [head], COALESCED_BYTES - head.nbytes
+        before: list[_Queued] = []
+        while len(after) < COALESCED_BUFFERS and (item := self._by_start.get((head.priority, after[-1].end))):
+            if item.nbytes > room:
+                break
+            self._take(item)
+            after.append(item)
+            room -= item.nbytes
+        start = head.start
+        while len(after) + len(before) < COALESCED_BUFFERS and (item := self._by_end.get((head.priority, start))):
+            if item.nbytes > room:
+                break
+            self._take(item)
+            before.append(item)
+            room -= item.nbytes
+            start = item.start
+        return before[::-1] + after
+
+    def _take(self, item: _Queued) -> None:
+        item.taken = True
+        # Of two requests for the same place, an index knows the later one.
+        for index, place in ((self._by_start, item.start), (self._by_end, item.end)):
+            if index.get((item.priority, place)) is item:
+                del index[item.priority, place]
+
+    def _transfer(self, run: Sequence[_Queued]) -> list[BaseException | None]:
+        """What became of each request. A call for several that failed is repeated one by one, for the error belongs to
+        one of them; a request whose bytes were wrong is repeated once, for the mistake may not have been the disk's."""
+        try:
+            self._move([item.request for item in run])
+            return [None] * len(run)
+        except BaseException as error:
+            if len(run) == 1 and not isinstance(error, DataLossError):
+                return [error]
+        errors: list[BaseException | None] = []
+        for item in run:
+            try:
+                self._move([item.request])
+                errors.append(None)
+            except BaseException as error:
+                errors.append(error)
+        return errors
+
+    def _finish(self, item: _Queued, error: BaseException | None) -> None:
+        batch = item.batch
+        batch.left -= 1
+        self.depth -= 1
+        if error is not None and batch.error is None:
+            batch.error = error
+            self._drop_rest(batch)
+        if batch.left == 0:
+            self._report(batch)
+
+    def _drop_rest(self, batch: _Batch) -> None:
+        """What has not begun is not wanted any more."""
+        for item in batch.items:
+            if not item.taken:
+                self._take(item)
+                batch.left -= 1
+                self.depth -= 1
+
+    def _report(self, batch: _Batch) -> None:
+        """Tells the loop, once for all that finishes before it listens."""
+        batch.items.clear()
+        self._finished.append(batch)
+        if len(self._finished) == 1:
+            self._loop.call_soon_threadsafe(self._resolve)
+
+    def _resolve(self) -> None:
+        with self._lock:
+            finished, self._finished = self._finished, []
+        for batch in finished:
+            if batch.error is None:
+                batch.done.set_result(None)
+            else:
+                batch.done.set_exception(batch.error)

@@ -1,0 +1,129 @@
+"""Several directories: bytes go where the speed is, and each file is known by its label, whatever the paths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage import syscalls
+from storage.engine import Engine
+from storage.errors import ConflictError, DeviceError, DiskFullError
+from storage.tiers import nvme as nvme_module
+from tests.unit.storage.builders import MIB, Layout, Training, engine_config, opened
+
+LAYOUT = Layout(numels=(60_003, 17))
+
+
+def config(tmp_path: Path, *names: str, **changes: Any) -> dict[str, Any]:
+    return {"nvme_dirs": tuple(tmp_path / name for name in names), **changes}
+
+
+@pytest.fixture(autouse=True)
+def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_module, "REQUEST_BYTES", 64 << 10)
+
+
+async def test_bytes_are_spread_in_proportion_to_speed(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b", "c")) as engine:
+        assert all(file.bandwidth is not None and file.bandwidth > 0 for file in engine.nvme.files), "measured"
+        for file, bandwidth in zip(engine.nvme.files, (3e9, 1e9, 2e9), strict=True):
+            file.bandwidth = bandwidth
+        region = await engine.nvme.allocate(6 * MIB)
+        shares = [file.used_bytes / region.nbytes for file in engine.nvme.files]
+        assert shares == pytest.approx([3 / 6, 1 / 6, 2 / 6], abs=0.02)
+        engine.nvme.free(region)
+        assert engine.nvme.used_bytes == 0
+
+
+async def test_steps_are_whole_over_several_directories_and_after_a_restart_in_another_order(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        for _ in range(3):
+            await training.step()
+        await training.assert_at(3)
+        assert all(file.used_bytes > training.version_bytes // 4 for file in engine.nvme.files)
+    (tmp_path / "b").rename(tmp_path / "moved")
+    async with opened(tmp_path / "state", **config(tmp_path, "moved", "a")) as engine:
+        training = await Training(engine, LAYOUT).open()
+        await training.assert_at(3)
+        await training.step()
+        await training.assert_at(4)
+
+
+async def test_a_directory_can_be_added_and_an_empty_one_left_out(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+    async with opened(tmp_path / "state", **config(tmp_path, "state", "new")) as engine:
+        training = await Training(engine, LAYOUT).open()
+        await training.step()
+        await training.assert_at(2)
+        assert engine.nvme.files[1].used_bytes > 0
+        await engine.delete_job("job")
+    async with opened(tmp_path / "state") as engine:
+        await Training(engine, LAYOUT).begin()
+
+
+async def test_a_missing_directory_with_committed_bytes_is_named(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
+        await Training(engine, LAYOUT).begin()
+    with pytest.raises(
+        ConflictError, match=rf"data\.2 holds committed bytes .* last {tmp_path}/b, is not among nvme_dirs"
+    ):
+        await Engine.open(engine_config(tmp_path / "state", **config(tmp_path, "a")))
+    (tmp_path / "b" / "paramserver.json").unlink()
+    with pytest.raises(ConflictError, match="any more; mount the right disk there"):
+        await Engine.open(engine_config(tmp_path / "state", **config(tmp_path, "a", "b")))
+
+
+async def test_the_directory_of_another_store_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path / "one", **config(tmp_path, "a", "b")):
+        pass
+    with pytest.raises(ConflictError, match=f"{tmp_path}/b belongs to another store"):
+        await Engine.open(engine_config(tmp_path / "other", **config(tmp_path, "b")))
+    with pytest.raises(ConflictError, match="twice"):
+        await Engine.open(engine_config(tmp_path / "one", **config(tmp_path, "a", "a")))
+
+
+async def test_a_crash_before_the_label_leaves_a_directory_that_can_be_used(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a")):
+        pass
+    label = json.loads((tmp_path / "a" / "paramserver.json").read_text())
+    shutil.rmtree(tmp_path / "a")
+    async with opened(tmp_path / "state", **config(tmp_path, "a")) as engine:
+        await Training(engine, LAYOUT).begin()
+    assert json.loads((tmp_path / "a" / "paramserver.json").read_text()) == label
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"store": 1}'])
+async def test_a_damaged_label_is_refused(tmp_path: Path, text: str) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a")):
+        pass
+    (tmp_path / "a" / "paramserver.json").write_text(text)
+    with pytest.raises((ConflictError, DeviceError), match=r"paramserver\.json"):
+        await Engine.open(engine_config(tmp_path / "state", **config(tmp_path, "a")))
+
+
+async def test_what_one_full_disk_cannot_take_goes_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = syscalls.extend
+
+    def extend(fd: int, size: int, length: int, path: Path) -> None:
+        if path.parent.name == "a" and size + length > MIB:
+            raise DiskFullError(f"cannot reserve {length} bytes in {path}: No space left on device")
+        real(fd, size, length, path)
+
+    monkeypatch.setattr(syscalls, "extend", extend)
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
+        region = await engine.nvme.allocate(8 * MIB)
+        used = {file.path.parent.name: file.used_bytes for file in engine.nvme.files}
+        assert used["a"] <= MIB and used["b"] >= 7 * MIB
+        engine.nvme.free(region)
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+        await training.assert_at(1)

@@ -1,0 +1,306 @@
+"""What FORMAT.md says is so: a reader that knows nothing else finds every step; format 1 is brought to this one."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import struct
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from storage import failpoints
+from storage.catalog import Catalog
+from storage.errors import DataLossError
+from storage.failpoints import Failpoint
+from storage.shard import DType, TierName
+from tests.unit.storage.builders import Layout, Training, opened, quiesce, reference_of
+
+FORMAT_1 = Path(__file__).with_name("data") / "format_1.tar.gz"
+PAGE, BLOCK = 4096, 16384
+
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def d(values: Iterable[Any]) -> bytes:
+    """D(values) of FORMAT.md."""
+    encoded = b""
+    for value in values:
+        if isinstance(value, int):
+            encoded += b"i" + struct.pack("<q", value)
+        elif isinstance(value, float):
+            encoded += b"r" + struct.pack("<d", value)
+        else:
+            raw = value.encode() if isinstance(value, str) else value
+            encoded += (b"t" if isinstance(value, str) else b"b") + struct.pack("<Q", len(raw)) + raw
+    return xxhash.xxh3_128_digest(encoded)
+
+
+def flat(rows: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    return (value for row in rows for value in row)
+
+
+@dataclass
+class StrangersReader:
+    """Written from FORMAT.md alone; imports nothing of the engine. Asserts all that the page says."""
+
+    directory: Path
+    # The elements of each slab, by job, committed step, group and kind; where nothing is written, zeros.
+    slabs: dict[tuple[str, int, str, str], torch.Tensor] = field(default_factory=dict)
+    states: dict[tuple[str, int], dict[int, bytes]] = field(default_factory=dict)
+    extents: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def read(self) -> StrangersReader:
+        with closing(sqlite3.connect(f"file:{self.directory}/catalog.sqlite?mode=ro", uri=True)) as self.db:
+            meta = dict(self.db.execute("SELECT key, value FROM meta ORDER BY key"))
+            written = meta.pop("digest")
+            assert meta["format_version"] == "2"
+            files = self.db.execute("SELECT id, directory FROM files ORDER BY id").fetchall()
+            self.files = {n: (self.directory / name / f"data.{n}").read_bytes() for n, name in files}
+            bad = self.db.execute(
+                "SELECT file, offset, nbytes, reason, found_at FROM bad_extents ORDER BY file, offset"
+            ).fetchall()
+            jobs = [self.read_job(*row) for row in self.db.execute("SELECT * FROM jobs ORDER BY name").fetchall()]
+            assert d([d(flat(meta.items())), d(flat(files)), d(flat(bad)), d(flat(jobs))]).hex() == written
+        return self
+
+    def read_job(self, job: int, name: str, *rest: Any) -> tuple[str, bytes]:
+        row, written = d([name, *rest[:-1]]), rest[-1]
+        groups = self.db.execute("SELECT id, name, numel, shards FROM groups WHERE job = ? ORDER BY id", [job])
+        by_id = {row[0]: row for row in groups.fetchall()}
+        slabs = [
+            slab
+            for slab in self.db.execute("SELECT id, grp, kind, dtype, placement FROM slabs ORDER BY id").fetchall()
+            if slab[1] in by_id
+        ]
+        layout = d([d(flat(by_id.values())), d(flat(slabs))])
+        checksums, places = self.read_manifests(job, name)
+        commits = []
+        for step, committed_at, digest in self.db.execute(
+            "SELECT step, committed_at, digest FROM commits WHERE job = ? ORDER BY step", [job]
+        ).fetchall():
+            states = self.db.execute(
+                "SELECT rank, state FROM client_states WHERE job = ? AND step = ? ORDER BY rank", [job, step]
+            ).fetchall()
+            until = d(flat((s, c) for s, c in checksums if s <= step))
+            assert digest == d([row, layout, step, committed_at, d(flat(states)), until])
+            self.states[name, step] = dict(states)
+            commits.append((step, digest))
+            for slab, group, kind, dtype, _ in slabs:
+                if kind != "grad":
+                    version = max((s for s in places.get(slab, {}) if s <= step), default=None)
+                    place = None if version is None else places[slab][version]
+                    label = f"{name}/{by_id[group][1]}/{kind} at step {version}"
+                    tensor = self.read_slab(label, place, by_id[group][2], TORCH[dtype])
+                    self.slabs[name, step, by_id[group][1], kind] = tensor
+        assert written == d([row, layout, d(flat(commits)), d(flat(checksums))])
+        return name, written
+
+    def read_manifests(self, job: int, name: str) -> tuple[list[tuple[int, bytes]], dict[int, dict[int, Any]]]:
+        """The checksums by step; and by slab and step, where a version is."""
+        checksums, places = [], dict[int, dict[int, Any]]()
+        for step, entries, checksum in self.db.execute(
+            "SELECT step, entries, checksum FROM manifests WHERE job = ? ORDER BY step", [job]
+        ).fetchall():
+            assert checksum == d([name, step, entries])
+            checksums.append((step, checksum))
+            n_slabs, n_extents, n_blocks = struct.unpack_from("<IIQ", entries)
+            slabs = np.frombuffer(entries, "<i8,<u4,<u4", n_slabs, 16)
+            extents = np.frombuffer(entries, "<i8", 3 * n_extents, 16 + 16 * n_slabs).reshape(-1, 3).tolist()
+            blocks = np.frombuffer(entries, "<u8", n_blocks, 16 + 16 * n_slabs + 24 * n_extents).tolist()
+            assert len(entries) == 16 + 16 * n_slabs + 24 * n_extents + 8 * n_blocks
+            for slab, extents_of, blocks_of in slabs.tolist():
+                place = [extents.pop(0) for _ in range(extents_of)], [blocks.pop(0) for _ in range(blocks_of)]
+                assert step not in places.setdefault(slab, {})
+                places[slab][step] = place
+            assert not extents and not blocks
+        return checksums, places
+
+    def read_slab(self, label: str, place: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if place is None:
+            return torch.zeros(numel, dtype=dtype)
+        region = b""
+        for offset, nbytes, file in place[0]:
+            assert offset % PAGE == nbytes % PAGE == 0 and offset + nbytes <= len(self.files[file])
+            region += self.files[file][offset : offset + nbytes]
+            self.extents.append((file, offset, nbytes))
+        assert len(region) == -(-numel * dtype.itemsize // PAGE) * PAGE
+        seed = xxhash.xxh3_64_intdigest(label.encode())
+        found = [
+            xxhash.xxh3_64_intdigest(region[start : start + BLOCK], seed=(seed + i) % (1 << 64))
+            for i, start in enumerate(range(0, len(region), BLOCK))
+        ]
+        assert found == place[1], label
+        return torch.frombuffer(bytearray(region), dtype=dtype)[:numel]
+
+
+def assert_reads(reader: StrangersReader, layout: Layout, steps: Iterable[int], idle: Iterable[str] = ()) -> None:
+    """The reader found exactly these steps of the job, with the bits of torch; `idle` groups are as in step 0."""
+    assert {step for name, step, *_ in reader.slabs if name == layout.name} == set(steps)
+    reference = reference_of(layout)
+    for step in steps:
+        assert reader.states[layout.name, step] == {0: str(step).encode()}
+        for group in layout.groups:
+            for shard in layout.group(group).shards:
+                for kind in layout.kinds:
+                    expected = reference.states(0 if group in idle else step)[group, shard.fqn, kind]
+                    stored = reader.slabs[layout.name, step, group, kind.value][shard.position :][: shard.numel]
+                    assert torch.equal(stored, expected), (step, shard.fqn, kind)
+
+
+@pytest.mark.parametrize(
+    ("precision", "placements"),
+    [
+        (DType.FLOAT32, {}),
+        (DType.BFLOAT16, {"moments": TierName.HOST}),
+        (DType.FLOAT16, {"weights": TierName.HOST, "moments": TierName.HOST}),
+    ],
+    ids=["fp32 nvme", "bf16 mixed", "fp16 host"],
+)
+async def test_a_reader_written_from_the_page_finds_every_retained_step(
+    tmp_path: Path, precision: DType, placements: dict[str, Any]
+) -> None:
+    steps = Layout(
+        name="every \N{SNOWMAN}/step", groups=("a", "idle", "b"), world_size=2, precision=precision, **placements
+    )
+    snapshots = Layout(name="a snapshot", every_steps=2, groups=("one",), precision=precision, **placements)
+    async with opened(tmp_path, host_budget_bytes=16 << 20, nvme_budget_bytes=64 << 20) as engine:
+        first = await Training(engine, steps).begin()
+        second = await Training(engine, snapshots).begin()
+        for step in (1, 2, 3):
+            await first.hand_over(["a", "b"])
+            await first.commit(step, settled=step - 1)
+            await second.step()
+            # One at a time: a snapshot that is due while another one is under way waits for it.
+            await quiesce(engine)
+        reader = StrangersReader(tmp_path).read()
+        assert_reads(reader, steps, [2, 3], idle=["idle"])
+        assert_reads(reader, snapshots, [2])
+        # While the store is open, the log has what the database does not.
+        assert (tmp_path / "catalog.sqlite-wal").stat().st_size > 0
+    assert not (tmp_path / "catalog.sqlite-wal").exists()
+    reader = StrangersReader(tmp_path).read()
+    assert_reads(reader, steps, [2, 3], idle=["idle"])
+    assert_reads(reader, snapshots, [2])
+
+
+# What is in format_1.tar.gz, a directory made by the last engine that wrote format 1.
+OLD_STEPS = Layout(name="steps", numels=(203, 17), groups=("block.0", "idle"), world_size=2)
+OLD_SNAPSHOTS = Layout(
+    name="snapshots",
+    numels=(1100,),
+    groups=("one",),
+    every_steps=2,
+    precision=DType.BFLOAT16,
+    weights=TierName.HOST,
+    moments=TierName.HOST,
+)
+
+
+@pytest.fixture
+def format_1(tmp_path: Path) -> Path:
+    directory = tmp_path / "state"
+    with tarfile.open(FORMAT_1) as archive:
+        archive.extractall(directory, filter="data")
+    return directory
+
+
+def migrate(directory: Path) -> None:
+    Catalog(directory / "catalog.sqlite").close()
+
+
+def version_of(directory: Path) -> str:
+    with closing(sqlite3.connect(directory / "catalog.sqlite")) as db:
+        (version,) = db.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone()
+    return str(version)
+
+
+def test_format_1_is_migrated_and_every_byte_of_every_step_is_there(
+    format_1: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = (format_1 / "data.0").read_bytes()
+    with caplog.at_level("INFO"):
+        migrate(format_1)
+    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 2 now" in caplog.text
+    reader = StrangersReader(format_1).read()
+    assert_reads(reader, OLD_STEPS, [2, 3], idle=["idle"])
+    assert_reads(reader, OLD_SNAPSHOTS, [2])
+    assert len(set(reader.extents)) > len({key[2:] for key in reader.slabs}), "some regions are in several extents"
+    assert (format_1 / "data.0").read_bytes() == data
+    caplog.clear()
+    migrate(format_1)
+    assert caplog.text == ""
+
+
+async def test_training_goes_on_after_the_migration(format_1: Path) -> None:
+    async with opened(format_1) as engine:
+        steps = await Training(engine, OLD_STEPS).open()
+        assert sorted(steps.job.retained) == [2, 3]
+        await engine.roll_back(steps.job, 2)
+        for step in (3, 4):
+            await steps.hand_over(["block.0"])
+            await steps.commit(step, settled=step - 1)
+        snapshots = await Training(engine, OLD_SNAPSHOTS).open()
+        await snapshots.assert_at(2)
+        await snapshots.step()
+        await snapshots.step()
+        await quiesce(engine)
+    reader = StrangersReader(format_1).read()
+    assert_reads(reader, OLD_STEPS, [3, 4], idle=["idle"])
+    assert_reads(reader, OLD_SNAPSHOTS, [4])
+
+
+def test_a_crash_during_the_migration_leaves_format_1(format_1: Path, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+
+    def take_image(reached: Failpoint) -> None:
+        if reached is Failpoint.BEFORE_FLIP:
+            shutil.copytree(format_1, image)
+
+    failpoints.install(take_image)
+    try:
+        migrate(format_1)
+    finally:
+        failpoints.install(None)
+    assert (version_of(format_1), version_of(image)) == ("2", "1")
+    migrate(image)
+    assert_reads(StrangersReader(image).read(), OLD_STEPS, [2, 3], idle=["idle"])
+
+
+def damage_enum(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE slabs SET kind = 'paran' WHERE id = 1")
+
+
+def damage_json(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE versions SET extents = '[[0, 4096' WHERE slab = 1")
+
+
+def damage_shape(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE jobs SET parameters = '[1]'")
+
+
+def lose_a_row(db: sqlite3.Connection) -> None:
+    db.execute("DELETE FROM groups WHERE id = 1")
+
+
+def lose_a_column(db: sqlite3.Connection) -> None:
+    db.execute("ALTER TABLE versions DROP COLUMN checksums")
+
+
+@pytest.mark.parametrize("damage", [damage_enum, damage_json, damage_shape, lose_a_row, lose_a_column])
+def test_a_damaged_catalog_of_format_1_is_left_as_it_is(
+    format_1: Path, damage: Callable[[sqlite3.Connection], None]
+) -> None:
+    with closing(sqlite3.connect(format_1 / "catalog.sqlite")) as db, db:
+        damage(db)
+    with pytest.raises(DataLossError, match=r"catalog\.sqlite is damaged.*restore the whole state directory"):
+        migrate(format_1)
+    assert version_of(format_1) == "1"

@@ -1,0 +1,68 @@
+"""Damage that nobody reads is found in the background, named, and its blocks are never used again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from storage.errors import DamagedBlockError
+from storage.shard import Kind
+from tests.unit.storage.builders import Layout, Training, opened
+
+LAYOUT = Layout(numels=(30_003, 17, 12_000))
+FAST = 1 << 30
+
+
+async def a_pass(training: Training) -> None:
+    """One that began after this was called is over."""
+    scrubber = training.engine.scrubber
+    passes = scrubber.passes
+    while scrubber.passes < passes + 2:
+        await asyncio.sleep(0.01)
+
+
+async def test_it_reads_everything_and_finds_nothing_wrong_where_nothing_is(tmp_path: Path) -> None:
+    async with opened(tmp_path, scrub_bytes_per_second=FAST) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+        await a_pass(training)
+        assert engine.scrubber.bytes_read >= training.version_bytes
+        assert engine.nvme.problems == [] and engine.nvme.damaged_blocks == 0
+
+
+async def test_it_keeps_to_its_bandwidth(tmp_path: Path) -> None:
+    async with opened(tmp_path, scrub_bytes_per_second=1 << 20) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        for step in range(5):
+            await training.step()
+            assert engine.scrubber.bytes_read <= 1 << 20, f"in step {step}: less than a second has gone by"
+
+
+async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path, scrub_bytes_per_second=FAST) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+        slab = training.job.slab("block.1", Kind.EXP_AVG)
+        extent = slab.versions[1].extents[0]
+        with engine.nvme.files[0].path.open("r+b") as file:
+            file.seek(extent.offset + 5000)
+            file.write(b"damage")
+        await a_pass(training)
+        assert engine.nvme.problems == ["job/block.1/exp_avg at step 1 is damaged"]
+        assert "bytes 0 to 16384 (block.1.weight.0) on nvme are damaged" in caplog.text
+        assert engine.nvme.bad_bytes == 16384
+        with pytest.raises(DamagedBlockError, match=r"block\.1\.weight\.0"):
+            await training.step()
+        await engine.roll_back(training.job, 1)
+        await engine.delete_job("job")
+        assert engine.nvme.problems == [] and engine.nvme.used_bytes == engine.nvme.bad_bytes
+        region = await engine.nvme.allocate(engine.nvme.budget_bytes - engine.nvme.bad_bytes)
+        bad = next(iter(engine.nvme.bad))
+        assert all(e.end <= bad.offset or e.offset >= bad.end for e in region.extents)
+        engine.nvme.free(region)
+    async with opened(tmp_path) as engine:
+        assert engine.nvme.bad_bytes == 16384, "also after a restart"
