@@ -47,7 +47,7 @@ class ExtentAllocator:
     @property
     def usable_bytes(self) -> int:
         """What one allocation can get at most: runs shorter than a block can only be the last part of one."""
-        return sum(length // BLOCK_BYTES * BLOCK_BYTES for length in self._free.lengths())
+        return self._free.whole_units(BLOCK_BYTES) * BLOCK_BYTES
 
     def add(self, extent: Extent) -> None:
         """Makes an extent free."""
@@ -69,15 +69,15 @@ class ExtentAllocator:
 
     def _take(self, need: int) -> Extent | None:
         """`need` from the shortest run that holds it, else all whole blocks of the longest one."""
-        lengths = list(self._free.lengths())
-        fitting = [(length, i) for i, length in enumerate(lengths) if length >= need]
-        if fitting:
-            return Extent(self._free.cut(min(fitting)[1], need), need, self._file)
-        longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-        if longest is None or lengths[longest] < BLOCK_BYTES:
+        shortest = self._free.shortest_fit(need)
+        if shortest is not None:
+            return Extent(self._free.cut(shortest, need), need, self._file)
+        longest = self._free.longest()
+        if longest is None:
             return None
-        whole = lengths[longest] // BLOCK_BYTES * BLOCK_BYTES
-        return Extent(self._free.cut(longest, whole), whole, self._file)
+        start, end = self._free[longest]
+        whole = (end - start) // BLOCK_BYTES * BLOCK_BYTES
+        return Extent(self._free.cut(longest, whole), whole, self._file) if whole else None
 
 
 def unused_runs(size_bytes: int, used: Iterable[Extent], file: int = 0) -> list[Extent]:

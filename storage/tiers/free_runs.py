@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +28,9 @@ class FreeRuns:
         """Start and end of a run."""
         return self._starts[index], self._starts[index] + self._lengths[index]
 
-    def lengths(self) -> Iterator[int]:
-        """The runs' lengths, in their order."""
-        return iter(self._lengths)
+    def whole_units(self, unit: int) -> int:
+        """How many pieces of length `unit` the runs hold."""
+        return int((np.asarray(self._lengths) // unit).sum())
 
     def lowest_fit(self, length: int) -> int | None:
         """Index of the first run that holds `length`; None where none does."""
@@ -42,6 +41,15 @@ class FreeRuns:
         """Index of the last run that holds `length`; None where none does."""
         fitting = self._fitting(length)
         return int(fitting[-1]) if len(fitting) else None
+
+    def shortest_fit(self, length: int) -> int | None:
+        """Index of the shortest run that holds `length`, of those alike the first; None where none does."""
+        fitting = self._fitting(length)
+        return int(fitting[np.asarray(self._lengths)[fitting].argmin()]) if len(fitting) else None
+
+    def longest(self) -> int | None:
+        """Index of the longest run, of those alike the first; None where there is no run."""
+        return int(np.asarray(self._lengths).argmax()) if self._lengths else None
 
     def add(self, start: int, end: int) -> None:
         """Makes `[start, end)` free; joins it with its neighbours."""

@@ -11,6 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from paramserver import wire
+from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import TierName
 from tests.integration.daemon import MIB, Daemon, tiers
 from tests.integration.store_client import Clients, Rank, refused
@@ -57,6 +59,54 @@ def test_more_host_memory_than_there_is_is_refused_at_the_start(tmp_path: Path) 
         assert daemon.wait() == 1
         assert "host_budget: 1099511627776000 bytes" in daemon.log and "lower host_budget" in daemon.log
         assert "Traceback" not in daemon.log
+
+
+def test_a_lease_that_others_leave_no_room_for_is_refused_in_time_and_granted_once_one_is_returned(
+    tmp_path: Path,
+) -> None:
+    config = {"host_budget": 5 * MIB, "admission_timeout_seconds": 0.2}
+    with Daemon(tmp_path / "state", config) as daemon, Clients(daemon.address) as clients:
+        rank = clients.rank(BIG).begin()
+        slabs = [(group, kind) for kind in BIG.kinds for group in BIG.groups]
+        leases = []
+        with refused(CODE.RESOURCE_EXHAUSTED, "host_budget 5242880 had no room for", "for 0.2 s", "that are leased"):
+            for group, kind in slabs:
+                leases.append(rank.acquire(group, kind, pb.LEASE_MODE_READ))
+        # One that could be granted and one that cannot: both or none.
+        leased = tiers(daemon.address)[0].leased_bytes
+        wants = [
+            pb.AcquireLeasesRequest.Want(
+                slab=pb.SlabName(group=group, kind=wire.KIND_TO_WIRE[kind]), mode=pb.LEASE_MODE_READ
+            )
+            for group, kind in (slabs[0], slabs[len(leases)])
+        ]
+        with refused(
+            CODE.RESOURCE_EXHAUSTED, "return leases sooner, or raise host_budget or admission_timeout_seconds"
+        ):
+            rank.call("AcquireLeases", wants=wants)
+        assert tiers(daemon.address)[0].leased_bytes == leased > 2 * MIB
+        rank.release(leases.pop())
+        leases += rank.call("AcquireLeases", wants=wants).leases
+        for lease in leases:
+            rank.release(lease)
+        rank.train(1, 2)
+        rank.assert_at(2)
+
+
+def test_memory_that_the_machine_may_not_grant_is_a_wish_and_what_was_granted_is_told(tmp_path: Path) -> None:
+    # No multiple of 2 MiB.
+    config = {"host_budget": 17 * MIB}
+    with Daemon(tmp_path / "state", config, flags=["--huge-pages", "--lock-memory"]) as daemon:
+        detail = tiers(daemon.address)[0].detail
+        assert daemon.log.count("huge_pages: cannot allocate") == (0 if "huge pages" in detail else 1)
+        assert daemon.log.count("lock_memory: cannot lock") == (0 if "locked" in detail else 1)
+        assert detail.startswith("shared memory")
+        assert tiers(daemon.address)[0].budget_bytes == (16 if "huge pages" in detail else 17) * MIB
+        with Clients(daemon.address) as clients:
+            rank = clients.rank(Layout()).begin()
+            rank.train(1, 2)
+            rank.assert_at(2)
+        assert daemon.stop() == 0
 
 
 @contextmanager
