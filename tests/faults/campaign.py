@@ -1,7 +1,7 @@
 """Kills the storage engine at any moment, again and again, and checks that no committed step is lost or half visible.
 
-`python -m tests.faults.campaign --rounds N --seed S [--keep DIR] [--json]`. Un-synced writes are dropped or torn, as at a
-power loss. Ends with a report in JSON; the exit status is 1 if any round failed.
+`python -m tests.faults.campaign --rounds N --seed S [--keep DIR] [--json]`. Un-synced writes are dropped or torn, as at
+a power loss. Ends with a report in JSON; the exit status is 1 if any round failed.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ class Verdict:
         return cls(**json.loads(line))
 
 
-async def check(state_dir: Path, oracle: Oracle, *, roll_back: bool) -> Verdict:
-    """Checks every job; with `roll_back` also the older retained steps, to which the jobs are then brought back."""
+async def check(state_dir: Path, oracle: Oracle, *, roll_back: bool, close: bool) -> Verdict:
+    """Checks every job; with `roll_back` also the older retained steps, to which the jobs are then brought
+    back. Without `close` the engine is left as it is, and so is SQLite's log, for the next process to go on with."""
     verdict = Verdict()
     engine = await Engine.open(engine_config(state_dir))
     verdict.errors += space_errors(engine)
@@ -52,7 +53,8 @@ async def check(state_dir: Path, oracle: Oracle, *, roll_back: bool) -> Verdict:
         verdict.newest[name] = engine.jobs[name].newest if name in engine.jobs else None
         verdict.retained[name] = sorted(engine.jobs[name].retained) if name in engine.jobs else []
     verdict.errors += space_errors(engine)
-    await engine.close()
+    if close:
+        await engine.close()
     return verdict
 
 
@@ -83,10 +85,10 @@ def _check_records(job: Job, oracle: Oracle, name: str, newest: int) -> list[str
     return errors
 
 
-def run(state_dir: Path, oracle: Oracle, pipe: int, *, roll_back: bool) -> int:
+def run(state_dir: Path, oracle: Oracle, pipe: int, *, roll_back: bool, close: bool) -> int:
     """The life of a checker process; it always says a verdict. Its exit status."""
     try:
-        verdict = uvloop.run(check(state_dir, oracle, roll_back=roll_back))
+        verdict = uvloop.run(check(state_dir, oracle, roll_back=roll_back, close=close))
     except BaseException:
         verdict = Verdict(errors=[f"the check ended with\n{traceback.format_exc()[-3000:]}"])
     os.write(pipe, f"{verdict.dump()}\n".encode())

@@ -1,7 +1,7 @@
 """The rounds of a campaign: forks workers and checkers from one process that has everything imported, and kills them.
 
-Started by tests.faults.campaign, with the shim. Has no threads and no event loop, and computes nothing with torch, so that
-it can be forked at any time. Says one line of JSON per round.
+Started by tests.faults.campaign, with the shim. Has no threads and no event loop, and computes nothing with torch, so
+that it can be forked at any time. Says one line of JSON per round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from storage.failpoints import Failpoint
 from tests.faults import checker, shim, worker
 from tests.faults.jobs import JOBS
 from tests.faults.oracle import Act, Announcement, Oracle
-from tests.faults.power_loss import Fate, Record, events, lose_power, trim_log
+from tests.faults.power_loss import Call, Record, events, lose_power, trim_log
 
 LONGEST_TRAINING_SECONDS = 0.3
 # How long an armed kill is waited for before the process is killed from outside, and how long anything may take at all.
@@ -108,6 +108,7 @@ class Child:
             finally:
                 os._exit(status)
         os.close(theirs)
+        self._said: deque[str] = deque()
         self._rest = b""
         self._ended = False
 
@@ -123,14 +124,18 @@ class Child:
     def lines(self, seconds: float) -> Iterator[str]:
         """What it says within that time, or until it ends."""
         deadline = time.monotonic() + seconds
-        while not self._ended:
+        while True:
+            while self._said:
+                yield self._said.popleft()
+            if self._ended:
+                return
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._pipe], [], [], left)[0]:
                 return
             data = os.read(self._pipe, 1 << 16)
             self._ended = not data
             *lines, self._rest = (self._rest + data).split(b"\n")
-            yield from (line.decode() for line in lines)
+            self._said += (line.decode() for line in lines)
 
     def end(self) -> int:
         """Kills it where it has not ended; the wait status."""
@@ -204,7 +209,7 @@ class Campaign:
         if turn is Failpoint.DURING_RECOVERY and not result.errors:
             self._recover(epoch, result, rng, failpoint=turn)
         if turn == RECOVERY_CALL and not result.errors:
-            self._recover(epoch, result, rng, call=rng.randint(1, 12), torn=rng.choice([0, rng.randint(1, 999)]))
+            self._recover(epoch, result, rng, call=_log_uniform(rng, 40), torn=rng.choice([0, rng.randint(1, 999)]))
         if not result.errors:
             self._check(epoch, result, rng)
         result.commits = epoch.oracle.commits - before
@@ -298,7 +303,8 @@ class Campaign:
         prefix: str = "",
     ) -> None:
         trim_log(epoch.undo_log)
-        at_calls = [f"{call.name.lower()} {name}" for record, call, name in events(epoch.undo_log) if record is Record.KILL]
+        found = events(epoch.undo_log)
+        at_calls = [f"{call.name.lower()} {name}" for record, call, name in found if record is Record.KILL]
         if result.errors:
             return
         reached = epoch.directory / "failpoint"
@@ -320,11 +326,11 @@ class Campaign:
 
     def _check(self, epoch: Epoch, result: Round, rng: random.Random) -> None:
         epoch.oracle.prepare()
-        roll_back = rng.random() < 0.3
+        roll_back, close = rng.random() < 0.3, rng.random() < 0.5
 
         def work(pipe: int) -> int:
             self._prepare(epoch)
-            return checker.run(epoch.state_dir, epoch.oracle, pipe, roll_back=roll_back)
+            return checker.run(epoch.state_dir, epoch.oracle, pipe, roll_back=roll_back, close=close)
 
         with Child(work, epoch.output) as child:
             said = list(child.lines(HANGS_SECONDS))
@@ -389,8 +395,18 @@ def _armed(turn: str | Failpoint, rng: random.Random) -> Callable[[], None] | No
     if isinstance(turn, Failpoint):
         reach = 1 if turn is Failpoint.FILE_GROWN else _log_uniform(rng, 60)
         return lambda: _kill_at_failpoint(turn, reach)
-    call, torn = _log_uniform(rng, 1000), rng.randint(1, 999) if turn == TORN else 0
-    return lambda: shim.kill_at(call, torn)
+    torn = rng.randint(1, 999) if turn == TORN else 0
+    # Most calls are writes of data: of the others there are enough only when they are asked for.
+    name, kind = rng.choice(
+        [("", 0), ("catalog", 0), ("catalog", Call.WRITE if torn else Call.SYNC), ("data", Call.WRITE)]
+    )
+    call = _log_uniform(rng, 100 if name == "catalog" else 400)
+
+    def arm() -> None:
+        shim.match(name, kind)
+        shim.kill_at(call, torn)
+
+    return arm
 
 
 def _log_uniform(rng: random.Random, highest: int) -> int:

@@ -1,7 +1,7 @@
 """The jobs that the campaign trains, and the rule by which their bytes change, in numpy alone.
 
-Nothing here imports the engine. Every new value depends on the old one and on a gradient drawn from the step's salt, and
-every operation is exact in fp32 up to one rounding, so that torch must give the same bits.
+Nothing here imports the engine. Every new value depends on the old one and on a gradient drawn from the step's salt,
+and every operation is exact in fp32 up to one rounding, so that torch must give the same bits.
 """
 
 from __future__ import annotations

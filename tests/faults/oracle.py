@@ -160,6 +160,5 @@ def _advance(shape: JobShape, before: dict[str, State], step: int, salt: int) ->
         return {group: initial(shape, group, salt) for group in shape.groups}
     updated = updates(shape, salt)
     return {
-        group: after_update(shape, group, state, salt) if group in updated else state
-        for group, state in before.items()
+        group: after_update(shape, group, state, salt) if group in updated else state for group, state in before.items()
     }

@@ -1,7 +1,7 @@
 """What a power loss leaves of a directory: writes that no sync covered are kept, dropped or torn, by chance.
 
-Reads the undo log that the shim has kept since the last power loss, and changes the files accordingly. A file whose entry
-no sync of its directory covered may vanish. What was written before a sync that failed is lost, whatever sync
+Reads the undo log that the shim has kept since the last power loss, and changes the files accordingly. A file whose
+entry no sync of its directory covered may vanish. What was written before a sync that failed is lost, whatever sync
 succeeds later: the kernel may have dropped it and called the pages clean.
 """
 
@@ -146,13 +146,16 @@ def events(log: Path) -> list[tuple[Record, Call, str]]:
 
 
 def lose_power(directory: Path, log: Path, rng: random.Random, mood: Mood | None = None) -> Outcome:
-    """Applies a power loss to the files below `directory`, and empties the log. `mood` is chosen by chance otherwise."""
+    """Applies a power loss to the files below `directory`, and empties the log. Without a `mood`, chance chooses it."""
     if log.stat().st_size == 0:
         return Outcome(fates=Counter(), vanished=())
     mood = mood or rng.choices([Mood.MIX, Mood.DROP, Mood.KEEP], [6, 3, 1])[0]
-    with log.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        with memoryview(mapped) as data:
-            outcome = _Replay(directory, data).apply(rng, mood)
+    with (
+        log.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as data,
+    ):
+        outcome = _Replay(directory, data).apply(rng, mood)
     os.truncate(log, 0)
     return outcome
 
@@ -274,8 +277,8 @@ def _choose(change: _Change, rng: random.Random, mood: Mood) -> Fate:
         return Fate.DROPPED
     if mood is Mood.KEEP:
         return Fate.KEPT
-    fates = [Fate.KEPT, Fate.DROPPED, Fate.TORN]
-    return rng.choice(fates if change.entry.record is Record.WRITE and change.entry.length > SECTOR_BYTES else fates[:2])
+    can_tear = change.entry.record is Record.WRITE and change.entry.length > SECTOR_BYTES
+    return rng.choice([Fate.KEPT, Fate.DROPPED, Fate.TORN] if can_tear else [Fate.KEPT, Fate.DROPPED])
 
 
 def _take_back_write(file: _File, entry: Entry, fate: Fate, rng: random.Random) -> None:

@@ -55,9 +55,13 @@ static char directory[PATH_MAX];
 static size_t directory_length; /* 0: nothing is watched */
 static int log_fd = -1;
 static uint64_t operations;
-static long calls;
+static long calls;                /* watched ones since shim_configure */
+static long matching;             /* those of them that the orders count */
 static long kill_call, fail_call; /* 0: none */
 static int kill_permille, fail_error, fail_sticky;
+static char match_name[NAME_MAX + 1];
+static int match_kind;
+static int torn_now; /* the write under way is the one to be torn */
 
 #define REAL(name) ((__typeof__(&name))real(#name))
 
@@ -155,9 +159,16 @@ static void die(int call_kind, const struct target *target)
 static int enter(int call_kind, const struct target *target)
 {
     calls++;
-    if (calls == kill_call && !(call_kind == CALL_WRITE && kill_permille))
-        die(call_kind, target);
-    if (fail_call && (calls == fail_call || (fail_sticky && calls > fail_call))) {
+    torn_now = 0;
+    if (strncmp(name_of(target), match_name, strlen(match_name)) != 0 || (match_kind && match_kind != call_kind))
+        return 0;
+    matching++;
+    if (matching == kill_call) {
+        torn_now = call_kind == CALL_WRITE && kill_permille;
+        if (!torn_now)
+            die(call_kind, target);
+    }
+    if (fail_call && (matching == fail_call || (fail_sticky && matching > fail_call))) {
         append_event(FAIL, call_kind, target);
         return fail_error;
     }
@@ -273,7 +284,7 @@ static int before_write(int fd, const struct iovec *parts, int count, int64_t of
         *id = next_id();
         *inode = target.inode;
         append_undo(WRITE, CALL_WRITE, *id, fd, &target, offset, length, offset, length);
-        if (calls == kill_call)
+        if (torn_now)
             tear(fd, parts, count, offset, length, &target);
     }
     pthread_mutex_unlock(&mutex);
@@ -590,11 +601,20 @@ EXPORT int shim_configure(const char *watched, const char *log_path)
     if (log_fd >= 0)
         close(log_fd);
     log_fd = fd;
-    calls = kill_call = fail_call = 0;
+    calls = matching = kill_call = fail_call = 0;
     snprintf(directory, sizeof directory, "%s", watched);
     directory_length = strlen(directory);
     pthread_mutex_unlock(&mutex);
     return 0;
+}
+
+/* Makes the orders below count only calls of a kind (0: any) on files whose names begin so. */
+EXPORT void shim_match(const char *name, int call_kind)
+{
+    pthread_mutex_lock(&mutex);
+    snprintf(match_name, sizeof match_name, "%s", name);
+    match_kind = call_kind;
+    pthread_mutex_unlock(&mutex);
 }
 
 /* Ends the process at the n-th call from now, before it; a write after the first `torn` thousandths of its sectors.
@@ -602,7 +622,7 @@ EXPORT int shim_configure(const char *watched, const char *log_path)
 EXPORT void shim_kill_at(long n, int torn)
 {
     pthread_mutex_lock(&mutex);
-    kill_call = n ? calls + n : 0;
+    kill_call = n ? matching + n : 0;
     kill_permille = torn;
     pthread_mutex_unlock(&mutex);
 }
@@ -611,7 +631,7 @@ EXPORT void shim_kill_at(long n, int torn)
 EXPORT void shim_fail_at(long n, int error, int sticky)
 {
     pthread_mutex_lock(&mutex);
-    fail_call = n ? calls + n : 0;
+    fail_call = n ? matching + n : 0;
     fail_error = error;
     fail_sticky = sticky;
     pthread_mutex_unlock(&mutex);

@@ -45,6 +45,7 @@ def environment(library: Path) -> dict[str, str]:
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
     library.shim_configure.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    library.shim_match.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.shim_kill_at.argtypes = [ctypes.c_long, ctypes.c_int]
     library.shim_fail_at.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int]
     library.shim_calls.restype = ctypes.c_long
@@ -56,6 +57,11 @@ def configure(directory: Path, log: Path) -> None:
     error = _library().shim_configure(os.fsencode(directory.resolve()), os.fsencode(log))
     if error:
         raise OSError(error, os.strerror(error), str(log))
+
+
+def match(name: str = "", call_kind: int = 0) -> None:
+    """Makes the orders below count only calls of a kind (0: any) on files whose names begin with `name`."""
+    _library().shim_match(os.fsencode(name), call_kind)
 
 
 def kill_at(call: int, torn_permille: int = 0) -> None:

@@ -17,6 +17,7 @@ import torch
 import uvloop
 
 from storage.engine import Engine, EngineConfig
+from storage.errors import NotFoundError
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.transform import Tile
 from storage.versions import Job
@@ -192,7 +193,13 @@ class Trainer:
             return
         step = max(older)
         self.announce(Announcement(act=Act.ROLLS_BACK, job=self.shape.name, step=step))
-        await self.engine.roll_back(self.job, step)
+        may_be_let_go = self.has_snapshot_under_way
+        try:
+            await self.engine.roll_back(self.job, step)
+        except NotFoundError:
+            # The snapshot that was under way is waited for first, and takes the place of the older one.
+            assert may_be_let_go, "a durable step was let go of"
+            return
         self.announce(Announcement(act=Act.ROLLED_BACK, job=self.shape.name, step=step))
 
     async def abandon(self) -> None:
@@ -238,7 +245,9 @@ class Trainer:
         return max(self.job.durable, default=None)
 
 
-async def train(state_dir: Path, oracle: Oracle, announce: Announce, rng: random.Random, ready: Callable[[], None]) -> None:
+async def train(
+    state_dir: Path, oracle: Oracle, announce: Announce, rng: random.Random, ready: Callable[[], None]
+) -> None:
     """Trains all jobs until the process is killed; calls `ready` when the engine is open."""
     engine = await Engine.open(engine_config(state_dir))
     ready()
