@@ -37,6 +37,8 @@ LONGEST_TRAINING_SECONDS = 0.3
 # How long an armed kill is waited for before the process is killed from outside, and how long anything may take at all.
 ARMED_SECONDS = 5.0
 HANGS_SECONDS = 60.0
+# How often a kill comes with a power loss.
+POWER_LOSS = 0.75
 PR_SET_PDEATHSIG = 1
 
 TIME = "time"
@@ -156,6 +158,8 @@ class Epoch:
     directory: Path
     first: int
     oracle: Oracle = field(default_factory=lambda: Oracle(JOBS))
+    # Those that the undo log tells of, and that are counted already.
+    kills: int = 0
 
     def __post_init__(self) -> None:
         self.state_dir.mkdir(parents=True)
@@ -303,8 +307,10 @@ class Campaign:
         prefix: str = "",
     ) -> None:
         trim_log(epoch.undo_log)
-        found = events(epoch.undo_log)
-        at_calls = [f"{call.name.lower()} {name}" for record, call, name in found if record is Record.KILL]
+        kills = [
+            f"{call.name.lower()} {name}" for record, call, name in events(epoch.undo_log) if record is Record.KILL
+        ]
+        at_calls, epoch.kills = kills[epoch.kills :], len(kills)
         if result.errors:
             return
         reached = epoch.directory / "failpoint"
@@ -317,9 +323,10 @@ class Campaign:
         else:
             result.kills.append(prefix + (f"call: {at_calls[-1]}" if at_calls else TIME))
         reached.unlink(missing_ok=True)
-        # Each kill once: a log that outlives the round must not tell of it again.
-        if at_calls or rng.random() < 0.8:
+        # Otherwise it is the process alone that died: what was written is still there, and may be lost later.
+        if rng.random() < POWER_LOSS:
             outcome = lose_power(epoch.state_dir, epoch.undo_log, rng)
+            epoch.kills = 0
             fates = Counter(result.fates) + Counter({fate.value: n for fate, n in outcome.fates.items()})
             result.fates = dict(fates)
             result.vanished += len(outcome.vanished)

@@ -26,12 +26,13 @@ class Act(enum.Enum):
     ROLLED_BACK = "rolled back"
     DELETES = "deletes"
     DELETED = "deleted"
+    REFUSED = "refused"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """One line from a worker. `salt` is the step's; `durable` the newest durable step, if any; `text` of a failure."""
+    """One line from a worker. `salt`: the step's; `durable`: the newest such step; `text`: of a refusal or failure."""
 
     act: Act
     job: str = ""

@@ -191,16 +191,23 @@ class Trainer:
         older = self.job.durable if self.shape.every_steps > 1 else {s for s in self.job.retained if s < self._newest}
         if not older:
             return
-        step = max(older)
-        self.announce(Announcement(act=Act.ROLLS_BACK, job=self.shape.name, step=step))
         may_be_let_go = self.has_snapshot_under_way
         try:
-            await self.engine.roll_back(self.job, step)
+            await self.roll_back_to(max(older))
         except NotFoundError:
             # The snapshot that was under way is waited for first, and takes the place of the older one.
             assert may_be_let_go, "a durable step was let go of"
-            return
+
+    async def roll_back_to(self, step: int) -> None:
+        """Makes a retained step the newest one."""
+        self.announce(Announcement(act=Act.ROLLS_BACK, job=self.shape.name, step=step))
+        await self.engine.roll_back(self.job, step)
         self.announce(Announcement(act=Act.ROLLED_BACK, job=self.shape.name, step=step))
+
+    async def wait_for_updates(self) -> None:
+        """Until what was handed over is written; it may not be committed yet."""
+        for group in self.shape.groups:
+            self.engine.unpin(await self.engine.fetch(self.job, group, Kind.PARAM))
 
     async def abandon(self) -> None:
         """Leaves a step behind that nobody announced, some of it written."""
