@@ -14,7 +14,7 @@ CODE := paramserver storage trainer_client
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo proto lock clean distclean
+.PHONY: help venv test lint format demo faults proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ format: venv ## Bring the code into the checked format
 
 demo: venv ## Train a small GPT-2 through the store, with a kill and a resume on the way
 	$(BIN)/python examples/demo.py
+
+# A failed round is kept below build/faults, with the command that repeats it.
+N ?= 1000
+SEED ?=
+faults: venv ## Kill the engine N times and check it (N=1000 SEED=...)
+	$(BIN)/python -m tests.faults.campaign --rounds $(N) $(if $(SEED),--seed $(SEED))
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \

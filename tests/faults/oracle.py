@@ -1,0 +1,165 @@
+"""What a job may be after a crash, known from what the worker announced before and after each of its acts.
+
+Outside of the engine: it imports nothing of it, and computes the bytes that every step must have by itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from tests.faults.jobs import JobShape, State, after_update, initial, updates
+
+CACHED_STATES = 24
+
+
+class Act(enum.Enum):
+    """What a worker announces."""
+
+    TRAINING = "is training"
+    COMMITS = "commits"
+    COMMITTED = "committed"
+    ROLLS_BACK = "rolls back"
+    ROLLED_BACK = "rolled back"
+    DELETES = "deletes"
+    DELETED = "deleted"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """One line from a worker. `salt`: the step's; `durable`: the newest such step; `text`: of a refusal or failure."""
+
+    act: Act
+    job: str = ""
+    step: int = 0
+    salt: int = 0
+    durable: int | None = None
+    text: str = ""
+
+    def dump(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self) | {"act": self.act.value})
+
+    @classmethod
+    def load(cls, line: str) -> Announcement:
+        """What `dump` gave."""
+        values = json.loads(line)
+        return cls(**values | {"act": Act(values["act"])})
+
+
+@dataclass(slots=True)
+class History:
+    """One job. Step `s` of it was made with the salts `path[:s + 1]`; what a roll-back discarded is not in there."""
+
+    shape: JobShape
+    path: list[int] = field(default_factory=list)
+    # The newest step that the worker knows as committed.
+    newest: int | None = None
+    # The newest step after a crash lies between these. low is None: the job may be gone; high is None: it must be.
+    low: int | None = None
+    high: int | None = None
+    # The commits since this step were made one after another.
+    anchor: int = 0
+
+    def allowed(self) -> set[int | None]:
+        """What the newest step may be after a crash; None: the job is gone."""
+        if self.high is None:
+            return {None}
+        every = self.shape.every_steps
+        steps = range(self.low or 0, self.high + 1)
+        return {s for s in steps if s % every == 0} | ({None} if self.low is None else set())
+
+    def must_retain(self, newest: int) -> set[int]:
+        """Steps that must be there if `newest` is: a step stays until all ranks have the next one, and the worker
+        reports them one step late."""
+        if self.shape.every_steps != 1 or newest - 1 < self.anchor:
+            return {newest}
+        return {newest - 1, newest}
+
+    def hear(self, said: Announcement) -> None:
+        """Takes in an announcement. Raises AssertionError for one that the engine's promises exclude."""
+        every = self.shape.every_steps
+        step = said.step
+        if said.act is Act.COMMITS:
+            assert step == (0 if self.newest is None else self.newest + 1), f"{said} after step {self.newest}"
+            self.path[step:] = [said.salt]
+            if step == 0:
+                self.anchor = 0
+            if every and step % every == 0:
+                self.high = step
+        elif said.act is Act.COMMITTED:
+            assert every != 1 or said.durable == step, f"{said}: durability is 'step'"
+            self.newest = step
+            if said.durable is not None:
+                self.low = said.durable
+        elif said.act is Act.ROLLS_BACK:
+            self.anchor = step
+            self.low = step if every else None
+        elif said.act is Act.ROLLED_BACK:
+            del self.path[step + 1 :]
+            self.newest = step
+            self.high = step if every else None
+        elif said.act is Act.DELETES:
+            self.low = None
+        elif said.act is Act.DELETED:
+            self.settle(None, [])
+
+    def settle(self, newest: int | None, retained: Iterable[int]) -> None:
+        """What was found after a crash is the truth from now on."""
+        del self.path[0 if newest is None else newest + 1 :]
+        self.newest = self.low = self.high = newest
+        self.anchor = min(retained, default=0)
+
+
+class Oracle:
+    """All jobs of one state directory."""
+
+    def __init__(self, shapes: Iterable[JobShape]) -> None:
+        self.jobs = {shape.name: History(shape) for shape in shapes}
+        self.commits = 0
+        self._states: OrderedDict[tuple[str, tuple[int, ...]], dict[str, State]] = OrderedDict()
+
+    def hear(self, said: Announcement) -> None:
+        """Takes in an announcement; see History.hear."""
+        if said.job:
+            self.jobs[said.job].hear(said)
+        self.commits += said.act is Act.COMMITTED
+
+    def states(self, job: str, step: int) -> dict[str, State]:
+        """The bytes of every group and kind at a step."""
+        history = self.jobs[job]
+        known = step
+        while known >= 0 and (job, tuple(history.path[: known + 1])) not in self._states:
+            known -= 1
+        for s in range(known + 1, step + 1):
+            before = self._states[job, tuple(history.path[:s])] if s else {}
+            self._states[job, tuple(history.path[: s + 1])] = _advance(history.shape, before, s, history.path[s])
+            while len(self._states) > CACHED_STATES:
+                self._states.popitem(last=False)
+        key = job, tuple(history.path[: step + 1])
+        self._states.move_to_end(key)
+        return self._states[key]
+
+    def expected(self, job: str, step: int, group: str, kind: str) -> bytes:
+        """The bytes of a slab at a step."""
+        return self.states(job, step)[group][kind].tobytes()
+
+    def prepare(self) -> None:
+        """Computes the newest possible states, so that processes forked from this one need not."""
+        for name, history in self.jobs.items():
+            if history.high is not None:
+                self.states(name, history.high)
+
+
+def _advance(shape: JobShape, before: dict[str, State], step: int, salt: int) -> dict[str, State]:
+    if step == 0:
+        return {group: initial(shape, group, salt) for group in shape.groups}
+    updated = updates(shape, salt)
+    return {
+        group: after_update(shape, group, state, salt) if group in updated else state for group, state in before.items()
+    }

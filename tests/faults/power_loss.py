@@ -1,0 +1,320 @@
+"""What a power loss leaves of a directory: writes that no sync covered are kept, dropped or torn, by chance.
+
+Reads the undo log that the shim has kept since the last power loss, and changes the files accordingly. A file whose
+entry no sync of its directory covered may vanish. What was written before a sync that failed is lost, whatever sync
+succeeds later: the kernel may have dropped it and called the pages clean.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import random
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SECTOR_BYTES = 512
+
+
+class Record(enum.IntEnum):
+    """What a record says; as in shim.c."""
+
+    WRITE = 1
+    RESIZE = 2
+    END = 3
+    SYNC_BEGIN = 4
+    SYNC_END = 5
+    CREATE = 6
+    UNLINK = 7
+    KILL = 8
+    FAIL = 9
+
+
+class Call(enum.IntEnum):
+    """What was called; as in shim.c."""
+
+    WRITE = 1
+    SYNC = 2
+    TRUNCATE = 3
+    GROW = 4
+    CREATE = 5
+    UNLINK = 6
+
+
+class Fate(enum.Enum):
+    """What becomes of a change that no sync covered."""
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+    TORN = "torn"
+
+
+class Mood(enum.Enum):
+    """How a power loss treats such changes: all alike, or each by chance."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    MIX = "mix"
+
+
+_HEADER = struct.Struct("=IIQQQQQQQ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One record of the log; `data` is what follows its header. See `struct record` in shim.c."""
+
+    record: Record
+    call_kind: int
+    id: int
+    call: int
+    inode: int
+    offset: int
+    length: int
+    old_size: int
+    data: memoryview
+
+
+@dataclass(slots=True, eq=False)
+class _Change:
+    """A write or a change of size."""
+
+    entry: Entry
+    ended: bool = False
+    synced: bool = False
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class _Created:
+    """A name in a directory."""
+
+    inode: int
+    directory: int
+    synced: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How many changes met which fate, and which files vanished."""
+
+    fates: Counter[Fate]
+    vanished: tuple[str, ...]
+
+
+def read_log(data: memoryview) -> Iterator[Entry]:
+    """The whole records; the last one may be cut off, by the kill that it was written before."""
+    at = 0
+    while at + _HEADER.size <= len(data):
+        kind, call_kind, id_, call, inode, offset, length, old_size, data_length = _HEADER.unpack_from(data, at)
+        at += _HEADER.size
+        if at + data_length > len(data):
+            return
+        yield Entry(
+            record=Record(kind),
+            call_kind=call_kind,
+            id=id_,
+            call=call,
+            inode=inode,
+            offset=offset,
+            length=length,
+            old_size=old_size,
+            data=data[at : at + data_length],
+        )
+        at += data_length
+
+
+def trim_log(log: Path) -> None:
+    """Cuts off what is not a whole record, so that another process can go on with the log."""
+    data = memoryview(log.read_bytes())
+    whole = sum(_HEADER.size + len(entry.data) for entry in read_log(data))
+    if whole != len(data):
+        os.truncate(log, whole)
+
+
+def events(log: Path) -> list[tuple[Record, Call, str]]:
+    """The kills and failures that the log tells of, with the name of the file."""
+    return [
+        (entry.record, Call(entry.call_kind), bytes(entry.data).decode())
+        for entry in read_log(memoryview(log.read_bytes()))
+        if entry.record in (Record.KILL, Record.FAIL)
+    ]
+
+
+def lose_power(directory: Path, log: Path, rng: random.Random, mood: Mood | None = None) -> Outcome:
+    """Applies a power loss to the files below `directory`, and empties the log. Without a `mood`, chance chooses it."""
+    if log.stat().st_size == 0:
+        return Outcome(fates=Counter(), vanished=())
+    mood = mood or rng.choices([Mood.MIX, Mood.DROP, Mood.KEEP], [6, 3, 1])[0]
+    with (
+        log.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as data,
+    ):
+        outcome = _Replay(directory, data).apply(rng, mood)
+    os.truncate(log, 0)
+    return outcome
+
+
+@dataclass(slots=True)
+class _File:
+    """A file while changes are taken back, newest first."""
+
+    fd: int
+    size: int
+    # By sector: whether a newer change of it was kept, so that no older one matters any more.
+    settled: bytearray
+    size_settled: bool = False
+    # The end of what was kept: the file cannot be shorter.
+    floor: int = 0
+
+    def undo(self, start: int, end: int, old: memoryview) -> None:
+        """Puts the old bytes of `[start, end)` back; zeros where there were none."""
+        os.pwrite(self.fd, bytes(old) + bytes(end - start - len(old)), start)
+
+    def settle(self, first: int, last: int) -> None:
+        """Nothing older can show in sectors `[first, last)`."""
+        if last > len(self.settled):
+            self.settled.extend(bytes(last - len(self.settled)))
+        self.settled[first:last] = b"\1" * (last - first)
+
+    def is_settled(self, sector: int) -> bool:
+        """Whether something newer is there."""
+        return sector < len(self.settled) and self.settled[sector] == 1
+
+
+@dataclass(slots=True)
+class _Replay:
+    """One pass forward, to find what is durable, and one backward, to take back what is not."""
+
+    directory: Path
+    data: memoryview
+    _changes: list[_Change] = field(default_factory=list)
+    _created: list[_Created] = field(default_factory=list)
+
+    def apply(self, rng: random.Random, mood: Mood) -> Outcome:
+        """See `lose_power`."""
+        self._read()
+        paths = {path.stat().st_ino: path for path in self.directory.rglob("*") if path.is_file()}
+        vanished = self._vanish(paths, rng, mood)
+        return Outcome(fates=self._take_back(paths, rng, mood), vanished=tuple(vanished))
+
+    def _read(self) -> None:
+        under_way: dict[int, _Change] = {}
+        syncs: dict[int, tuple[list[_Change], list[_Created]]] = {}
+        for entry in read_log(self.data):
+            if entry.record in (Record.WRITE, Record.RESIZE):
+                change = under_way[entry.id] = _Change(entry)
+                self._changes.append(change)
+            elif entry.record is Record.END:
+                under_way.pop(entry.id).ended = True
+            elif entry.record is Record.SYNC_BEGIN:
+                before = [c for c in self._changes if c.ended and not c.synced and c.entry.inode == entry.inode]
+                syncs[entry.id] = before, [c for c in self._created if c.directory == entry.inode]
+            elif entry.record is Record.SYNC_END:
+                self._end_sync(*syncs.pop(entry.id), failed=entry.length != 0)
+            elif entry.record is Record.CREATE:
+                self._created.append(_Created(entry.inode, entry.offset))
+            elif entry.record is Record.UNLINK:
+                # The inode's number may be given to another file.
+                self._changes = [c for c in self._changes if c.entry.inode != entry.inode]
+                self._created = [c for c in self._created if c.inode != entry.inode]
+
+    def _end_sync(self, changes: list[_Change], created: list[_Created], *, failed: bool) -> None:
+        for change in changes:
+            if failed:
+                change.lost = not change.synced
+            elif not change.lost:
+                change.synced = True
+        for entry in created:
+            entry.synced = entry.synced or not failed
+
+    def _vanish(self, paths: dict[int, Path], rng: random.Random, mood: Mood) -> list[str]:
+        vanished = []
+        for created in self._created:
+            if created.synced or created.inode not in paths:
+                continue
+            if mood is Mood.DROP or (mood is Mood.MIX and rng.random() < 0.5):
+                path = paths.pop(created.inode)
+                path.unlink()
+                vanished.append(path.name)
+        return vanished
+
+    def _take_back(self, paths: dict[int, Path], rng: random.Random, mood: Mood) -> Counter[Fate]:
+        fates: Counter[Fate] = Counter()
+        files: dict[int, _File] = {}
+        try:
+            for change in reversed(self._changes):
+                inode = change.entry.inode
+                if inode not in files:
+                    if inode not in paths:
+                        continue
+                    fd = os.open(paths[inode], os.O_RDWR | os.O_CLOEXEC)
+                    files[inode] = _File(fd, os.fstat(fd).st_size, bytearray())
+                fate = _choose(change, rng, mood)
+                if not change.synced:
+                    fates[fate] += 1
+                if change.entry.record is Record.WRITE:
+                    _take_back_write(files[inode], change.entry, fate, rng)
+                else:
+                    _take_back_resize(files[inode], change.entry, fate)
+            for file in files.values():
+                os.ftruncate(file.fd, max(file.size, file.floor))
+        finally:
+            for file in files.values():
+                os.close(file.fd)
+        return fates
+
+
+def _choose(change: _Change, rng: random.Random, mood: Mood) -> Fate:
+    if change.synced:
+        return Fate.KEPT
+    if change.lost or mood is Mood.DROP:
+        return Fate.DROPPED
+    if mood is Mood.KEEP:
+        return Fate.KEPT
+    can_tear = change.entry.record is Record.WRITE and change.entry.length > SECTOR_BYTES
+    return rng.choice([Fate.KEPT, Fate.DROPPED, Fate.TORN] if can_tear else [Fate.KEPT, Fate.DROPPED])
+
+
+def _take_back_write(file: _File, entry: Entry, fate: Fate, rng: random.Random) -> None:
+    start, end = entry.offset, entry.offset + entry.length
+    first, last = start // SECTOR_BYTES, -(-end // SECTOR_BYTES)
+    if fate is Fate.KEPT:
+        file.settle(first, last)
+        kept_end = end
+    else:
+        kept_end = 0
+        for sector in range(first, last):
+            low, high = max(start, sector * SECTOR_BYTES), min(end, (sector + 1) * SECTOR_BYTES)
+            if fate is Fate.TORN and rng.random() < 0.5:
+                file.settle(sector, sector + 1)
+                kept_end = high
+            elif not file.is_settled(sector):
+                file.undo(low, high, entry.data[low - start : high - start])
+    if file.size_settled:
+        return
+    file.floor = max(file.floor, kept_end)
+    if end > entry.old_size:
+        if fate is Fate.KEPT:
+            file.size_settled = True
+        else:
+            file.size = entry.old_size
+
+
+def _take_back_resize(file: _File, entry: Entry, fate: Fate) -> None:
+    if entry.offset == entry.old_size or file.size_settled:
+        return
+    if fate is Fate.KEPT:
+        file.size_settled = True
+        return
+    file.size = entry.old_size
+    for sector in range(entry.offset // SECTOR_BYTES, -(-entry.old_size // SECTOR_BYTES)):
+        low = max(entry.offset, sector * SECTOR_BYTES)
+        high = min(entry.old_size, (sector + 1) * SECTOR_BYTES)
+        if not file.is_settled(sector):
+            file.undo(low, high, entry.data[low - entry.offset : high - entry.offset])

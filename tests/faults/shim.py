@@ -1,0 +1,79 @@
+"""The shim of shim.c from Python: compiles it, and gives the orders to the one that this process was started with."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("shim.c")
+
+
+class NoCompilerError(Exception):
+    """There is no `cc` on the PATH."""
+
+
+def build(directory: Path) -> Path:
+    """Compiles the shim into `directory`; where it is.
+
+    Raises:
+        NoCompilerError: this machine has no C compiler.
+    """
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise NoCompilerError("there is no `cc` on the PATH; install a C compiler to run the fault campaign")
+    library = directory / "shim.so"
+    command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE), "-ldl", "-lpthread"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def environment(library: Path) -> dict[str, str]:
+    """For a process whose calls are to be watched, and which is to have no threads before it forks."""
+    return os.environ | {
+        "LD_PRELOAD": str(library),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    library.shim_configure.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    library.shim_match.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.shim_kill_at.argtypes = [ctypes.c_long, ctypes.c_int]
+    library.shim_fail_at.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int]
+    library.shim_calls.restype = ctypes.c_long
+    return library
+
+
+def configure(directory: Path, log: Path) -> None:
+    """Watches the files below `directory` from now on, and appends what happens to them to `log`."""
+    error = _library().shim_configure(os.fsencode(directory.resolve()), os.fsencode(log))
+    if error:
+        raise OSError(error, os.strerror(error), str(log))
+
+
+def match(name: str = "", call_kind: int = 0) -> None:
+    """Makes the orders below count only calls of a kind (0: any) on files whose names begin with `name`."""
+    _library().shim_match(os.fsencode(name), call_kind)
+
+
+def kill_at(call: int, torn_permille: int = 0) -> None:
+    """Ends this process at the `call`-th watched call from now; a write after that part of its sectors."""
+    _library().shim_kill_at(call, torn_permille)
+
+
+def fail_at(call: int, error: int, *, sticky: bool = False) -> None:
+    """Makes the `call`-th watched call from now fail, and the later ones too if `sticky`; 0: none any more."""
+    _library().shim_fail_at(call, error, int(sticky))
+
+
+def calls() -> int:
+    """Watched calls so far."""
+    return int(_library().shim_calls())

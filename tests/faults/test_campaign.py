@@ -1,0 +1,50 @@
+"""The campaign itself, shortened: it reaches what it is to reach, finds nothing, and is able to find something."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.failpoints import Failpoint
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no `cc` on the PATH to compile the shim")
+
+
+def campaign(keep: Path, *flags: str) -> dict[str, Any]:
+    """Runs a campaign in processes of its own; its report."""
+    command = [sys.executable, "-m", "tests.faults.campaign", f"--keep={keep}", "--json", *flags]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == bool(report["failures"])
+    return report
+
+
+@pytest.mark.timeout(180)
+def test_no_kill_and_no_power_loss_leaves_anything_but_whole_committed_steps(tmp_path: Path) -> None:
+    report = campaign(tmp_path / "kept", "--rounds=25", "--seed=1")
+    assert report["failures"] == []
+    assert {f"failpoint: {failpoint.value}" for failpoint in Failpoint} <= report["kills"].keys()
+    assert report["kills"]["time"] > 0
+    # The shim sees what the engine and SQLite do, and power losses take some of it back.
+    kills = " ".join(report["kills"])
+    assert "write data." in kills and "catalog.sqlite" in kills
+    assert report["fates"].keys() == {"kept", "dropped", "torn"}
+    assert report["commits"] > 25
+
+
+@pytest.mark.timeout(180)
+def test_the_campaign_fails_an_engine_that_does_not_sync_its_data(tmp_path: Path) -> None:
+    report = campaign(tmp_path / "kept", "--rounds=12", "--seed=1", "--sync-lies")
+    assert report["failures"]
+    first = report["failures"][0]
+    assert "damaged, stale or of another shard" in "".join(first["errors"])
+    assert (Path(first["kept"]) / "errors.txt").exists()
+    assert first["repeat"].startswith("python -m tests.faults.campaign --seed 1 --first ")

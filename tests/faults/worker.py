@@ -1,0 +1,287 @@
+"""The process that is killed: trains all jobs on one engine, and announces every act before and after it.
+
+Runs in a process forked for it. What it reads back on the way it compares with its own copy of the oracle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import uvloop
+
+from storage.engine import Engine, EngineConfig
+from storage.errors import NotFoundError
+from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
+from storage.transform import Tile
+from storage.versions import Job
+from tests.faults.jobs import FACTORS, JobShape, gradient, updates
+from tests.faults.oracle import Act, Announcement, Oracle
+
+MIB = 1 << 20
+STEPS_OF_A_SHORT_LIFE = (2, 8)
+
+Announce = Callable[[Announcement], None]
+
+
+def engine_config(state_dir: Path) -> EngineConfig:
+    """Budgets so small that tiles are, too."""
+    return EngineConfig(
+        state_dir=state_dir,
+        host_budget_bytes=4 * MIB,
+        nvme_budget_bytes=32 * MIB,
+        io_read_threads=2,
+        io_write_threads=2,
+    )
+
+
+def job_spec(shape: JobShape) -> JobSpec:
+    """The job as the engine opens it; one parameter per group."""
+    dtype = DType.BFLOAT16 if shape.half else DType.FLOAT32
+    return JobSpec(
+        name=shape.name,
+        world_size=shape.world_size,
+        local_ranks=1,
+        parameters=tuple(
+            ParameterSpec(fqn=f"{name}.weight", shape=(numel,), dtype=dtype, trainable=True)
+            for name, numel in shape.groups.items()
+        ),
+        durability=Durability(every_steps=shape.every_steps),
+    )
+
+
+def group_specs(shape: JobShape) -> list[GroupSpec]:
+    """The groups as the engine registers them."""
+    param = DType.BFLOAT16 if shape.half else DType.FLOAT32
+    moments = TierName.HOST if shape.moments_on_host else TierName.NVME
+    slabs = tuple(
+        SlabSpec(
+            kind=Kind(kind),
+            dtype=param if kind == "param" else DType.FLOAT32,
+            placement=moments if kind.startswith("exp_avg") else TierName.NVME,
+        )
+        for kind in shape.kinds
+    )
+    gradients = SlabSpec(kind=Kind.GRAD, dtype=param, placement=TierName.HOST)
+    return [
+        GroupSpec(
+            name=name,
+            numel=numel,
+            shards=(Shard(fqn=f"{name}.weight", offset=0, numel=numel, position=0),),
+            slabs=(*slabs, gradients),
+        )
+        for name, numel in shape.groups.items()
+    ]
+
+
+def apply_rule(tile: Tile) -> None:
+    """The rule of tests.faults.jobs on a tile."""
+    tile.scratch.copy_(tile.gradient)
+    weight_kind = Kind.MASTER if Kind.MASTER in tile.tensors else Kind.PARAM
+    for name, (factor, gain) in FACTORS.items():
+        values = tile.tensors[weight_kind if name == "weight" else Kind(name)]
+        values.mul_(factor).add_(tile.scratch * gain)
+    if weight_kind is Kind.MASTER:
+        tile.tensors[Kind.PARAM].copy_(tile.tensors[Kind.MASTER])
+
+
+async def different_slabs(engine: Engine, oracle: Oracle, job: Job, step: int) -> list[str]:
+    """Slabs of the job, whose newest step is `step`, that have other bytes than the oracle says."""
+    name, found = job.spec.name, []
+    for group in oracle.jobs[name].shape.groups:
+        for kind in oracle.jobs[name].shape.kinds:
+            pin = await engine.fetch(job, group, Kind(kind))
+            if bytes(engine.host.view(pin.region)[: pin.slab.nbytes]) != oracle.expected(name, step, group, kind):
+                found.append(f"{pin.slab.key} does not have the bytes of step {step}")
+            engine.unpin(pin)
+    return found
+
+
+def space_errors(engine: Engine) -> list[str]:
+    """What is wrong with the space on NVMe at an instant at which nothing is under way."""
+    errors = []
+    regions = [r for job in engine.jobs.values() for slab in job.slabs() for r in slab.versions.values()]
+    named = sum(region.nbytes for region in regions)
+    if engine.nvme.used_bytes != named:
+        errors.append(f"{engine.nvme.used_bytes} bytes of NVMe are in use, and the slabs name {named}")
+    end = (-1, 0)
+    for extent in sorted((e for r in regions for e in r.extents), key=lambda e: (e.file, e.offset)):
+        if extent.file == end[0] and extent.offset < end[1]:
+            errors.append(f"{extent} overlaps the one before it, which ends at {end[1]}")
+        end = extent.file, extent.offset + extent.nbytes
+    return errors
+
+
+@dataclass(slots=True, eq=False)
+class Trainer:
+    """One job's training."""
+
+    engine: Engine
+    shape: JobShape
+    oracle: Oracle
+    announce: Announce
+    rng: random.Random
+    job: Job
+    last_step: int
+
+    @classmethod
+    async def resume(
+        cls, engine: Engine, shape: JobShape, oracle: Oracle, announce: Announce, rng: random.Random
+    ) -> Trainer:
+        """Goes on where the job is; begins it where it is not."""
+        job = await engine.open_job(job_spec(shape), may_exist=True, must_exist=False)
+        trainer = cls(engine, shape, oracle, announce, rng, job, rng.randint(*STEPS_OF_A_SHORT_LIFE))
+        await engine.register(job, group_specs(shape))
+        known = oracle.jobs[shape.name].newest
+        assert job.newest == known, f"job {shape.name} resumes at step {job.newest}, and was found at {known}"
+        if job.newest is None:
+            await trainer.begin()
+        return trainer
+
+    async def begin(self) -> None:
+        """Step 0."""
+        salt = self.rng.getrandbits(32)
+        # Now rather than before the commit: the initial bytes come from the oracle.
+        self.announce(Announcement(act=Act.COMMITS, job=self.shape.name, step=0, salt=salt))
+        for group in self.shape.groups:
+            for kind in {"param", self.shape.weight_kind}:
+                pin = await self.engine.stage(self.job, group, Kind(kind))
+                values = self.oracle.expected(self.shape.name, 0, group, kind)
+                self.engine.host.view(pin.region)[: len(values)] = values
+                await self.engine.publish(pin)
+        await self.commit(0)
+
+    async def lap(self) -> None:
+        """Some acts."""
+        for _ in range(self.rng.randint(1, 4)):
+            acts = [self.step, self.roll_back, self.abandon, self.prefetch, self.read]
+            await self.rng.choices(acts, [70, 8, 6, 8, 8])[0]()
+        if self.shape.short_lived and self.job.next_step > self.last_step:
+            await self.live_again()
+
+    async def step(self) -> None:
+        """Trains and commits one step."""
+        step, salt = self.job.next_step, self.rng.getrandbits(32)
+        await self.hand_over(salt)
+        self.announce(Announcement(act=Act.COMMITS, job=self.shape.name, step=step, salt=salt))
+        await self.commit(step)
+
+    async def hand_over(self, salt: int) -> None:
+        """Gives the engine the gradients of the next step."""
+        for group in updates(self.shape, salt):
+            region = await self.engine.allocate_gradient(self.job, group)
+            dtype = DType.BFLOAT16 if self.shape.half else DType.FLOAT32
+            values = torch.from_numpy(gradient(self.shape, group, salt))
+            self.engine.host.tensor(region, dtype, len(values)).copy_(values)
+            self.engine.update(self.job, self.job.next_step, group, region, apply_rule)
+
+    async def commit(self, step: int) -> None:
+        """Commits a step of which everything is handed over. Other ranks are a step behind."""
+        await self.engine.commit(self.job, step, {0: f"state {step}".encode()}, max(0, step - 1))
+        self.announce(Announcement(act=Act.COMMITTED, job=self.shape.name, step=step, durable=self._durable))
+
+    async def roll_back(self) -> None:
+        """To the step before, or the last durable one where those between are in memory only."""
+        older = self.job.durable if self.shape.every_steps > 1 else {s for s in self.job.retained if s < self._newest}
+        if not older:
+            return
+        may_be_let_go = self.has_snapshot_under_way
+        try:
+            await self.roll_back_to(max(older))
+        except NotFoundError:
+            # The snapshot that was under way is waited for first, and takes the place of the older one.
+            assert may_be_let_go, "a durable step was let go of"
+
+    async def roll_back_to(self, step: int) -> None:
+        """Makes a retained step the newest one."""
+        self.announce(Announcement(act=Act.ROLLS_BACK, job=self.shape.name, step=step))
+        await self.engine.roll_back(self.job, step)
+        self.announce(Announcement(act=Act.ROLLED_BACK, job=self.shape.name, step=step))
+
+    async def wait_for_updates(self) -> None:
+        """Until what was handed over is written; it may not be committed yet."""
+        for group in self.shape.groups:
+            self.engine.unpin(await self.engine.fetch(self.job, group, Kind.PARAM))
+
+    async def abandon(self) -> None:
+        """Leaves a step behind that nobody announced, some of it written."""
+        await self.hand_over(self.rng.getrandbits(32))
+        await asyncio.sleep(self.rng.choice([0, 0.002]))
+        await self.engine.abandon_pending(self.job)
+
+    async def prefetch(self) -> None:
+        """Asks for slabs, in any order, and does not use them."""
+        wants = [(group, Kind(kind)) for group in self.shape.groups for kind in self.shape.kinds]
+        self.rng.shuffle(wants)
+        self.engine.prefetch(self.shape.name, self.job, [(*want, float(i)) for i, want in enumerate(wants[:4])])
+
+    async def read(self) -> None:
+        """Compares all bytes with those of the oracle."""
+        found = await different_slabs(self.engine, self.oracle, self.job, self._newest)
+        assert not found, "\n".join(found)
+
+    async def live_again(self) -> None:
+        """Deletes the job and begins it anew."""
+        self.engine.end_prefetch(self.shape.name)
+        self.announce(Announcement(act=Act.DELETES, job=self.shape.name))
+        await self.engine.delete_job(self.shape.name)
+        self.announce(Announcement(act=Act.DELETED, job=self.shape.name))
+        again = await Trainer.resume(self.engine, self.shape, self.oracle, self.announce, self.rng)
+        self.job, self.last_step = again.job, again.last_step
+
+    @property
+    def has_snapshot_under_way(self) -> bool:
+        """Whether a step that is to be durable is not yet."""
+        every = self.shape.every_steps
+        return every > 1 and self._newest // every * every not in self.job.durable
+
+    @property
+    def _newest(self) -> int:
+        newest = self.job.newest
+        assert newest is not None
+        return newest
+
+    @property
+    def _durable(self) -> int | None:
+        return max(self.job.durable, default=None)
+
+
+async def train(
+    state_dir: Path, oracle: Oracle, announce: Announce, rng: random.Random, ready: Callable[[], None]
+) -> None:
+    """Trains all jobs until the process is killed; calls `ready` when the engine is open."""
+    engine = await Engine.open(engine_config(state_dir))
+    ready()
+    announce(Announcement(act=Act.TRAINING))
+    trainers = await asyncio.gather(
+        *(
+            Trainer.resume(engine, history.shape, oracle, announce, random.Random(rng.getrandbits(64)))
+            for history in oracle.jobs.values()
+        )
+    )
+    while True:
+        await asyncio.gather(*(trainer.lap() for trainer in trainers))
+        if not any(trainer.has_snapshot_under_way for trainer in trainers):
+            errors = space_errors(engine)
+            assert not errors, "\n".join(errors)
+
+
+def run(state_dir: Path, oracle: Oracle, pipe: int, seed: int, ready: Callable[[], None]) -> int:
+    """The life of a worker process, which ends by itself only when something is wrong; its exit status."""
+
+    def announce(said: Announcement) -> None:
+        # To the pipe first: what the own oracle cannot believe, the other one is to hear, too.
+        os.write(pipe, f"{said.dump()}\n".encode())
+        oracle.hear(said)
+
+    try:
+        uvloop.run(train(state_dir, oracle, announce, random.Random(seed), ready))
+    except BaseException:
+        os.write(pipe, f"{Announcement(act=Act.FAILED, text=traceback.format_exc()[-3000:]).dump()}\n".encode())
+    return 1
