@@ -10,14 +10,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CODE := paramserver storage trainer_client
+CODE := paramserver storage trainer_client benchmarks
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo proto lock clean distclean
+.PHONY: help venv test lint format demo bench-storage bench-commits proto lock clean distclean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package (editable)
 
@@ -47,6 +47,14 @@ format: venv ## Bring the code into the checked format
 
 demo: venv ## Train a small GPT-2 through the store, with a kill and a resume on the way
 	$(BIN)/python examples/demo.py
+
+bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates benchmarks/RESULTS.md (needs fio)
+	$(BIN)/python -m benchmarks.storage --results
+
+# How many commits: `make bench-commits N=1000`.
+N ?= 10000
+bench-commits: venv ## See what grows over many commits; updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.commits --commits $(N) --results
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \
