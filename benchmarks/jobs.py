@@ -85,6 +85,15 @@ class Training:
         self.job = job
         self._specs = specs
 
+    async def initialize(self) -> None:
+        """Commits constants as the initial values."""
+        for spec in self._specs:
+            for kind in (Kind.PARAM, Kind.MASTER):
+                pin = await self.engine.stage(self.job, spec.name, kind)
+                self.engine.host.tensor(pin.region, spec.slab_of_kind[kind].dtype, spec.numel).fill_(0.02)
+                await self.engine.publish(pin)
+        await self.commit()
+
     async def gradients(self) -> list[ArenaRange]:
         """Gradients of all groups, filled, in the arena."""
         regions = [await self.engine.allocate_gradient(self.job, spec.name) for spec in self._specs]
@@ -126,29 +135,29 @@ def nothing(_: GroupSpec, __: int) -> Kernel:
 async def training(
     layout: Layout, state_dir: Path, threads: Threads, *, host_budget_bytes: int
 ) -> AsyncIterator[Training]:
-    """An engine in `state_dir` whose job has its initial values committed as step 0."""
-    # Two versions of everything; the file grows in large pieces.
-    nvme_budget_bytes = 3 * layout.written_bytes + layout.slabs * 8192 + (256 << 20)
-    engine = await Engine.open(
-        EngineConfig(
-            state_dir=state_dir,
-            host_budget_bytes=host_budget_bytes,
-            nvme_budget_bytes=nvme_budget_bytes,
-            io_read_threads=threads.read,
-            io_write_threads=threads.write,
-        )
+    """An engine in `state_dir` whose job has its initial values committed as step 0, and no copies in host memory."""
+    config = EngineConfig(
+        state_dir=state_dir,
+        host_budget_bytes=host_budget_bytes,
+        # Two versions of everything; small slabs take whole pages, and the file grows in large pieces.
+        nvme_budget_bytes=2 * layout.written_bytes + layout.slabs * 8192 + (256 << 20),
+        io_read_threads=threads.read,
+        io_write_threads=threads.write,
     )
+    async with _opened(config, layout, may_exist=False) as run:
+        await run.initialize()
+    # Opened anew: the copies that staging left behind would save the updates a part of their reads.
+    async with _opened(config, layout, may_exist=True) as run:
+        yield run
+
+
+@asynccontextmanager
+async def _opened(config: EngineConfig, layout: Layout, *, may_exist: bool) -> AsyncIterator[Training]:
+    engine = await Engine.open(config)
     try:
-        job = await engine.open_job(layout.job_spec(), may_exist=False, must_exist=False)
+        job = await engine.open_job(layout.job_spec(), may_exist=may_exist, must_exist=may_exist)
         specs = layout.group_specs()
         await engine.register(job, specs)
-        for spec in specs:
-            for kind in (Kind.PARAM, Kind.MASTER):
-                pin = await engine.stage(job, spec.name, kind)
-                engine.host.tensor(pin.region, spec.slab_of_kind[kind].dtype, spec.numel).fill_(0.02)
-                await engine.publish(pin)
-        run = Training(engine, job, specs)
-        await run.commit()
-        yield run
+        yield Training(engine, job, specs)
     finally:
         await engine.close()
