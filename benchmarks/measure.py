@@ -76,15 +76,21 @@ class Stopwatch:
 
 
 async def compete(cases: Sequence[Case], rounds: int, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Runs the cases in order, `rounds` times after a warm-up; a report by case (see `report`)."""
+    """Runs the cases in order, `rounds` times after a warm-up; a report by case (see `report`).
+
+    Who goes first changes from round to round: a device may still be busy with what was written just before.
+    """
     theirs: dict[str, list[Sample]] = {case.name: [] for case in cases}
     ours: dict[str, list[Sample]] = {case.name: [] for case in cases}
     for number in range(rounds + 1):
         for case in cases:
             progress(f"{case.name}: " + (f"round {number} of {rounds}" if number else "warm-up"))
-            if case.fio is not None:
+            fio_first = number % 2 == 0
+            if case.fio is not None and fio_first:
                 theirs[case.name].append(case.fio())
             ours[case.name].append(await case.ours(number))
+            if case.fio is not None and not fio_first:
+                theirs[case.name].append(case.fio())
     return {case.name: report(theirs[case.name][1:], ours[case.name][1:]) for case in cases}
 
 
