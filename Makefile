@@ -10,14 +10,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CODE := paramserver storage trainer_client
+CODE := paramserver storage trainer_client benchmarks
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo faults proto lock clean distclean
+.PHONY: help venv test lint format demo faults bench-storage bench-commits proto lock clean distclean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package (editable)
 
@@ -49,10 +49,17 @@ demo: venv ## Train a small GPT-2 through the store, with a kill and a resume on
 	$(BIN)/python examples/demo.py
 
 # A failed round is kept below build/faults, with the command that repeats it.
-N ?= 1000
 SEED ?=
+faults: N ?= 1000
 faults: venv ## Kill the engine N times and check it (N=1000 SEED=...)
 	$(BIN)/python -m tests.faults.campaign --rounds $(N) $(if $(SEED),--seed $(SEED))
+
+bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates benchmarks/RESULTS.md (needs fio)
+	$(BIN)/python -m benchmarks.storage --results
+
+bench-commits: N ?= 10000
+bench-commits: venv ## See what grows over N commits (N=10000); updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.commits --commits $(N) --results
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \

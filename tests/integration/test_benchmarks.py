@@ -1,0 +1,118 @@
+"""The benchmarks run, with tiny sizes, and their JSON has what they promise. No speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import fio, report
+from benchmarks.commits import FIGURES, SAMPLES
+from benchmarks.measure import Sample
+from benchmarks.measure import report as compare
+from benchmarks.storage import QUICK
+
+ROOT = Path(__file__).parents[2]
+SLAB_BYTES = sum(QUICK.tier.slabs)
+STREAMED = QUICK.engine.streamed
+
+
+def run(module: str, directory: Path, path: str | None = None) -> tuple[dict[str, Any], str]:
+    """The JSON object that a quick run prints, and its messages; nothing stays in `directory`."""
+    result = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", "--dir", str(directory)],
+        cwd=ROOT,
+        env=os.environ | ({} if path is None else {"PATH": path}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert list(directory.iterdir()) == []
+    return json.loads(result.stdout), result.stderr
+
+
+def assert_says_where_it_was_measured(result: dict[str, Any]) -> None:
+    assert set(result["machine"]) == {"cpu", "cpu_count", "memory_bytes", "kernel", "file_system", "device"}
+    assert set(result["provenance"]) == {"date", "git_commit", "python", "torch"}
+
+
+@pytest.mark.parametrize("with_fio", [True, False], ids=["with fio", "without fio"])
+def test_every_case_moves_the_bytes_that_it_states(tmp_path: Path, with_fio: bool) -> None:
+    if with_fio and shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    result, messages = run("storage", tmp_path, None if with_fio else str(tmp_path))
+    assert_says_where_it_was_measured(result)
+    assert (result["fio_version"] is not None) is with_fio
+    assert (fio.HOW_TO_INSTALL in " ".join(messages.split())) is not with_fio
+
+    moved = {name: case["ours"]["bytes"] for name, case in result["cases"].items()}
+    tensor_bytes = moved.pop("write_tensors")
+    assert [tensor_bytes] * 2 == [moved.pop("read_tensors"), moved.pop("read_tensors_in_order")]
+    assert 4096 * QUICK.tier.tensors <= tensor_bytes[0] <= 65536 * QUICK.tier.tensors
+    assert moved == {
+        **{f"{way}_{size}": [QUICK.tier.sequential_bytes] for way in ("write", "read") for size in ("1mib", "4mib")},
+        **{f"{way}_shards": [SLAB_BYTES] for way in ("write", "read")},
+        "mixed": [QUICK.tier.sequential_bytes],
+        "update_streaming": [STREAMED.read_bytes + STREAMED.written_bytes],
+    }
+    for case in result["cases"].values():
+        assert case["ours"]["median_gb_per_second"] > 0 and case["ours"]["cpu_seconds_per_gb"] > 0
+        assert (case["fio"] is not None) is with_fio and (case["ratio"] is not None) is with_fio
+        # fio deals in whole blocks for each of its threads.
+        assert not with_fio or case["fio"]["bytes"][0] >= 0.9 * case["ours"]["bytes"][0]
+
+    assert [entry["piece_bytes"] for entry in result["checksums"]] == [1 << 20, 4 << 20]
+    assert all(entry["share_of_read_cpu"] > 0 for entry in result["checksums"])
+    (commits,) = result["commits"]
+    assert commits["slabs"] == QUICK.engine.slabs[0]
+    assert all(commits[f"{part}_seconds"]["median"] > 0 for part in ("update", "commit", "catalog"))
+
+
+def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
+    result, _ = run("commits", tmp_path)
+    assert_says_where_it_was_measured(result)
+    assert [sample["commits"] for sample in result["samples"]] == [2 * (i + 1) for i in range(SAMPLES)]
+    assert set(result["growth"]) == set(FIGURES)
+    versions = 14 * result["parameters"]["parameters"]
+    for sample in result["samples"]:
+        assert set(sample) == {"commits", *FIGURES}
+        assert sample["data_file_allocated_bytes"] >= versions
+        assert sample["free_runs"] >= 1
+
+
+def test_a_ratio_is_the_median_over_pairs_not_a_ratio_of_medians() -> None:
+    def samples(*seconds: float) -> list[Sample]:
+        return [Sample(nbytes=1000, seconds=s, cpu_seconds=0.0) for s in seconds]
+
+    result = compare(samples(1, 2, 4), samples(2, 2, 2))
+    assert result["ratios"] == [0.5, 1.0, 2.0]
+    assert result["ratio"] == 1.0
+    assert compare([], samples(1))["ratio"] is None
+
+
+def test_a_run_replaces_its_own_section_of_the_results_only(tmp_path: Path) -> None:
+    result = {
+        "machine": {
+            "cpu": "C",
+            "cpu_count": 2,
+            "memory_bytes": 1 << 30,
+            "kernel": "6",
+            "file_system": "f",
+            "device": "d",
+        },
+        "provenance": {"date": "today", "git_commit": None, "python": "3", "torch": "2"},
+    }
+    for name, body in (("storage", "old"), ("commits", r"kept \1"), ("storage", r"new \g<0>")):
+        report.store(name, name.title(), result, body, f"make bench-{name}", tmp_path)
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith(report.INTRODUCTION)
+    assert "old" not in text and "kept \\1" in text and "new \\g<0>" in text
+    assert (text.index("## Storage"), text.count("## ")) == (text.index("## "), 2)
+    assert json.loads((tmp_path / "results" / "commits.json").read_text()) == result
