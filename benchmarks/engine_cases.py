@@ -59,9 +59,11 @@ async def commit_latency(
                     await run.commit()
                 commits.append(watch.seconds)
             progress(f"commit of {layout.slabs} slabs: the catalog alone")
-            alone = _catalog_alone(layout, steps, directory / "commit" / "alone.sqlite")
+        (directory / "catalog").mkdir()
+        alone = _catalog_alone(layout, steps, directory / "catalog" / "catalog.sqlite")
     finally:
         shutil.rmtree(directory / "commit", ignore_errors=True)
+        shutil.rmtree(directory / "catalog", ignore_errors=True)
     return {
         "slabs": layout.slabs,
         "update_seconds": _seconds(updates[1:]),

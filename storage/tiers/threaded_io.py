@@ -1,26 +1,32 @@
 """I/O by worker threads and plain vectored system calls: a lane for reads, a lane for writes, each by priority.
 
 Requests that lie next to each other in the file and wait together become one system call, so that many small shards
-cost as little as one large one. Owns the file's descriptor and the threads.
+cost as little as one large one. Checks run on a thread of their own, beside the device and not in its way. Owns the
+file's descriptor and the threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import itertools
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from storage import syscalls
 from storage.errors import DataLossError
 from storage.tiers.base import BusyClock
 from storage.tiers.io_engine import IoLoad, IoRequest, Priority
+
+ArgumentT = TypeVar("ArgumentT")
 
 # One system call: large enough for the device's full speed, small enough that several workers share a large slab.
 COALESCED_BYTES = 4 << 20
@@ -35,18 +41,19 @@ class ThreadedIo:
         """Takes over the descriptor `fd` of the file at `path`."""
         self._fd = fd
         self._path = path
-        self._reads = _Lane(f"{path.name}-read", read_threads, self._read)
-        self._writes = _Lane(f"{path.name}-write", write_threads, self._write)
+        self._checker = _Checker(f"{path.name}-check")
+        self._reads = _Lane(f"{path.name}-read", read_threads, self._read, self._checker)
+        self._writes = _Lane(f"{path.name}-write", write_threads, self._write, self._checker)
         self._syncs = ThreadPoolExecutor(1, f"{path.name}-sync")
         self._sync_began: float | None = None
 
     async def read(self, requests: Sequence[IoRequest], priority: Priority) -> None:
         """See IoEngine."""
-        await self._reads.run(requests, priority)
+        await self._reads.run(requests, priority, check_first=False)
 
     async def write(self, requests: Sequence[IoRequest], priority: Priority) -> None:
         """See IoEngine."""
-        await self._writes.run(requests, priority)
+        await self._writes.run(requests, priority, check_first=True)
 
     async def sync(self) -> None:
         """See IoEngine."""
@@ -70,18 +77,15 @@ class ThreadedIo:
     async def close(self) -> None:
         """See IoEngine."""
         await asyncio.to_thread(self._reads.close)
+        await asyncio.to_thread(self._checker.close)
         await asyncio.to_thread(self._writes.close)
         await asyncio.to_thread(self._syncs.shutdown)
         os.close(self._fd)
 
     def _read(self, requests: Sequence[IoRequest]) -> None:
         syscalls.read_exact(self._fd, [r.buffer for r in requests], requests[0].position, self._path)
-        for request in requests:
-            request.check()
 
     def _write(self, requests: Sequence[IoRequest]) -> None:
-        for request in requests:
-            request.check()
         syscalls.write_exact(self._fd, [r.buffer for r in requests], requests[0].position, self._path)
 
     def _sync(self) -> None:
@@ -104,11 +108,12 @@ class _Batch:
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A request in a lane; `taken` when it is not in the queue any more."""
+    """A request in a lane; `taken` when it is not in the queue any more, `checked` when only moving it is left."""
 
     request: IoRequest
     priority: Priority
     batch: _Batch
+    checked: bool
     taken: bool = False
 
     @property
@@ -124,12 +129,35 @@ class _Queued:
         return self.request.position + len(self.request.buffer)
 
 
+class _Checker:
+    """One thread for checks: they run at the speed of memory, and a thread that does them cannot feed the device."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Runs it, in turn."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Ends the thread when all is done."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while work := self._queue.get():
+            work()
+
+
 class _Lane:
     """Worker threads that move requests in the order of their priority, neighbours together."""
 
-    def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None]) -> None:
+    def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None], checker: _Checker) -> None:
         """`move` transfers requests that follow each other in the file."""
         self._move = move
+        self._checker = checker
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
@@ -153,19 +181,23 @@ class _Lane:
         for thread in self._threads:
             thread.start()
 
-    async def run(self, requests: Sequence[IoRequest], priority: Priority) -> None:
-        """Returns when all are done; see IoEngine.read for errors and cancellation."""
+    async def run(self, requests: Sequence[IoRequest], priority: Priority, *, check_first: bool) -> None:
+        """Returns when all are done, checked before (writes) or after (reads) they were moved.
+
+        See IoEngine.read for errors and cancellation.
+        """
         if not requests:
             return
         batch = _Batch(self._loop.create_future(), len(requests))
-        batch.items = [_Queued(request, priority, batch) for request in requests]
+        batch.items = [_Queued(request, priority, batch, checked=check_first) for request in requests]
         with self._lock:
-            for item in batch.items:
-                heapq.heappush(self._queue, (priority, next(self._sequence), item))
-                self._by_start[priority, item.start] = item
-                self._by_end[priority, item.end] = item
             self.depth += len(requests)
-            self._wanted.notify(min(len(requests), len(self._threads)))
+        if check_first:
+            for first in range(0, len(requests), COALESCED_BUFFERS):
+                items = batch.items[first : first + COALESCED_BUFFERS]
+                self._checker.submit(functools.partial(self._check_and_admit, items))
+        else:
+            self._admit(batch.items)
         try:
             await asyncio.shield(batch.done)
         except asyncio.CancelledError:
@@ -192,17 +224,53 @@ class _Lane:
         for thread in self._threads:
             thread.join()
 
+    def _admit(self, items: Sequence[_Queued]) -> None:
+        """Lets them wait for a worker."""
+        with self._lock:
+            for item in items:
+                # Dropped meanwhile.
+                if item.taken:
+                    continue
+                heapq.heappush(self._queue, (item.priority, next(self._sequence), item))
+                self._by_start[item.priority, item.start] = item
+                self._by_end[item.priority, item.end] = item
+            self._wanted.notify(min(len(items), len(self._threads)))
+
+    def _check_and_admit(self, items: Sequence[_Queued]) -> None:
+        """On the checker's thread, before a write. A check that takes note of bytes does not fail."""
+        for item in items:
+            item.request.check()
+        self._admit(items)
+
+    def _check_and_finish(self, run: Sequence[_Queued]) -> None:
+        """On the checker's thread, after a read. What is wrong is read once more: it may not be the disk's mistake."""
+        errors = [_error_of(self._check, item.request) for item in run]
+        with self._lock:
+            for item, error in zip(run, errors, strict=True):
+                self._finish(item, error)
+
+    def _check(self, request: IoRequest) -> None:
+        try:
+            request.check()
+        except DataLossError:
+            self._move([request])
+            request.check()
+
     def _work(self, worker: int) -> None:
         while run := self._next_run(worker):
             errors = self._transfer(run)
             nbytes = sum(item.nbytes for item in run)
+            unchecked = [item for item, error in zip(run, errors, strict=True) if error is None and not item.checked]
             with self._lock:
                 del self._began[worker]
                 self.busy.stop()
                 self.bytes_in_flight -= nbytes
                 self.bytes_moved += nbytes
                 for item, error in zip(run, errors, strict=True):
-                    self._finish(item, error)
+                    if error is not None or item.checked:
+                        self._finish(item, error)
+            if unchecked:
+                self._checker.submit(functools.partial(self._check_and_finish, unchecked))
 
     def _next_run(self, worker: int) -> list[_Queued]:
         """The most urgent request with its neighbours in the file, begun; empty when the lane is closed."""
@@ -252,22 +320,12 @@ class _Lane:
                 del index[item.priority, place]
 
     def _transfer(self, run: Sequence[_Queued]) -> list[BaseException | None]:
-        """What became of each request. A call for several that failed is repeated one by one, for the error belongs to
-        one of them; a request whose bytes were wrong is repeated once, for the mistake may not have been the disk's."""
-        try:
-            self._move([item.request for item in run])
-            return [None] * len(run)
-        except BaseException as error:
-            if len(run) == 1 and not isinstance(error, DataLossError):
-                return [error]
-        errors: list[BaseException | None] = []
-        for item in run:
-            try:
-                self._move([item.request])
-                errors.append(None)
-            except BaseException as error:
-                errors.append(error)
-        return errors
+        """What became of each. A call for several that failed is repeated one by one: the error belongs to one."""
+        requests = [item.request for item in run]
+        error = _error_of(self._move, requests)
+        if error is None or len(run) == 1:
+            return [error] * len(run)
+        return [_error_of(self._move, [request]) for request in requests]
 
     def _finish(self, item: _Queued, error: BaseException | None) -> None:
         batch = item.batch
@@ -302,3 +360,12 @@ class _Lane:
                 batch.done.set_result(None)
             else:
                 batch.done.set_exception(batch.error)
+
+
+def _error_of(work: Callable[[ArgumentT], None], argument: ArgumentT) -> BaseException | None:
+    """What the work raises: on a worker's thread every error belongs to whoever waits."""
+    try:
+        work(argument)
+    except BaseException as error:
+        return error
+    return None
