@@ -128,15 +128,24 @@ async def test_ranks_that_register_while_there_is_no_room_each_get_their_places_
         assert all(slab.copy is not None for slab in job.slabs())
 
 
-async def test_a_registration_that_finds_no_room_or_no_job_any_more_keeps_no_place(tmp_path: Path) -> None:
-    layout = replace(LAYOUT, **ON_HOST)
-    async with opened(tmp_path, admission_timeout_seconds=0.1) as engine:
+async def test_a_registration_that_finds_no_room_in_time_registers_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path, admission_timeout_seconds=0.05) as engine:
         base = engine.host.used_bytes
-        training = Training(engine, layout)
+        training = Training(engine, replace(LAYOUT, **ON_HOST))
         filler = await engine.host.allocate(engine.host.budget_bytes - base)
         with pytest.raises(BudgetExceededError, match="had no room"):
             await training.open(must_exist=False)
-        assert not training.job.groups and engine.host.used_bytes == base + filler.nbytes
+        engine.host.free(filler)
+        assert not training.job.groups and engine.host.used_bytes == base
+        await training.begin()
+
+
+async def test_a_registration_whose_job_is_deleted_while_it_waits_for_room_keeps_no_place(tmp_path: Path) -> None:
+    layout = replace(LAYOUT, **ON_HOST)
+    async with opened(tmp_path, admission_timeout_seconds=30.0) as engine:
+        base = engine.host.used_bytes
+        training = Training(engine, layout)
+        filler = await engine.host.allocate(engine.host.budget_bytes - base)
         opening = asyncio.ensure_future(training.open(must_exist=False))
         await asyncio.sleep(0.02)
         await engine.delete_job(layout.name)
