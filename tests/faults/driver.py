@@ -333,7 +333,7 @@ class Campaign:
 
     def _check(self, epoch: Epoch, result: Round, rng: random.Random) -> None:
         epoch.oracle.prepare()
-        roll_back, close = rng.random() < 0.3, rng.random() < 0.5
+        roll_back, close = rng.random() < 0.5, rng.random() < 0.5
 
         def work(pipe: int) -> int:
             self._prepare(epoch)

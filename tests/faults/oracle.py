@@ -32,12 +32,14 @@ class Act(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """One line from a worker. `salt`: the step's; `durable`: the newest such step; `text`: of a refusal or failure."""
+    """One line from a worker. `salt` and `settled`: of the step; `durable`: the newest such step; `text`: of a refusal
+    or failure."""
 
     act: Act
     job: str = ""
     step: int = 0
     salt: int = 0
+    settled: int = 0
     durable: int | None = None
     text: str = ""
 
@@ -63,7 +65,7 @@ class History:
     # The newest step after a crash lies between these. low is None: the job may be gone; high is None: it must be.
     low: int | None = None
     high: int | None = None
-    # The commits since this step were made one after another.
+    # Of the commits since this step each was made while other ranks were one behind.
     anchor: int = 0
 
     def allowed(self) -> set[int | None]:
@@ -75,8 +77,7 @@ class History:
         return {s for s in steps if s % every == 0} | ({None} if self.low is None else set())
 
     def must_retain(self, newest: int) -> set[int]:
-        """Steps that must be there if `newest` is: a step stays until all ranks have the next one, and the worker
-        reports them one step late."""
+        """Steps that must be there if `newest` is: a step stays until all ranks have the next one."""
         if self.shape.every_steps != 1 or newest - 1 < self.anchor:
             return {newest}
         return {newest - 1, newest}
@@ -88,8 +89,8 @@ class History:
         if said.act is Act.COMMITS:
             assert step == (0 if self.newest is None else self.newest + 1), f"{said} after step {self.newest}"
             self.path[step:] = [said.salt]
-            if step == 0:
-                self.anchor = 0
+            if step in (0, said.settled):
+                self.anchor = step
             if every and step % every == 0:
                 self.high = step
         elif said.act is Act.COMMITTED:

@@ -84,7 +84,7 @@ async def _live(state_dir: Path, oracle: Oracle, announce: Announce, arm: Callab
 
 async def _commit_again(trainer: Trainer, step: int) -> bool:
     try:
-        await trainer.commit(step)
+        await trainer.commit(step, step - 1)
     except StorageError:
         return False
     return True

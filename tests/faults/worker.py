@@ -155,7 +155,7 @@ class Trainer:
                 values = self.oracle.expected(self.shape.name, 0, group, kind)
                 self.engine.host.view(pin.region)[: len(values)] = values
                 await self.engine.publish(pin)
-        await self.commit(0)
+        await self.commit(0, 0)
 
     async def lap(self) -> None:
         """Some acts."""
@@ -168,9 +168,10 @@ class Trainer:
     async def step(self) -> None:
         """Trains and commits one step."""
         step, salt = self.job.next_step, self.rng.getrandbits(32)
+        settled = step - self.rng.choice([0, 1])
         await self.hand_over(salt)
-        self.announce(Announcement(act=Act.COMMITS, job=self.shape.name, step=step, salt=salt))
-        await self.commit(step)
+        self.announce(Announcement(act=Act.COMMITS, job=self.shape.name, step=step, salt=salt, settled=settled))
+        await self.commit(step, settled)
 
     async def hand_over(self, salt: int) -> None:
         """Gives the engine the gradients of the next step."""
@@ -181,9 +182,9 @@ class Trainer:
             self.engine.host.tensor(region, dtype, len(values)).copy_(values)
             self.engine.update(self.job, self.job.next_step, group, region, apply_rule)
 
-    async def commit(self, step: int) -> None:
-        """Commits a step of which everything is handed over. Other ranks are a step behind."""
-        await self.engine.commit(self.job, step, {0: f"state {step}".encode()}, max(0, step - 1))
+    async def commit(self, step: int, settled: int) -> None:
+        """Commits a step of which everything is handed over; all ranks have step `settled`."""
+        await self.engine.commit(self.job, step, {0: f"state {step}".encode()}, settled)
         self.announce(Announcement(act=Act.COMMITTED, job=self.shape.name, step=step, durable=self._durable))
 
     async def roll_back(self) -> None:
