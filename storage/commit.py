@@ -80,9 +80,9 @@ class Committer:
             kept = sorted(job.durable - newer)
             await self._in_catalog_thread(lambda: self._forget(job.spec.name, kept))
             job.durable -= newer
-            if not job.durable:
-                for slab in job.slabs():
-                    slab.recorded.clear()
+            # A version that a retained step still sees may be known to no durable one any more.
+            for slab in job.slabs():
+                slab.recorded &= {slab.version_at(s) for s in kept}
         for s in newer:
             del job.retained[s]
         job.settled = min(job.settled, step)

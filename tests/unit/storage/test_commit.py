@@ -259,6 +259,24 @@ async def test_a_roll_back_during_a_snapshot_finds_out_first_what_is_left(
         await assert_survives_a_crash(training, 2)
 
 
+async def test_what_a_roll_back_took_out_of_the_catalog_is_recorded_again(tmp_path: Path) -> None:
+    layout = Layout(every_steps=2, world_size=2)
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, layout).begin()
+        await quiesce(engine)
+        await training.step(settled=0)
+        # Twice: the snapshot of step 2 records what `block.1` wrote in step 1, which not all ranks have yet.
+        for _ in range(2):
+            await engine.roll_back(training.job, 1)
+            await training.hand_over(["block.0"])
+            await training.commit(2, settled=0)
+            await quiesce(engine)
+        assert training.job.durable == {0, 2}
+    async with opened(tmp_path / "state") as engine:
+        again = await Training(engine, layout).open()
+        assert {slab.key.group: slab.latest for slab in again.job.slabs()} == {"block.0": 2, "block.1": 1}
+
+
 async def test_bytes_that_were_in_memory_only_cannot_be_gone_back_to(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout(every_steps=0, world_size=2, **ON_HOST)).begin()

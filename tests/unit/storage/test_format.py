@@ -50,7 +50,7 @@ def flat(rows: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
 
 @dataclass
 class StrangersReader:
-    """Written from FORMAT.md alone; imports nothing of the engine. Asserts all that the page says."""
+    """Written from FORMAT.md alone; uses nothing of the engine. Verifies every digest and every checksum."""
 
     directory: Path
     # The elements of each slab, by job, committed step, group and kind; where nothing is written, zeros.
