@@ -27,6 +27,13 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_COLLAPSE = 25
+# In one call: each makes all processors drain their lists of pages first, which takes as long as some MiB (measured for
+# 1 GiB: 2.8 s in pieces of 2 MiB, 0.3 s in pieces of 16 or 64).
+_COLLAPSE_BYTES = 32 << 20
 
 
 def create_shared_memory(name: str, size: int) -> int:
@@ -80,6 +87,36 @@ def create_huge_shared_memory(name: str, size: int) -> int:
             f"(sysctl vm.nr_hugepages={pages}), or set huge_pages to false"
         ) from error
     return fd
+
+
+def collapse_pages(fd: int, size: int) -> Iterator[int]:
+    """Moves shared memory into huge pages, in place and piece by piece: the contents stay, and may be in use.
+
+    Direct I/O then gets a buffer in a few segments, not in one for each page: devices take a large request in one go,
+    not in several. Yields the bytes of each piece for which it was done: not where the kernel is too old (6.1 is the
+    first that can), or its pages are under I/O just now.
+    """
+    reserved = _map(None, _COLLAPSE_BYTES + HUGE_PAGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    # The kernel collapses what is mapped at a multiple of a huge page; the mapping can go again, the huge page stays.
+    window = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    whole = size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    try:
+        for offset in range(0, whole, _COLLAPSE_BYTES):
+            length = min(_COLLAPSE_BYTES, whole - offset)
+            _map(window, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+            if _libc.madvise(ctypes.c_void_p(window), ctypes.c_size_t(length), _MADV_COLLAPSE) == 0:
+                yield length
+            else:
+                yield 0
+    finally:
+        _libc.munmap(ctypes.c_void_p(reserved), ctypes.c_size_t(_COLLAPSE_BYTES + HUGE_PAGE_BYTES))
+
+
+def _map(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    mapped = _libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(size), protection, flags, fd, ctypes.c_long(offset))
+    if mapped == _MAP_FAILED:
+        raise DeviceError(f"cannot map {size} bytes of shared memory: {os.strerror(ctypes.get_errno())}")
+    return int(mapped)
 
 
 def lock_memory(memory: mmap.mmap) -> None:

@@ -59,6 +59,19 @@ class Arena:
         self._lock = threading.Lock()
         self._free = FreeRuns()
         self._free.add(PAGE_BYTES, self.size_bytes)
+        # Of ordinary pages, those that have become huge ones meanwhile.
+        self.collapsed_bytes = 0
+        self._closing = threading.Event()
+        self._collapser = threading.Thread(target=self._collapse, name="arena-huge-pages", daemon=True)
+        if not self.huge_pages:
+            self._collapser.start()
+
+    def _collapse(self) -> None:
+        """Takes some tenths of a second for each GiB, beside whatever the memory is used for."""
+        for nbytes in syscalls.collapse_pages(self.fd, self.size_bytes):
+            self.collapsed_bytes += nbytes
+            if self._closing.is_set():
+                return
 
     @property
     def used_bytes(self) -> int:
@@ -91,6 +104,9 @@ class Arena:
 
     def close(self) -> None:
         """Lets go of the memory. Views that others still hold keep it alive until they go."""
+        self._closing.set()
+        if self._collapser.is_alive():
+            self._collapser.join()
         os.close(self.fd)
         self._view.release()
 

@@ -73,7 +73,12 @@ class HostTier:
     @property
     def detail(self) -> str:
         """What the memory is, as the system granted it."""
-        granted = (("huge pages", self.arena.huge_pages), ("locked", self.arena.locked))
+        collapsed = f"{self.arena.collapsed_bytes / self.arena.size_bytes:.0%} in huge pages"
+        granted = (
+            ("huge pages", self.arena.huge_pages),
+            (collapsed, self.arena.collapsed_bytes > 0),
+            ("locked", self.arena.locked),
+        )
         return ", ".join(["shared memory", *(name for name, is_so in granted if is_so)])
 
     async def allocate(self, nbytes: int, *, from_top: bool = False) -> ArenaRange:
