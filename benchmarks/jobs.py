@@ -154,6 +154,8 @@ async def training(
 @asynccontextmanager
 async def _opened(config: EngineConfig, layout: Layout, *, may_exist: bool) -> AsyncIterator[Training]:
     engine = await Engine.open(config)
+    while engine.arena.collapsing:
+        await asyncio.sleep(0.01)
     try:
         job = await engine.open_job(layout.job_spec(), may_exist=may_exist, must_exist=may_exist)
         specs = layout.group_specs()

@@ -74,6 +74,11 @@ class Arena:
                 return
 
     @property
+    def collapsing(self) -> bool:
+        """Whether pages are still being made huge."""
+        return self._collapser.is_alive()
+
+    @property
     def used_bytes(self) -> int:
         """Bytes in allocated ranges, with the first page."""
         with self._lock:
