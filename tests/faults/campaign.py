@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the report only")
     parser.add_argument("--sync-lies", action="store_true", help="for the campaign's own test: it must then fail")
     args = parser.parse_args()
+    # As for an interrupt: nothing is left running, or in the temporary directory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     args.keep = args.keep.resolve()
     args.seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

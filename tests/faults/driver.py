@@ -7,19 +7,16 @@ that it can be forked at any time. Says one line of JSON per round.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
 import os
 import random
-import select
 import shutil
 import signal
 import sys
-import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -29,6 +26,7 @@ from storage import failpoints, syscalls
 from storage.engine import Engine
 from storage.failpoints import Failpoint
 from tests.faults import checker, shim, worker
+from tests.faults.child import Child
 from tests.faults.jobs import JOBS
 from tests.faults.oracle import Act, Announcement, Oracle
 from tests.faults.power_loss import Call, Record, events, lose_power, trim_log
@@ -39,7 +37,6 @@ ARMED_SECONDS = 5.0
 HANGS_SECONDS = 60.0
 # How often a kill comes with a power loss.
 POWER_LOSS = 0.75
-PR_SET_PDEATHSIG = 1
 
 TIME = "time"
 CALL = "call"
@@ -86,69 +83,6 @@ class Round:
     def dump(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self))
-
-
-class Child:
-    """A forked process that says lines; killed at the latest at the end of the `with` block."""
-
-    def __init__(self, work: Callable[[int], int], log: Path) -> None:
-        """Forks. `work` gets the descriptor to speak to, and returns the exit status."""
-        self._pipe, theirs = os.pipe()
-        self.status: int | None = None
-        self._pid = os.fork()
-        if self._pid == 0:
-            status = 1
-            try:
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                os.close(self._pipe)
-                with log.open("ab", buffering=0) as file:
-                    os.dup2(file.fileno(), 1)
-                    os.dup2(file.fileno(), 2)
-                status = work(theirs)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        os.close(theirs)
-        self._said: deque[str] = deque()
-        self._rest = b""
-        self._ended = False
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self.status is None:
-            os.kill(self._pid, signal.SIGKILL)
-            self._reap()
-        os.close(self._pipe)
-
-    def lines(self, seconds: float) -> Iterator[str]:
-        """What it says within that time, or until it ends."""
-        deadline = time.monotonic() + seconds
-        while True:
-            while self._said:
-                yield self._said.popleft()
-            if self._ended:
-                return
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._pipe], [], [], left)[0]:
-                return
-            data = os.read(self._pipe, 1 << 16)
-            self._ended = not data
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._said += (line.decode() for line in lines)
-
-    def end(self) -> int:
-        """Kills it where it has not ended; the wait status."""
-        if not self._ended:
-            os.kill(self._pid, signal.SIGKILL)
-        self._reap()
-        assert self.status is not None
-        return self.status
-
-    def _reap(self) -> None:
-        self.status = os.waitpid(self._pid, 0)[1]
 
 
 @dataclass(slots=True)

@@ -24,7 +24,8 @@ import uvloop
 from storage.engine import Engine
 from storage.errors import StorageError
 from tests.faults import checker, shim
-from tests.faults.driver import HANGS_SECONDS, Child
+from tests.faults.child import Child
+from tests.faults.driver import HANGS_SECONDS
 from tests.faults.jobs import JobShape
 from tests.faults.oracle import Act, Announcement, Oracle
 from tests.faults.power_loss import Mood, Record, events, lose_power, trim_log
