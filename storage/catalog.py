@@ -62,6 +62,9 @@ class Catalog:
                     self._migrate(version)
                 self._db.execute("PRAGMA foreign_keys = ON")
                 self._ledger = read_ledger(self._db, path)
+                # What a process wrote that was killed before it could sync it is read like all else, and is not on the
+                # device yet: a step must not be shown as durable, and be gone after a power loss.
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 # Last: what the digests find has a name.
                 check_references(self._db, path)
             except BaseException:

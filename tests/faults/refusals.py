@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import functools
 import json
 import os
 import random
@@ -23,6 +24,7 @@ import uvloop
 
 from storage.engine import Engine
 from storage.errors import StorageError
+from storage.tiers import threaded_io
 from tests.faults import checker, shim
 from tests.faults.child import Child
 from tests.faults.driver import HANGS_SECONDS
@@ -58,6 +60,8 @@ class Result:
 
 
 async def _live(state_dir: Path, oracle: Oracle, announce: Announce, arm: Callable[[], None], way: Way) -> None:
+    # A call for each request, so that their number is the same in each process.
+    threaded_io.COALESCED_BYTES = 0
     engine = await Engine.open(engine_config(state_dir))
     trainer = await Trainer.resume(engine, SHAPE, oracle, announce, random.Random(0))
     await trainer.step()
@@ -93,13 +97,15 @@ async def _commit_again(trainer: Trainer, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One process in which, from the third step on, the `number`-th call on the files called `name` fails."""
+    """One process in which, in the third step, the `number`-th call on the files called `name` fails, and `lasting`:
+    the later ones too, until the step is refused."""
 
     directory: Path
     name: str
     number: int
     error: int
     way: Way
+    lasting: bool
 
     def run(self) -> Result:
         """What came of it."""
@@ -135,10 +141,8 @@ class Case:
         shim.configure(self.directory / "state", self.directory / "undo.log")
         shim.match(self.name)
         try:
-            training = _live(
-                self.directory / "state", oracle, announce, lambda: shim.fail_at(self.number, self.error), self.way
-            )
-            uvloop.run(training)
+            arm = functools.partial(shim.fail_at, self.number, self.error, sticky=self.lasting)
+            uvloop.run(_live(self.directory / "state", oracle, announce, arm, self.way))
         except BaseException:
             os.write(pipe, f"{Announcement(act=Act.FAILED, text=traceback.format_exc()[-3000:]).dump()}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
@@ -154,15 +158,15 @@ class Case:
         return checker.Verdict.load(said[0]).errors if said else ["the checker said nothing: it hangs or died"]
 
 
-def refusals(directory: Path, error: int, way: Way, name: str = "") -> list[Result]:
-    """What came of each failed call of one step on the files whose names begin with `name`.
+def refusals(directory: Path, error: int, way: Way, name: str = "", *, lasting: bool = False) -> list[Result]:
+    """What came of each failed call of one step on the files whose names begin with `name`; see Case.
 
     Raises:
         NoCompilerError: the shim cannot be compiled.
     """
     environment = shim.environment(shim.build(directory))
     command = [sys.executable, "-m", "tests.faults.refusals", f"--directory={directory}", f"--error={error}"]
-    command += [f"--way={way.value}", f"--name={name}"]
+    command += [f"--way={way.value}", f"--name={name}", *(["--lasting"] if lasting else [])]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [Result(**json.loads(line)) for line in done.stdout.splitlines()]
 
@@ -174,10 +178,11 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--error", type=int, required=True)
     parser.add_argument("--way", type=Way, required=True)
+    parser.add_argument("--lasting", action="store_true")
     args = parser.parse_args()
     for number in range(1, 1000):
         directory = args.directory / str(number)
-        result = Case(directory, args.name, number, args.error, args.way).run()
+        result = Case(directory, args.name, number, args.error, args.way, args.lasting).run()
         if not result.call:
             break
         print(json.dumps(asdict(result)), flush=True)

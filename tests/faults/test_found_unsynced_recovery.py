@@ -44,7 +44,6 @@ async def live():
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no `cc` on the PATH to compile the shim")
-@pytest.mark.xfail(strict=True, reason="what is recovered from the catalog's WAL is not synced before it is shown")
 def test_a_step_that_was_shown_as_durable_after_a_kill_survives_a_power_loss(tmp_path: Path) -> None:
     state_dir, log = tmp_path / "state", tmp_path / "undo.log"
     state_dir.mkdir()
