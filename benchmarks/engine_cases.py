@@ -15,9 +15,9 @@ from benchmarks import fio
 from benchmarks.fio import FioJob
 from benchmarks.jobs import JOB, Layout, Training, adamw, nothing, training
 from benchmarks.measure import Case, Progress, Sample, Stopwatch, Threads, compete
-from storage.catalog import Catalog
+from storage.catalog.catalog import Catalog
+from storage.catalog.records import CommitRecord, StoredVersion
 from storage.integrity import Checksums
-from storage.records import CommitRecord, StoredVersion
 from storage.shard import SlabKey
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.extents import Extent

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from benchmarks.measure import Threads
 from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
-from storage.engine import Engine, EngineConfig
+from storage.config import EngineConfig
+from storage.engine import Engine
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.tiers.arena import ArenaRange
 from storage.transform import Kernel, Tile
@@ -154,8 +155,7 @@ async def training(
 @asynccontextmanager
 async def _opened(config: EngineConfig, layout: Layout, *, may_exist: bool) -> AsyncIterator[Training]:
     engine = await Engine.open(config)
-    while engine.arena.collapsing:
-        await asyncio.sleep(0.01)
+    engine.arena.finish_collapse()
     try:
         job = await engine.open_job(layout.job_spec(), may_exist=may_exist, must_exist=may_exist)
         specs = layout.group_specs()

@@ -60,8 +60,7 @@ async def run(sizes: TierSizes, threads: Threads, directory: Path, rounds: int, 
     """All cases, one group of them after the other in files below `directory`; a report by case (see measure.py)."""
     host = HostTier(sizes.largest_bytes + 2 * PAGE_BYTES)
     try:
-        while host.arena.collapsing:
-            await asyncio.sleep(0.01)
+        host.arena.finish_collapse()
         memory = host.view(await host.allocate(sizes.largest_bytes))
         contests: tuple[Callable[[Bench], Awaitable[list[Case]]], ...] = (
             lambda bench: bench.sequential("1mib", sizes.sequential_bytes, MIB, MIB),

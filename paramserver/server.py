@@ -24,7 +24,8 @@ from paramserver.sessions import Sessions
 from paramserver.store_admin import StoreAdmin
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
-from storage.engine import Engine, EngineConfig
+from storage.config import EngineConfig
+from storage.engine import Engine
 from storage.errors import DeviceError
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from storage.catalog import Catalog
+from storage.catalog.catalog import Catalog
+from storage.catalog.records import CommitRecord, StoredVersion
 from storage.errors import DataLossError, NotFoundError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
-from storage.records import CommitRecord, StoredVersion
 from storage.slab import Slab
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier

@@ -17,7 +17,7 @@ import aiofiles
 import aiofiles.os
 
 from storage import syscalls
-from storage.catalog import Catalog
+from storage.catalog.catalog import Catalog
 from storage.errors import ConflictError, DeviceError
 from storage.tiers.data_file import DataFile
 from storage.tiers.extents import Extent, without

@@ -14,59 +14,35 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from storage import syscalls
-from storage.catalog import Catalog
+from storage.catalog.catalog import Catalog
+from storage.catalog.records import BadExtent
 from storage.commit import Committer
+from storage.config import EngineConfig
 from storage.directories import open_nvme
 from storage.errors import ConflictError, DamagedBlockError, StepAbortedError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
-from storage.records import BadExtent, CommitRecord
 from storage.registry import Registry
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
-from storage.slab import NEVER, Group, HostCopy, Slab
+from storage.slab import NEVER, HostCopy, Slab
+from storage.steps import Steps
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.extents import Extent
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import Kernel, TilePool, Transformer
-from storage.versions import Job, PendingStep
+from storage.versions import Job
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Where the engine keeps its files, and how much of everything it may use."""
-
-    state_dir: Path
-    host_budget_bytes: int
-    nvme_budget_bytes: int
-    # Where the data files are, best one on each device; none: in the state directory.
-    nvme_dirs: tuple[Path, ...] = ()
-    io_read_threads: int = 4
-    io_write_threads: int = 2
-    optimizer_threads: int = 1
-    # A device that takes longer for one request is stuck.
-    device_timeout_seconds: float = 30.0
-    # What background verification may read; 0: it is off.
-    scrub_bytes_per_second: int = 0
-    # Bytes of prefetches under way at once.
-    prefetch_bytes: int = 256 << 20
-    # How long a request waits for room in host memory before it is refused.
-    admission_timeout_seconds: float = 60.0
-    # Wishes for the arena: where the system does not grant them, it warns and goes on without.
-    huge_pages: bool = False
-    lock_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,8 +75,9 @@ class Engine:
         self.reader = RangeReader(host, nvme, tiles)
         self._registry = Registry(host, nvme, self.residents, tiles.nbytes)
         self._compute = ThreadPoolExecutor(config.optimizer_threads, "optimizer", initializer=_one_torch_thread)
-        self._transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
+        transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
+        self._steps = Steps(host, transformer, self._committer)
         self._gradients: set[ArenaRange] = set()
         nvme.on_damage = self._on_damage
         self._notes: set[asyncio.Task[None]] = set()
@@ -402,12 +379,7 @@ class Engine:
 
     def check_update(self, job: Job, step: int, group: str) -> None:
         """Raises ConflictError unless `update` would take this group in this step now."""
-        pending = job.open_pending(step)
-        pending.check_open()
-        if group in pending.updates:
-            raise ConflictError(f"group {group!r} was updated in step {step} already")
-        if Kind.GRAD not in job.group(group).spec.slab_of_kind:
-            raise ConflictError(f"group {group!r} is frozen: it was registered without a gradient")
+        self._steps.check_update(job, step, group)
 
     def update(self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel) -> None:
         """Schedules the update of a group to version `step`; consumes the gradient. `commit` reports its failure.
@@ -418,30 +390,9 @@ class Engine:
         Raises:
             ConflictError: see `check_update`.
         """
-        self.check_update(job, step, group)
-        update = asyncio.ensure_future(self._update(job, job.group(group), step, gradient, kernel))
-        # Not at the end of the coroutine: one that is cancelled before its first step never gets there. `commit` raises
-        # the first failure; asyncio must not call the others unhandled.
-        update.add_done_callback(lambda done: done.cancelled() or done.exception())
+        update = self._steps.update(job, step, group, gradient, kernel)
+        # Not at its end: one that is cancelled before it begins never gets there.
         update.add_done_callback(lambda _: self.free_gradient(gradient))
-        job.open_pending(step).updates[group] = update
-
-    async def _update(self, job: Job, group: Group, step: int, gradient: ArenaRange, kernel: Kernel) -> None:
-        pending = job.pending
-        assert pending is not None
-        if not all(slab.backed for slab in group.slabs):
-            # The old bytes are in one place only: touch them when nothing can stop the step any more.
-            await pending.sealed.wait()
-        dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
-        low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
-        reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
-        await self._transformer.run(
-            group,
-            step,
-            reads=reads,
-            gradient=self.host.tensor(gradient, dtype, group.spec.numel),
-            kernel=kernel,
-        )
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Waits for the step's updates and makes it the newest committed one; returns whether it is durable already.
@@ -456,37 +407,7 @@ class Engine:
                 step then.
         """
         self.nvme.watch.check()
-        return await self.nvme.watch.unless_stuck(self._commit(job, step, client_states, settled))
-
-    async def _commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
-        pending = job.open_pending(step)
-        pending.check_open()
-        pending.at_rest.clear()
-        try:
-            # Before the seal: when this raises, nothing has been overwritten, and the commit can be tried again.
-            await self._committer.finish_snapshot(job, step)
-            pending.sealed.set()
-            await self._finish_updates(job, pending)
-            record = CommitRecord(step=step, committed_at=time.time(), client_states=dict(client_states))
-            durable = await self._committer.commit(job, record, settled)
-            job.pending = None
-            return durable
-        finally:
-            pending.at_rest.set()
-
-    async def _finish_updates(self, job: Job, pending: PendingStep) -> None:
-        """Returns when the step has all its bytes; raises what prevents that."""
-        step = pending.step
-        if pending.updates:
-            await asyncio.wait(pending.updates.values())
-            for update in pending.updates.values():
-                if update.cancelled():
-                    raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
-                if error := update.exception():
-                    raise error
-        for slab in job.slabs() if step == 0 else ():
-            if slab.key.kind in (Kind.PARAM, Kind.MASTER) and slab.latest is None:
-                raise ConflictError(f"{slab.key} has no initial values; publish them before step 0 is committed")
+        return await self.nvme.watch.unless_stuck(self._steps.commit(job, step, client_states, settled))
 
     async def roll_back(self, job: Job, step: int) -> None:
         """Makes a committed step the newest one again, and abandons the pending step.
@@ -497,29 +418,11 @@ class Engine:
             DeviceStuckError: a device does not answer; the job goes back when it does.
         """
         self._committer.check_retained(job, step)
-        await self.nvme.watch.unless_stuck(self._roll_back(job, step))
-
-    async def _roll_back(self, job: Job, step: int) -> None:
-        await self.abandon_pending(job)
-        await self._committer.roll_back(job, step)
+        await self.nvme.watch.unless_stuck(self._steps.roll_back(job, step))
 
     async def abandon_pending(self, job: Job) -> None:
         """Stops the updates of an unfinished step and discards what they wrote. A commit under way is waited for."""
-        pending = job.pending
-        if pending is None:
-            return
-        if not pending.sealed.is_set() and not pending.abandoned:
-            # Once only: a second cancellation would break into the undoing that the first one began.
-            for update in pending.updates.values():
-                update.cancel()
-        await pending.at_rest.wait()
-        pending.abandoned = True
-        if pending.updates:
-            await asyncio.wait(pending.updates.values())
-        await self._committer.settle()
-        if job.pending is pending:
-            job.pending = None
-            self._committer.discard_pending(job)
+        await self._steps.abandon(job)
 
     async def _in_catalog_thread(self, work: Callable[[], ResultT]) -> ResultT:
         # Not cancellable: a transaction that has begun must be known to have ended.

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
+from storage.catalog.records import StoredJob
 from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError
 from storage.integrity import Checksums
 from storage.placement import Residents
 from storage.reader import StepReader
-from storage.records import StoredJob
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
 from storage.tiers.base import PAGE_BYTES, round_up

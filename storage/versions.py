@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from storage.catalog.records import CommitRecord
 from storage.errors import ConflictError, NotFoundError
-from storage.records import CommitRecord
 from storage.shard import GroupSpec, JobSpec, Kind, ParameterSpec
 from storage.slab import Group, Slab
 
@@ -97,6 +97,8 @@ class Job:
 
 def unneeded_versions(slab: Slab, retained: Iterable[int]) -> list[int]:
     """Versions on NVMe that no retained step sees and that are not the newest."""
+    if len(slab.versions) == 1 and slab.latest in slab.versions:
+        return []
     needed = {slab.version_at(step) for step in retained} | {slab.latest}
     return [version for version in slab.versions if version not in needed]
 

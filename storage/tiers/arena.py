@@ -68,15 +68,19 @@ class Arena:
 
     def _collapse(self) -> None:
         """Takes some tenths of a second for each GiB, beside whatever the memory is used for."""
-        for nbytes in syscalls.collapse_pages(self.fd, self.size_bytes):
-            self.collapsed_bytes += nbytes
-            if self._closing.is_set():
-                return
+        try:
+            for nbytes in syscalls.collapse_pages(self.fd, self.size_bytes):
+                self.collapsed_bytes += nbytes
+                if self._closing.is_set():
+                    return
+        except DeviceError as error:
+            log.warning("the arena stays in ordinary pages: %s", error)
 
-    @property
-    def collapsing(self) -> bool:
-        """Whether pages are still being made huge."""
-        return self._collapser.is_alive()
+    def finish_collapse(self) -> int:
+        """Waits until the pages are as huge as they get; bytes in huge ones that were ordinary."""
+        if self._collapser.ident is not None:
+            self._collapser.join()
+        return self.collapsed_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -110,8 +114,7 @@ class Arena:
     def close(self) -> None:
         """Lets go of the memory. Views that others still hold keep it alive until they go."""
         self._closing.set()
-        if self._collapser.is_alive():
-            self._collapser.join()
+        self.finish_collapse()
         os.close(self.fd)
         self._view.release()
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import uvloop
 
-from storage.engine import Engine, EngineConfig
+from storage.config import EngineConfig
+from storage.engine import Engine
 from storage.errors import NotFoundError
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.transform import Tile
@@ -269,6 +270,9 @@ async def train(
     while True:
         await asyncio.gather(*(trainer.lap() for trainer in trainers))
         if not any(trainer.has_snapshot_under_way for trainer in trainers):
+            # What is being read keeps its extents until it was.
+            while engine.queue.depth:
+                await asyncio.sleep(0.001)
             errors = space_errors(engine)
             assert not errors, "\n".join(errors)
 

@@ -20,7 +20,8 @@ import torch._dynamo  # by torch at the first optimizer otherwise: seconds in wh
 
 from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
 from storage import syscalls
-from storage.engine import Engine, EngineConfig
+from storage.config import EngineConfig
+from storage.engine import Engine
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.tiers.extents import unused_runs, without
 from storage.transform import Kernel

@@ -221,15 +221,11 @@ def locked_bytes() -> int:
 def test_where_locking_is_not_allowed_the_warning_names_the_limit_and_the_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Kernel:
-        """Refuses as the kernel does."""
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
 
-        @staticmethod
-        def mlock(*_: object) -> int:
-            ctypes.set_errno(errno.ENOMEM)
-            return -1
-
-    monkeypatch.setattr(syscalls, "_libc", Kernel)
+    monkeypatch.setattr(syscalls._libc, "mlock", refuse)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * MIB, 8 * MIB))
     with arena_of(4, lock_memory=True) as arena:
         assert not arena.locked
@@ -325,3 +321,23 @@ def test_a_long_random_campaign_agrees_with_a_map_of_pages(seed: int) -> None:
                     owner[first : first + count] = [granted.generation] * count
                     live.append(granted)
             assert arena.used_bytes == sum(o is not None for o in owner) * PAGE_BYTES
+
+
+def test_pages_become_huge_in_the_background_and_keep_what_is_in_them() -> None:
+    with arena_of(6 * MIB // PAGE_BYTES + 3) as arena:
+        whole = take(arena, arena.size_bytes // PAGE_BYTES - 1)
+        data = random.Random(1).randbytes(whole.nbytes)
+        arena.view(whole)[:] = data
+        # Old kernels cannot: then they stay as they are.
+        assert arena.finish_collapse() in (0, 6 * MIB)
+        assert arena.view(whole) == data
+
+
+def test_where_memory_cannot_be_mapped_pages_stay_ordinary_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(syscalls._libc, "mmap", lambda *_: syscalls._MAP_FAILED)
+    with arena_of(1024) as arena:
+        assert arena.finish_collapse() == 0
+    (warning,) = caplog.messages
+    assert "the arena stays in ordinary pages: cannot map" in warning

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.catalog import Catalog
-from storage.catalog_format import FORMAT_VERSION
+from storage.catalog.catalog import Catalog
+from storage.catalog.manifest import Manifest
+from storage.catalog.records import BadExtent, CommitRecord, StoredVersion
+from storage.catalog.tables import FORMAT_VERSION
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
-from storage.manifest import Manifest
-from storage.records import BadExtent, CommitRecord, StoredVersion
 from storage.shard import DType, Kind, SlabKey, TierName
 from storage.tiers.extents import Extent
 from tests.unit.storage.builders import Layout

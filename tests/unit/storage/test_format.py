@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from storage import failpoints
-from storage.catalog import Catalog
+from storage.catalog.catalog import Catalog
 from storage.errors import DataLossError
 from storage.failpoints import Failpoint
 from storage.shard import DType, TierName

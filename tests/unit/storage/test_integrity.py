@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.catalog import Catalog
+from storage.catalog.catalog import Catalog
+from storage.catalog.records import BadExtent, StoredJob
 from storage.engine import Engine
 from storage.errors import ConflictError, DataLossError
 from storage.integrity import BLOCK_BYTES, Checksums
-from storage.records import BadExtent, StoredJob
 from storage.shard import DType, Kind, TierName
 from storage.slab import Slab
 from storage.tiers.base import PAGE_BYTES

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.records import StoredVersion
+from storage.catalog.records import StoredVersion
 from storage.tiers.extents import Extent
 
 _HEADER = struct.Struct("<IIQ")

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from storage.digest import digest, digest_of_rows
-from storage.manifest import SlabIds
-from storage.records import BadExtent
+from storage.catalog.digest import digest, digest_of_rows
+from storage.catalog.manifest import SlabIds
+from storage.catalog.records import BadExtent
 from storage.shard import Kind
 
 # Name, world size, steps between durable commits, parameters, time of creation.

@@ -15,8 +15,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from storage import catalog_v1
-from storage.catalog_format import (
+from storage.catalog import format_1
+from storage.catalog.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
+from storage.catalog.manifest import Manifest, seen
+from storage.catalog.reader import checksum_of_manifest, digest_of_states, read_jobs, read_ledger
+from storage.catalog.records import (
+    BadExtent,
+    CommitRecord,
+    StoredJob,
+    StoredVersion,
+    parameters_to_text,
+    shards_to_text,
+)
+from storage.catalog.tables import (
     FORMAT_VERSION,
     REMEDY,
     check_references,
@@ -26,12 +37,8 @@ from storage.catalog_format import (
     errors,
     find_version,
 )
-from storage.catalog_reader import checksum_of_manifest, digest_of_states, read_jobs, read_ledger
 from storage.errors import DataLossError
 from storage.failpoints import Failpoint, reach
-from storage.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
-from storage.manifest import Manifest, seen
-from storage.records import BadExtent, CommitRecord, StoredJob, StoredVersion, parameters_to_text, shards_to_text
 from storage.shard import GroupSpec, JobSpec, SlabKey, TierName
 
 log = logging.getLogger(__name__)
@@ -215,16 +222,17 @@ class Catalog:
         """All changes inside happen together, and are on the device when it ends; or none."""
         with errors(self._path):
             self._db.execute("BEGIN IMMEDIATE")
-            before = self._ledger
+            before, committing = self._ledger, False
             try:
                 yield
                 self._seal(before)
                 reach(Failpoint.BEFORE_FLIP)
-                self.in_doubt = True
+                committing = True
                 self._db.execute("COMMIT")
                 self.in_doubt = False
             except BaseException:
                 self._ledger = before
+                self.in_doubt |= committing
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
@@ -244,7 +252,7 @@ class Catalog:
     def _migrate(self, version: int) -> None:
         """Brings a catalog of an older format to the present one, in one transaction."""
         check_references(self._db, self._path)
-        jobs = catalog_v1.read_jobs(self._db)
+        jobs = format_1.read_jobs(self._db)
         # Tables are dropped with all that refers to them.
         self._db.execute("PRAGMA foreign_keys = OFF")
         with self.transaction():

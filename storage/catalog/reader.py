@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.catalog_format import REMEDY
-from storage.digest import digest, digest_of_rows
-from storage.errors import DataLossError
-from storage.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
-from storage.manifest import Manifest, seen
-from storage.records import (
+from storage.catalog.digest import digest, digest_of_rows
+from storage.catalog.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
+from storage.catalog.manifest import Manifest, seen
+from storage.catalog.records import (
     BadExtent,
     CommitRecord,
     StoredJob,
@@ -20,6 +18,8 @@ from storage.records import (
     parameters_from_text,
     shards_from_text,
 )
+from storage.catalog.tables import REMEDY
+from storage.errors import DataLossError
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.tiers.extents import Extent
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 
-from storage.records import CommitRecord, StoredJob, StoredVersion, parameters_from_text, shards_from_text
+from storage.catalog.records import CommitRecord, StoredJob, StoredVersion, parameters_from_text, shards_from_text
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.tiers.extents import Extent
 

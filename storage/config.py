@@ -1,0 +1,31 @@
+"""What an engine is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Where the engine keeps its files, and how much of everything it may use."""
+
+    state_dir: Path
+    host_budget_bytes: int
+    nvme_budget_bytes: int
+    # Where the data files are, best one on each device; none: in the state directory.
+    nvme_dirs: tuple[Path, ...] = ()
+    io_read_threads: int = 4
+    io_write_threads: int = 2
+    optimizer_threads: int = 1
+    # A device that takes longer for one request is stuck.
+    device_timeout_seconds: float = 30.0
+    # What background verification may read; 0: it is off.
+    scrub_bytes_per_second: int = 0
+    # Bytes of prefetches under way at once.
+    prefetch_bytes: int = 256 << 20
+    # How long a request waits for room in host memory before it is refused.
+    admission_timeout_seconds: float = 60.0
+    # Wishes for the arena: where the system does not grant them, it warns and goes on without.
+    huge_pages: bool = False
+    lock_memory: bool = False

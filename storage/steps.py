@@ -1,0 +1,119 @@
+"""The life of the step under way: its updates, the seal, its commit or its end.
+
+A step is open while gradients come in, sealed when its commit begins, and then finished whoever dies. What is in host
+memory only is not touched before the seal: until then the step can be abandoned, and its old bytes are nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from storage.catalog.records import CommitRecord
+from storage.commit import Committer
+from storage.errors import ConflictError, StepAbortedError
+from storage.shard import Kind
+from storage.slab import Group
+from storage.tiers.arena import ArenaRange
+from storage.tiers.host import HostTier
+from storage.transform import Kernel, Transformer
+from storage.versions import Job, PendingStep
+
+
+class Steps:
+    """Prepares and finishes steps; what a method raises is said at the engine's of the same name."""
+
+    def __init__(self, host: HostTier, transformer: Transformer, committer: Committer) -> None:
+        self._host = host
+        self._transformer = transformer
+        self._committer = committer
+
+    def check_update(self, job: Job, step: int, group: str) -> None:
+        """Raises ConflictError unless `update` would take this group in this step now."""
+        pending = job.open_pending(step)
+        pending.check_open()
+        if group in pending.updates:
+            raise ConflictError(f"group {group!r} was updated in step {step} already")
+        if Kind.GRAD not in job.group(group).spec.slab_of_kind:
+            raise ConflictError(f"group {group!r} is frozen: it was registered without a gradient")
+
+    def update(self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel) -> asyncio.Task[None]:
+        """Begins the update of a group, which uses the gradient until it is done."""
+        self.check_update(job, step, group)
+        update = asyncio.ensure_future(self._update(job, job.group(group), step, gradient, kernel))
+        # `commit` raises the first failure; asyncio must not call the others unhandled.
+        update.add_done_callback(lambda done: done.cancelled() or done.exception())
+        job.open_pending(step).updates[group] = update
+        return update
+
+    async def _update(self, job: Job, group: Group, step: int, gradient: ArenaRange, kernel: Kernel) -> None:
+        pending = job.pending
+        assert pending is not None
+        if not all(slab.backed for slab in group.slabs):
+            # The old bytes are in one place only: touch them when nothing can stop the step any more.
+            await pending.sealed.wait()
+        dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
+        low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
+        reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
+        await self._transformer.run(
+            group,
+            step,
+            reads=reads,
+            gradient=self._host.tensor(gradient, dtype, group.spec.numel),
+            kernel=kernel,
+        )
+
+    async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
+        """Seals the step and finishes it; returns whether it is durable already."""
+        pending = job.open_pending(step)
+        pending.check_open()
+        pending.at_rest.clear()
+        try:
+            # Before the seal: when this raises, nothing has been overwritten, and the commit can be tried again.
+            await self._committer.finish_snapshot(job, step)
+            pending.sealed.set()
+            await self._finish_updates(job, pending)
+            record = CommitRecord(step=step, committed_at=time.time(), client_states=dict(client_states))
+            durable = await self._committer.commit(job, record, settled)
+            job.pending = None
+            return durable
+        finally:
+            pending.at_rest.set()
+
+    async def _finish_updates(self, job: Job, pending: PendingStep) -> None:
+        """Returns when the step has all its bytes; raises what prevents that."""
+        step = pending.step
+        if pending.updates:
+            await asyncio.wait(pending.updates.values())
+            for update in pending.updates.values():
+                if update.cancelled():
+                    raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
+                if error := update.exception():
+                    raise error
+        for slab in job.slabs() if step == 0 else ():
+            if slab.key.kind in (Kind.PARAM, Kind.MASTER) and slab.latest is None:
+                raise ConflictError(f"{slab.key} has no initial values; publish them before step 0 is committed")
+
+    async def roll_back(self, job: Job, step: int) -> None:
+        """Makes a committed step the newest one again."""
+        await self.abandon(job)
+        await self._committer.roll_back(job, step)
+
+    async def abandon(self, job: Job) -> None:
+        """Stops the updates of an unfinished step and discards what they wrote. A commit under way is waited for."""
+        pending = job.pending
+        if pending is None:
+            return
+        if not pending.sealed.is_set() and not pending.abandoned:
+            # Once only: a second cancellation would break into the undoing that the first one began.
+            for update in pending.updates.values():
+                update.cancel()
+        await pending.at_rest.wait()
+        pending.abandoned = True
+        if pending.updates:
+            await asyncio.wait(pending.updates.values())
+        await self._committer.settle()
+        if job.pending is pending:
+            job.pending = None
+            self._committer.discard_pending(job)
