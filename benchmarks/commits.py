@@ -29,6 +29,7 @@ from benchmarks import machine, report
 from benchmarks.jobs import Layout, Training, adamw, training
 from benchmarks.measure import BenchmarkError, Progress, Stopwatch, Threads
 from storage.errors import StorageError
+from storage.interpreter import tune_interpreter
 from storage.tiers.extents import unused_runs
 
 DEFAULT_DIRECTORY = Path(__file__).parents[1] / "build" / "bench"
@@ -135,6 +136,8 @@ def main(
 ) -> None:
     commits = 2 * SAMPLES if quick else commits
     console = Console(stderr=True)
+    # As the daemon does.
+    tune_interpreter()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with console.status("starting") as status, tempfile.TemporaryDirectory(dir=directory) as scratch:

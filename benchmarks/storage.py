@@ -30,6 +30,7 @@ from benchmarks.jobs import Layout
 from benchmarks.measure import BenchmarkError, Progress, Threads
 from benchmarks.tier_cases import MIB, TierSizes
 from storage.errors import StorageError
+from storage.interpreter import tune_interpreter
 from storage.tiers.nvme import REQUEST_BYTES
 
 DEFAULT_DIRECTORY = Path(__file__).parents[1] / "build" / "bench"
@@ -139,6 +140,8 @@ def main(
 ) -> None:
     console = Console(stderr=True)
     sizes, rounds, steps = (QUICK, 1, 1) if quick else (FULL, rounds, max(rounds, MIN_COMMIT_STEPS))
+    # As the daemon does.
+    tune_interpreter()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(directory).free) < sizes.disk_bytes:

@@ -193,9 +193,7 @@ class _Lane:
         with self._lock:
             self.depth += len(requests)
         if check_first:
-            for first in range(0, len(requests), COALESCED_BUFFERS):
-                items = batch.items[first : first + COALESCED_BUFFERS]
-                self._checker.submit(functools.partial(self._check_and_admit, items))
+            self._checker.submit(functools.partial(self._check_and_admit, list(batch.items)))
         else:
             self._admit(batch.items)
         try:
@@ -237,10 +235,20 @@ class _Lane:
             self._wanted.notify(min(len(items), len(self._threads)))
 
     def _check_and_admit(self, items: Sequence[_Queued]) -> None:
-        """On the checker's thread, before a write. A check that takes note of bytes does not fail."""
+        """On the checker's thread, before a write: as much as one call takes at a time, for the device not to wait.
+
+        A check that takes note of bytes does not fail.
+        """
+        checked: list[_Queued] = []
+        nbytes = 0
         for item in items:
             item.request.check()
-        self._admit(items)
+            checked.append(item)
+            nbytes += item.nbytes
+            if nbytes >= COALESCED_BYTES:
+                self._admit(checked)
+                checked, nbytes = [], 0
+        self._admit(checked)
 
     def _check_and_finish(self, run: Sequence[_Queued]) -> None:
         """On the checker's thread, after a read. What is wrong is read once more: it may not be the disk's mistake."""
