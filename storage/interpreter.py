@@ -13,9 +13,9 @@ def tune_interpreter() -> None:
     """To be called once, before the engine is opened.
 
     A thread whose system call is over waits for the interpreter as long as another one computes, up to the switch
-    interval: with the default of 5 ms the device idles (measured: large writes 0.75 to 0.8 as fast). And a step of ten thousand
-    slabs has as many live tasks, over which the default thresholds collect garbage again and again (1.15 to 1.2 times
-    the time of an update).
+    interval: with the default of 5 ms the device idles (measured: large writes 0.75 to 0.8 as fast). And a step of ten
+    thousand slabs has as many live tasks, over which the default thresholds collect garbage again and again (1.15 to
+    1.2 times the time of an update).
     """
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.set_threshold(*GC_THRESHOLDS)

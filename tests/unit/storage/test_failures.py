@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from storage import syscalls
 from storage.engine import Engine
-from storage.errors import DeviceError, DiskFullError, StorageError
+from storage.errors import BudgetExceededError, DataLossError, DeviceError, DiskFullError, StorageError
 from storage.shard import DType, Kind, TierName
 from storage.tiers import threaded_io
 from tests.unit.storage.builders import Fault, Layout, Training, engine_config, opened
@@ -129,6 +130,66 @@ async def test_an_engine_that_cannot_open_lets_go_of_the_directory(
     fault.heal()
     async with opened(tmp_path, **SMALL) as engine:
         await Training(engine, LAYOUT).begin()
+
+
+async def test_what_a_failed_sync_covered_is_written_again_elsewhere_before_its_commit_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, **SMALL) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.hand_over()
+        fault = Fault(monkeypatch, "sync_data")
+        fault.fail(DeviceError("input/output error"), when=(0).__eq__)
+        with pytest.raises(DeviceError, match="input/output error"):
+            await training.commit(1)
+        doubtful = {slab: slab.versions[1].extents for slab in training.job.slabs()}
+        assert engine.nvme.problems == [
+            f"{len(doubtful)} versions were not confirmed by the device, and will be written again"
+        ]
+        assert await training.commit(1)
+        assert all(slab.versions[1].extents != extents for slab, extents in doubtful.items())
+        assert engine.nvme.problems == []
+        await training.assert_at(1)
+    await assert_reopens_at(tmp_path, LAYOUT, 1)
+
+
+async def test_bytes_that_were_lost_after_a_failed_sync_are_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, **SMALL) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.hand_over()
+        fault = Fault(monkeypatch, "sync_data")
+        fault.fail(DeviceError("input/output error"), when=(0).__eq__)
+        with pytest.raises(DeviceError):
+            await training.commit(1)
+        lost = training.job.slab("block.0", Kind.MASTER).versions[1].extents[0]
+        with engine.nvme.files[0].path.open("r+b") as file:
+            file.seek(lost.offset)
+            file.write(bytes(lost.nbytes))
+        with pytest.raises(DataLossError, match=r"job/block\.0/master at step 1"):
+            await training.commit(1)
+        await engine.roll_back(training.job, 0)
+        await training.step()
+        await training.assert_at(1)
+
+
+async def test_the_budget_is_kept_by_allocated_blocks_whatever_the_file_system_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, nvme_budget_bytes=96 << 20, **SMALL) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        real = syscalls.allocated_bytes
+        # A file system that takes two blocks for each that it is asked for.
+        monkeypatch.setattr(syscalls, "allocated_bytes", lambda fd: 2 * real(fd))
+        size = engine.nvme.files[0].size_bytes
+        with pytest.raises(
+            BudgetExceededError, match=f"nvme_budget {engine.nvme.budget_bytes}: .* occupy all but 0 bytes"
+        ):
+            await engine.nvme.allocate(engine.nvme.budget_bytes - engine.nvme.used_bytes)
+        assert engine.nvme.files[0].size_bytes == size
+        await training.step()
+        await training.assert_at(1)
 
 
 def drop_copies(engine: Engine) -> None:

@@ -1,0 +1,87 @@
+"""The door to the kernel: it does all that it was asked to, in however many pieces, or says what could not be done."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from storage import syscalls
+from storage.errors import DeviceError, DiskFullError
+
+
+def in_pieces(monkeypatch: pytest.MonkeyPatch, name: str, rng: random.Random) -> list[int]:
+    """Makes a vectored call move a part of what it is asked to; the sizes of the parts."""
+    real, counts = getattr(os, name), []
+
+    def some(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        whole = b"".join(buffers)
+        length = rng.randint(1, len(whole))
+        part = memoryview(bytearray(whole[:length]))
+        count: int = real(fd, [part], offset)
+        if name == "preadv":
+            copied = 0
+            for buffer in buffers:
+                n = min(len(buffer), count - copied)
+                buffer[:n] = part[copied : copied + n]
+                copied += n
+        counts.append(count)
+        return count
+
+    monkeypatch.setattr(os, name, some)
+    return counts
+
+
+def test_short_reads_and_writes_are_continued_where_they_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, path = random.Random(1), tmp_path / "data"
+    path.write_bytes(bytes(1000))
+    fd = os.open(path, os.O_RDWR)
+    sizes = [1, 100, 7, 300, 0, 92]
+    data = [memoryview(bytearray(rng.randbytes(size))) for size in sizes]
+    written = in_pieces(monkeypatch, "pwritev", rng)
+    syscalls.write_exact(fd, data, 200, path)
+    back = [memoryview(bytearray(size)) for size in sizes]
+    read = in_pieces(monkeypatch, "preadv", rng)
+    syscalls.read_exact(fd, back, 200, path)
+    os.close(fd)
+    assert back == data and path.read_bytes() == bytes(200) + b"".join(data) + bytes(300)
+    assert sum(written) == sum(read) == sum(sizes) and min(len(written), len(read)) > 1
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "says"),
+    [
+        (errno.ENOSPC, DiskFullError, "No space left on device; free space there or lower nvme_budget"),
+        (errno.EDQUOT, DiskFullError, "Committed steps are intact"),
+        (errno.EROFS, DeviceError, "Read-only file system"),
+        (errno.EIO, DeviceError, "Input/output error"),
+    ],
+)
+def test_what_the_kernel_refuses_is_said_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], says: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "data"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    page = memoryview(bytearray(4096))
+    for name in ("preadv", "pwritev", "fdatasync", "posix_fallocate"):
+        monkeypatch.setattr(os, name, refuse)
+    calls: list[Callable[[], None]] = [
+        lambda: syscalls.read_exact(fd, [page], 0, path),
+        lambda: syscalls.write_exact(fd, [page], 0, path),
+        lambda: syscalls.sync_data(fd, path),
+        lambda: syscalls.extend(fd, 0, 4096, path),
+    ]
+    for call in calls:
+        with pytest.raises(kind, match=says) as caught:
+            call()
+        assert str(path) in str(caught.value)
+    os.close(fd)
