@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -230,9 +231,11 @@ class Catalog:
                 committing = True
                 self._db.execute("COMMIT")
                 self.in_doubt = False
-            except BaseException:
+            except BaseException as error:
                 self._ledger = before
-                self.in_doubt |= committing
+                # On a full disk its last page, which makes it valid, was not written: that is the last one to be.
+                is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+                self.in_doubt |= committing and not is_full
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise

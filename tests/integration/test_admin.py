@@ -52,7 +52,7 @@ def test_tiers_add_up(daemon: Daemon, rank: Rank) -> None:
     bytes_of_job = {entry.tier: entry.bytes for entry in described.bytes}
     assert nvme.used_bytes == bytes_of_job[pb.TIER_NVME]
     assert 0 < bytes_of_job[pb.TIER_HOST] < host.used_bytes <= host.budget_bytes
-    assert host.detail == "shared memory"
+    assert host.detail.split(", ")[0] == "shared memory"
     assert nvme.detail.startswith(f"{daemon.state_dir}/data.0 (")
     lease = rank.acquire(rank.groups[0], Kind.EXP_AVG, pb.LEASE_MODE_READ)
     leased = tiers(daemon.address)[0].leased_bytes

@@ -250,6 +250,7 @@ def test_the_tier_says_which_memory_it_got_and_not_which_it_wanted(
     # A machine that grants everything, whatever this one does.
     monkeypatch.setattr(syscalls, "create_huge_shared_memory", syscalls.create_shared_memory)
     monkeypatch.setattr(syscalls, "lock_memory", lambda _: None)
+    monkeypatch.setattr(syscalls, "collapse_pages", lambda *_: iter([]))
     host = HostTier(4 * MIB, huge_pages=huge_pages, lock_memory=lock_memory)
     assert host.detail == detail
     host.arena.close()
