@@ -64,7 +64,8 @@ async def open_nvme(
             syscalls.sync_directory(directory)
         if len(files) > 1:
             for file in files:
-                await file.probe()
+                room = budget_bytes - sum(other.occupied_bytes for other in files)
+                await file.probe(room // len(files))
         tier = NvmeTier(files, budget_bytes, bad, stuck_after_seconds=stuck_after_seconds)
         undo.pop_all()
     return tier

@@ -24,7 +24,7 @@ from storage.catalog.records import BadExtent
 from storage.commit import Committer
 from storage.config import EngineConfig
 from storage.directories import open_nvme
-from storage.errors import ConflictError, DamagedBlockError, StepAbortedError
+from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, StorageError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
@@ -131,7 +131,11 @@ class Engine:
         """Finishes what must be finished, abandons the pending steps, and lets go of everything."""
         await self.scrubber.close()
         for job in self.jobs.values():
-            await self._quiesce(job)
+            try:
+                await self._quiesce(job)
+            except StorageError as error:
+                # Nothing is used again after this, so nothing depends on it.
+                log.error("the unfinished step of job %s could not be given up: %s", job.spec.name, error)
         await self.queue.close()
         await self.nvme.close()
         if self._notes:

@@ -122,13 +122,14 @@ class DataFile:
         self._space.add(Extent(self._size, nbytes, self.number))
         self._size += nbytes
 
-    async def probe(self) -> None:
-        """Measures the device with scratch writes and reads, where there is room for them."""
+    async def probe(self, room_bytes: int) -> None:
+        """Measures the device with scratch writes and reads; for them the file may grow by `room_bytes`."""
         try:
-            if self._space.usable_bytes < PROBE_BYTES:
-                self.grow(GROWTH_BYTES)
+            if self._space.usable_bytes < PROBE_BYTES <= room_bytes:
+                self.grow(PROBE_BYTES)
             extents = self._space.allocate(PROBE_BYTES)
-            assert extents is not None
+            if extents is None:
+                return
             try:
                 with mmap.mmap(-1, COALESCED_BYTES) as scratch, memoryview(scratch) as buffer:
                     cuts = [(e, i) for e in extents for i in range(0, e.nbytes, COALESCED_BYTES)]

@@ -7,6 +7,7 @@ devices in proportion to their measured speed. Everything that is read is verifi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import mmap
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError
 from storage.integrity import BLOCK_BYTES, Checksums
 from storage.shard import TierName
-from storage.tiers.base import TierCounters, round_up
+from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
 from storage.tiers.data_file import GROWTH_BYTES, DataFile
 from storage.tiers.extents import Extent, overlapping, without
 from storage.tiers.health import DeviceWatch
@@ -184,10 +185,13 @@ class NvmeTier:
         return tuple(extents)
 
     def _place_piece(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """In the file that has the least for its speed, of those with room."""
+        """In the file that has the least for its speed, of those with room or that can grow."""
         for file in sorted(self.files, key=lambda file: file.used_bytes / self._speed(file)):
             if extents := file.allocate(nbytes):
                 return extents
+            with contextlib.suppress(BudgetExceededError):
+                self._grow_file(file, round_up(nbytes))
+                return file.allocate(nbytes)
         return None
 
     def _speed(self, file: DataFile) -> float:
@@ -218,7 +222,9 @@ class NvmeTier:
                 f"nvme_budget {self.budget_bytes}: {self._paths} occupy all but {max(room, 0)} bytes of it, and "
                 f"{missing} more are needed; raise nvme_budget by {missing - room} bytes or delete jobs"
             )
-        wanted = max(missing, min(round_up(missing, GROWTH_BYTES), room // round_up(1) * round_up(1)))
+        # Not all of what is left: the other files are to have their part.
+        fair = room // len(self.files) // PAGE_BYTES * PAGE_BYTES
+        wanted = max(missing, min(round_up(missing, GROWTH_BYTES), fair))
         try:
             file.grow(wanted)
         except DiskFullError:

@@ -32,7 +32,11 @@ def nvme_when(daemon: Daemon, holds: Callable[[admin_pb.TierInfo], bool]) -> adm
 
 def test_damage_is_found_by_the_scrubber_shown_and_refused_by_name(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
-    config = {"scrub_bandwidth": "1GiB", "nvme_dirs": [str(directory) for directory in directories]}
+    config = {
+        "nvme_budget": "256MiB",
+        "scrub_bandwidth": "1GiB",
+        "nvme_dirs": [str(directory) for directory in directories],
+    }
     with Daemon(tmp_path / "state", config) as daemon, Clients(daemon.address) as clients:
         rank = clients.rank(LAYOUT).begin()
         rank.train(1, 2)

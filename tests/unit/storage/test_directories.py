@@ -28,7 +28,8 @@ def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_bytes_are_spread_in_proportion_to_speed(tmp_path: Path) -> None:
-    async with opened(tmp_path / "state", **config(tmp_path, "a", "b", "c")) as engine:
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b", "c", nvme_budget_bytes=512 * MIB)) as engine:
+        assert engine.nvme.files[0].size_bytes == 32 * MIB
         assert all(file.bandwidth is not None and file.bandwidth > 0 for file in engine.nvme.files), "measured"
         for file, bandwidth in zip(engine.nvme.files, (3e9, 1e9, 2e9), strict=True):
             file.bandwidth = bandwidth
@@ -37,6 +38,14 @@ async def test_bytes_are_spread_in_proportion_to_speed(tmp_path: Path) -> None:
         assert shares == pytest.approx([3 / 6, 1 / 6, 2 / 6], abs=0.02)
         engine.nvme.free(region)
         assert engine.nvme.used_bytes == 0
+
+
+async def test_where_the_budget_has_no_room_to_measure_all_count_the_same(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
+        assert all(file.bandwidth is None and file.size_bytes == 0 for file in engine.nvme.files)
+        region = await engine.nvme.allocate(6 * MIB)
+        assert [file.used_bytes for file in engine.nvme.files] == [3 * MIB, 3 * MIB]
+        engine.nvme.free(region)
 
 
 async def test_steps_are_whole_over_several_directories_and_after_a_restart_in_another_order(tmp_path: Path) -> None:
@@ -58,7 +67,7 @@ async def test_a_directory_can_be_added_and_an_empty_one_left_out(tmp_path: Path
     async with opened(tmp_path / "state") as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.step()
-    async with opened(tmp_path / "state", **config(tmp_path, "state", "new")) as engine:
+    async with opened(tmp_path / "state", **config(tmp_path, "state", "new", nvme_budget_bytes=32 * MIB)) as engine:
         training = await Training(engine, LAYOUT).open()
         await training.step()
         await training.assert_at(2)
