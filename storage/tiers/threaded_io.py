@@ -108,13 +108,19 @@ class _Batch:
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A request in a lane; `taken` when it is not in the queue any more, `checked` when only moving it is left."""
+    """A request in a lane: `taken` when it is not in the queue any more, `checked` when only moving it is left,
+    `read_again` when its bytes were wrong once."""
 
     request: IoRequest
     priority: Priority
     batch: _Batch
     checked: bool
     taken: bool = False
+    read_again: bool = False
+
+    def check(self) -> None:
+        """Raises what the request's check does."""
+        self.request.check()
 
     @property
     def nbytes(self) -> int:
@@ -235,14 +241,17 @@ class _Lane:
             self._wanted.notify(min(len(items), len(self._threads)))
 
     def _check_and_admit(self, items: Sequence[_Queued]) -> None:
-        """On the checker's thread, before a write: as much as one call takes at a time, for the device not to wait.
-
-        A check that takes note of bytes does not fail.
-        """
+        """On the checker's thread, before a write: as much as one call takes at a time, for the device not to wait."""
         checked: list[_Queued] = []
         nbytes = 0
         for item in items:
-            item.request.check()
+            # Dropped meanwhile.
+            if item.taken:
+                continue
+            if (error := _error_of(_Queued.check, item)) is not None:
+                with self._lock:
+                    self._end(item, error)
+                continue
             checked.append(item)
             nbytes += item.nbytes
             if nbytes >= COALESCED_BYTES:
@@ -252,17 +261,16 @@ class _Lane:
 
     def _check_and_finish(self, run: Sequence[_Queued]) -> None:
         """On the checker's thread, after a read. What is wrong is read once more: it may not be the disk's mistake."""
-        errors = [_error_of(self._check, item.request) for item in run]
+        errors = [_error_of(_Queued.check, item) for item in run]
+        again: list[_Queued] = []
         with self._lock:
             for item, error in zip(run, errors, strict=True):
-                self._finish(item, error)
-
-    def _check(self, request: IoRequest) -> None:
-        try:
-            request.check()
-        except DataLossError:
-            self._move([request])
-            request.check()
+                if isinstance(error, DataLossError) and not item.read_again:
+                    item.read_again, item.taken = True, False
+                    again.append(item)
+                else:
+                    self._finish(item, error)
+        self._admit(again)
 
     def _work(self, worker: int) -> None:
         while run := self._next_run(worker):
@@ -334,6 +342,12 @@ class _Lane:
         if error is None or len(run) == 1:
             return [error] * len(run)
         return [_error_of(self._move, [request]) for request in requests]
+
+    def _end(self, item: _Queued, error: BaseException) -> None:
+        """Finishes one that never gets to a worker."""
+        if not item.taken:
+            self._take(item)
+            self._finish(item, error)
 
     def _finish(self, item: _Queued, error: BaseException | None) -> None:
         batch = item.batch

@@ -193,6 +193,37 @@ async def test_wrong_bytes_are_read_once_more_before_they_count(tmp_path: Path) 
             assert len(checked) == 2
 
 
+async def test_a_check_that_fails_before_a_write_fails_the_write_and_nothing_else(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("these are no whole blocks")
+
+    async with io_on(tmp_path / "data", contents()) as io:
+        bad, good, other = request(3), request(4), request(9)
+        bad.check = fail
+        with pytest.raises(ValueError, match="no whole blocks"):
+            await io.write([good, bad], Priority.UPDATE)
+        assert io.load.queued == 0
+        other.buffer[:] = b"x" * PAGE_BYTES
+        await io.write([other], Priority.UPDATE)
+    data = (tmp_path / "data").read_bytes()
+    assert data[3 * PAGE_BYTES : 4 * PAGE_BYTES] == expected(bad)
+    assert data[9 * PAGE_BYTES : 10 * PAGE_BYTES] == other.buffer
+
+
+async def test_writes_that_are_cancelled_leave_nothing_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch, "write_exact")
+    async with io_on(tmp_path / "data", contents()) as io:
+        gate.close()
+        task = asyncio.ensure_future(io.write([request(page) for page in range(0, PAGES, 2)], Priority.UPDATE))
+        await gate.reached(1)
+        task.cancel()
+        await asyncio.sleep(0.02)
+        assert not task.done() and io.load.queued == 1
+        gate.open()
+        await asyncio.wait([task])
+        assert task.cancelled() and io.load.queued == 0 and len(gate.calls) == 1
+
+
 async def test_reads_and_writes_of_many_callers_agree_with_a_file_in_memory(tmp_path: Path) -> None:
     rng, model = random.Random(3), bytearray(contents())
     async with io_on(tmp_path / "data", bytes(model), threads=3) as io:
