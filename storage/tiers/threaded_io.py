@@ -32,6 +32,8 @@ ArgumentT = TypeVar("ArgumentT")
 COALESCED_BYTES = 4 << 20
 # The kernel takes at most 1024 buffers in one call (IOV_MAX).
 COALESCED_BUFFERS = 512
+# What waits for the writers, checked: enough for each to find something, and little enough for the processor's cache.
+LEAD_BYTES = 8 << 20
 
 
 class ThreadedIo:
@@ -41,9 +43,8 @@ class ThreadedIo:
         """Takes over the descriptor `fd` of the file at `path`."""
         self._fd = fd
         self._path = path
-        self._checker = _Checker(f"{path.name}-check")
-        self._reads = _Lane(f"{path.name}-read", read_threads, self._read, self._checker)
-        self._writes = _Lane(f"{path.name}-write", write_threads, self._write, self._checker)
+        self._reads = _Lane(f"{path.name}-read", read_threads, self._read)
+        self._writes = _Lane(f"{path.name}-write", write_threads, self._write)
         self._syncs = ThreadPoolExecutor(1, f"{path.name}-sync")
         self._sync_began: float | None = None
 
@@ -77,7 +78,6 @@ class ThreadedIo:
     async def close(self) -> None:
         """See IoEngine."""
         await asyncio.to_thread(self._reads.close)
-        await asyncio.to_thread(self._checker.close)
         await asyncio.to_thread(self._writes.close)
         await asyncio.to_thread(self._syncs.shutdown)
         os.close(self._fd)
@@ -108,13 +108,14 @@ class _Batch:
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A request in a lane: `taken` when it is not in the queue any more, `checked` when only moving it is left,
-    `read_again` when its bytes were wrong once."""
+    """A request in a lane: `admitted` while a worker may take it, `taken` when it was or is not wanted any more,
+    `checked` when only moving it is left, `read_again` when its bytes were wrong once."""
 
     request: IoRequest
     priority: Priority
     batch: _Batch
     checked: bool
+    admitted: bool = False
     taken: bool = False
     read_again: bool = False
 
@@ -160,13 +161,16 @@ class _Checker:
 class _Lane:
     """Worker threads that move requests in the order of their priority, neighbours together."""
 
-    def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None], checker: _Checker) -> None:
+    def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None]) -> None:
         """`move` transfers requests that follow each other in the file."""
         self._move = move
-        self._checker = checker
+        self._checker = _Checker(f"{name}-check")
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
+        # Told when a worker has taken something, and less waits.
+        self._taken = threading.Condition(self._lock)
+        self._waiting_bytes = 0
         self._sequence = itertools.count()
         # Taken items stay in the heap until they come up.
         self._queue: list[tuple[int, int, _Queued]] = []
@@ -222,11 +226,16 @@ class _Lane:
 
     def close(self) -> None:
         """Ends the threads once the queue is empty."""
+        # What is checked before it is moved gets to the workers first, and what they have moved to the checker.
+        checked = threading.Event()
+        self._checker.submit(checked.set)
+        checked.wait()
         with self._lock:
             self._closing = True
             self._wanted.notify_all()
         for thread in self._threads:
             thread.join()
+        self._checker.close()
 
     def _admit(self, items: Sequence[_Queued]) -> None:
         """Lets them wait for a worker."""
@@ -235,13 +244,16 @@ class _Lane:
                 # Dropped meanwhile.
                 if item.taken:
                     continue
+                item.admitted = True
+                self._waiting_bytes += item.nbytes
                 heapq.heappush(self._queue, (item.priority, next(self._sequence), item))
                 self._by_start[item.priority, item.start] = item
                 self._by_end[item.priority, item.end] = item
             self._wanted.notify(min(len(items), len(self._threads)))
 
     def _check_and_admit(self, items: Sequence[_Queued]) -> None:
-        """On the checker's thread, before a write: as much as one call takes at a time, for the device not to wait."""
+        """On the checker's thread, before a write: as much as one call takes at a time, for the device not to wait, and
+        not far ahead of it, for the bytes to be in the processor's cache still when it takes them."""
         checked: list[_Queued] = []
         nbytes = 0
         for item in items:
@@ -257,6 +269,9 @@ class _Lane:
             if nbytes >= COALESCED_BYTES:
                 self._admit(checked)
                 checked, nbytes = [], 0
+                with self._lock:
+                    while self._waiting_bytes >= LEAD_BYTES:
+                        self._taken.wait()
         self._admit(checked)
 
     def _check_and_finish(self, run: Sequence[_Queued]) -> None:
@@ -330,6 +345,10 @@ class _Lane:
 
     def _take(self, item: _Queued) -> None:
         item.taken = True
+        if item.admitted:
+            item.admitted = False
+            self._waiting_bytes -= item.nbytes
+            self._taken.notify()
         # Of two requests for the same place, an index knows the later one.
         for index, place in ((self._by_start, item.start), (self._by_end, item.end)):
             if index.get((item.priority, place)) is item:
