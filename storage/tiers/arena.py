@@ -67,7 +67,7 @@ class Arena:
             self._collapser.start()
 
     def _collapse(self) -> None:
-        """Takes some tenths of a second for each GiB, beside whatever the memory is used for."""
+        """Takes 0.3 to 3 seconds for each GiB (measured), beside whatever the memory is used for."""
         try:
             for nbytes in syscalls.collapse_pages(self.fd, self.size_bytes):
                 self.collapsed_bytes += nbytes
