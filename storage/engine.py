@@ -1,6 +1,6 @@
 """The face of the storage engine: jobs, reads, writes, updates, commit and roll-back over the tiers.
 
-Owns the state directory: the lock, the catalog and the data file. All methods are called on one event loop. Reads wait
+Owns the state directory: the lock, the catalog and the data files. All methods are called on one event loop. Reads wait
 for the update of what they read; nothing that is committed is ever overwritten.
 """
 

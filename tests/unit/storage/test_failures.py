@@ -137,11 +137,7 @@ async def test_what_a_failed_sync_covered_is_written_again_elsewhere_before_its_
 ) -> None:
     async with opened(tmp_path, **SMALL) as engine:
         training = await Training(engine, LAYOUT).begin()
-        await training.hand_over()
-        fault = Fault(monkeypatch, "sync_data")
-        fault.fail(DeviceError("input/output error"), when=(0).__eq__)
-        with pytest.raises(DeviceError, match="input/output error"):
-            await training.commit(1)
+        await refuse_by_a_failed_sync(training, monkeypatch)
         doubtful = {slab: slab.versions[1].extents for slab in training.job.slabs()}
         assert engine.nvme.problems == [
             f"{len(doubtful)} versions were not confirmed by the device, and will be written again"
@@ -158,11 +154,7 @@ async def test_bytes_that_were_lost_after_a_failed_sync_are_not_committed(
 ) -> None:
     async with opened(tmp_path, **SMALL) as engine:
         training = await Training(engine, LAYOUT).begin()
-        await training.hand_over()
-        fault = Fault(monkeypatch, "sync_data")
-        fault.fail(DeviceError("input/output error"), when=(0).__eq__)
-        with pytest.raises(DeviceError):
-            await training.commit(1)
+        await refuse_by_a_failed_sync(training, monkeypatch)
         lost = training.job.slab("block.0", Kind.MASTER).versions[1].extents[0]
         with engine.nvme.files[0].path.open("r+b") as file:
             file.seek(lost.offset)
@@ -190,6 +182,15 @@ async def test_the_budget_is_kept_by_allocated_blocks_whatever_the_file_system_a
         assert engine.nvme.files[0].size_bytes == size
         await training.step()
         await training.assert_at(1)
+
+
+async def refuse_by_a_failed_sync(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first data sync of step 1 fails, and no other."""
+    await training.hand_over()
+    fault = Fault(monkeypatch, "sync_data")
+    fault.fail(DeviceError("input/output error"), when=(0).__eq__)
+    with pytest.raises(DeviceError, match="input/output error"):
+        await training.commit(1)
 
 
 def drop_copies(engine: Engine) -> None:
