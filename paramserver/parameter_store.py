@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 
@@ -83,11 +84,15 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         finally:
             stopping.cancel()
 
+    def _session(self, session_id: str, context: grpc.aio.ServicerContext[Any, Any]) -> ClientSession:
+        """The caller's session; raises NotFoundError where it is none of the caller's."""
+        return self._sessions.get(session_id)
+
     async def OpenJob(
         self, request: pb.OpenJobRequest, context: grpc.aio.ServicerContext[pb.OpenJobRequest, pb.OpenJobResponse]
     ) -> pb.OpenJobResponse:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             if request.resume not in (pb.RESUME_POLICY_AUTO, pb.RESUME_POLICY_NEVER, pb.RESUME_POLICY_MUST):
                 raise InvalidRequestError(f"resume has the value {request.resume}; allowed are AUTO, NEVER and MUST")
             job = await self._sessions.join(
@@ -111,7 +116,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.RegisterShardsRequest, pb.RegisterShardsResponse],
     ) -> pb.RegisterShardsResponse:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             await self._engine.register(await session.job(), [wire.group_spec(group) for group in request.groups])
             return pb.RegisterShardsResponse()
 
@@ -119,7 +124,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext[pb.PrefetchRequest, pb.PrefetchResponse]
     ) -> pb.PrefetchResponse:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             job = await session.job()
             wants = [(want.slab.group, wire.kind(want.slab.kind), float(want.position)) for want in request.wants]
             self._engine.prefetch(session.session_id, job, wants)
@@ -131,7 +136,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.AcquireLeasesRequest, pb.AcquireLeasesResponse],
     ) -> pb.AcquireLeasesResponse:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             granted: list[Lease] = []
             try:
                 for want in request.wants:
@@ -165,7 +170,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.ReleaseLeasesRequest, pb.ReleaseLeasesResponse],
     ) -> pb.ReleaseLeasesResponse:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             for release in request.releases:
                 next_use = float(release.next_use) if release.HasField("next_use") else NEVER
                 lease = session.lease(release.lease_id)
@@ -177,7 +182,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self, request: pb.ReadRequest, context: grpc.aio.ServicerContext[pb.ReadRequest, pb.ReadResponse]
     ) -> AsyncIterator[pb.ReadResponse]:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             match request.WhichOneof("source"):
                 case "lease_id":
                     responses = streams.read_lease(self._engine, session.lease(request.lease_id))
@@ -198,7 +203,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             first = await anext(requests, None)
             if first is None or first.WhichOneof("message") != "header":
                 raise InvalidRequestError("the first message of a write must be the header")
-            session = self._sessions.get(first.header.session_id)
+            session = self._session(first.header.session_id, context)
             return await streams.write_lease(self._engine, session.lease(first.header.lease_id), first.header, requests)
 
     async def ApplyGradients(
@@ -207,7 +212,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.ApplyGradientsRequest, pb.ApplyGradientsResponse],
     ) -> pb.ApplyGradientsResponse:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             job = await session.job()
             session.require_run().check_whole()
             hyper_parameters = [wire.adamw_hyper_parameters(h) for h in request.hyper_parameters]
@@ -232,7 +237,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.CommitStepRequest, pb.CommitStepResponse],
     ) -> pb.CommitStepResponse:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             if request.settled_step > request.step:
                 raise InvalidRequestError(f"settled_step {request.settled_step} is above step {request.step}")
             durable = await self._sessions.vote(session, request.step, request.client_state, request.settled_step)
@@ -242,7 +247,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self, request: pb.RollBackRequest, context: grpc.aio.ServicerContext[pb.RollBackRequest, pb.RollBackResponse]
     ) -> pb.RollBackResponse:
         async with answering_errors(context):
-            session = self._sessions.get(request.session_id)
+            session = self._session(request.session_id, context)
             # Finished even if the client goes: a half-done roll-back would be a state that nobody asked for.
             await asyncio.shield(self._engine.roll_back(await session.job(), request.step))
             return pb.RollBackResponse()
@@ -253,7 +258,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.ListVersionsRequest, pb.ListVersionsResponse],
     ) -> pb.ListVersionsResponse:
         async with answering_errors(context):
-            job = await self._sessions.get(request.session_id).job()
+            job = await self._session(request.session_id, context).job()
             return pb.ListVersionsResponse(
                 versions=[
                     pb.VersionInfo(

@@ -27,7 +27,7 @@ from trainer_client.gradients import Gradients
 from trainer_client.hooks import Phase, UnitHooks
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.precision import LossScaler
-from trainer_client.store_client import GroupUpdate, StoreClient
+from trainer_client.rank_store import GroupUpdate, RankStore
 from trainer_client.trace import Clock
 from trainer_client.units import FlatGroup, ModelParameter, Unit
 
@@ -73,7 +73,7 @@ class Engine:
         units: Sequence[Unit],
         gradients: Gradients,
         hooks: UnitHooks,
-        store: StoreClient,
+        store: RankStore,
         collectives: Collectives,
         scaler: LossScaler,
         clock: Clock,

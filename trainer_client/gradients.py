@@ -18,7 +18,7 @@ from trainer_client.channel import Pending
 from trainer_client.collectives import Collectives
 from trainer_client.errors import TrainerClientError
 from trainer_client.planes import LeasedBytes
-from trainer_client.store_client import StoreClient
+from trainer_client.rank_store import RankStore
 from trainer_client.units import FlatGroup, Unit
 
 
@@ -39,7 +39,7 @@ class GradientNorm:
 class GradientGroup:
     """The gradients of one trainable flat group."""
 
-    def __init__(self, group: FlatGroup, store: StoreClient, collectives: Collectives) -> None:
+    def __init__(self, group: FlatGroup, store: RankStore, collectives: Collectives) -> None:
         self.flat_group = group
         self.missing = set(range(len(group.parameters)))  # without a gradient since the last reduction
         self.present: set[int] = set()  # with a gradient in this step
@@ -138,7 +138,7 @@ class GradientGroup:
 class Gradients:
     """All gradients of the model."""
 
-    def __init__(self, units: Sequence[Unit], store: StoreClient, collectives: Collectives) -> None:
+    def __init__(self, units: Sequence[Unit], store: RankStore, collectives: Collectives) -> None:
         self._store = store
         self._collectives = collectives
         self._of_unit = {

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_client.gradients import Gradients
 from trainer_client.precision import cast_floating_inputs
-from trainer_client.store_client import Slab, StoreClient
+from trainer_client.rank_store import Slab, RankStore
 from trainer_client.trace import Clock, Trace
 from trainer_client.units import Unit, UnitState
 
@@ -65,7 +65,7 @@ class UnitHooks:
         *,
         units: Sequence[Unit],
         gradients: Gradients,
-        store: StoreClient,
+        store: RankStore,
         compute_dtype: torch.dtype,
         clock: Clock,
         prefetch_bytes: int,

@@ -34,7 +34,7 @@ from trainer_client.hooks import UnitHooks
 from trainer_client.local_daemon import LocalDaemon, local_address
 from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.precision import LossScaler, PrecisionPolicy
-from trainer_client.store_client import StoreClient
+from trainer_client.rank_store import RankStore
 from trainer_client.trace import Clock
 from trainer_client.units import PROTO_DTYPES, ModelParameter, Placement, Unit, find_units, list_parameters
 
@@ -127,7 +127,7 @@ class _Job:
         settings: TrainingConfig,
         model: nn.Module,
         parameters: Sequence[ModelParameter],
-        store: StoreClient,
+        store: RankStore,
         collectives: Collectives,
     ) -> None:
         self._settings = settings
@@ -316,7 +316,7 @@ def _join_processes(required: bool | None, port: int, processes: ExitStack) -> t
 
 def _connect(
     settings: TrainingConfig, collectives: Collectives, local_rank: int, prefer_streams: bool, resources: ExitStack
-) -> StoreClient:
+) -> RankStore:
     """A session with the operator's daemon, or with one that the first rank of this node starts. A collective."""
     address = settings.store_address(os.environ)
     if address is None:
@@ -335,7 +335,7 @@ def _connect(
         address = local_address(settings.state_dir())
     wait_until_serving(address, _SERVING_SECONDS)
     client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
-    store = StoreClient(address, client, prefer_streams=prefer_streams)
+    store = RankStore(address, client, prefer_streams=prefer_streams)
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store

@@ -27,7 +27,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.layout import flat_layout
 from trainer_client.planes import LeasedBytes
 from trainer_client.precision import PrecisionPolicy
-from trainer_client.store_client import Slab, StoreClient
+from trainer_client.rank_store import Slab, RankStore
 
 ROOT_NAME = "(root)"
 
@@ -250,7 +250,7 @@ class Unit:
     """
 
     def __init__(
-        self, index: int, spec: UnitSpec, policy: PrecisionPolicy, store: StoreClient, collectives: Collectives
+        self, index: int, spec: UnitSpec, policy: PrecisionPolicy, store: RankStore, collectives: Collectives
     ) -> None:
         self.index = index
         self.fqn = spec.fqn

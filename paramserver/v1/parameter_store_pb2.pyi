@@ -42,6 +42,12 @@ class LeaseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEASE_MODE_UNSPECIFIED: _ClassVar[LeaseMode]
     LEASE_MODE_READ: _ClassVar[LeaseMode]
     LEASE_MODE_WRITE: _ClassVar[LeaseMode]
+
+class Urgency(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    URGENCY_UNSPECIFIED: _ClassVar[Urgency]
+    URGENCY_DEMAND: _ClassVar[Urgency]
+    URGENCY_PREFETCH: _ClassVar[Urgency]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_BFLOAT16: DType
@@ -63,6 +69,9 @@ RESUME_POLICY_MUST: ResumePolicy
 LEASE_MODE_UNSPECIFIED: LeaseMode
 LEASE_MODE_READ: LeaseMode
 LEASE_MODE_WRITE: LeaseMode
+URGENCY_UNSPECIFIED: Urgency
+URGENCY_DEMAND: Urgency
+URGENCY_PREFETCH: Urgency
 
 class Durability(_message.Message):
     __slots__ = ("step", "snapshot", "none")
@@ -88,10 +97,12 @@ class Durability(_message.Message):
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "heartbeat")
     class Hello(_message.Message):
-        __slots__ = ("client",)
+        __slots__ = ("client", "session_id")
         CLIENT_FIELD_NUMBER: _ClassVar[int]
+        SESSION_ID_FIELD_NUMBER: _ClassVar[int]
         client: str
-        def __init__(self, client: _Optional[str] = ...) -> None: ...
+        session_id: str
+        def __init__(self, client: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
@@ -100,26 +111,46 @@ class SessionRequest(_message.Message):
 
 class SessionResponse(_message.Message):
     __slots__ = ("welcome", "heartbeat", "notice")
+    class Event(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        EVENT_UNSPECIFIED: _ClassVar[SessionResponse.Event]
+        EVENT_SHUTDOWN: _ClassVar[SessionResponse.Event]
+        EVENT_TIER_DEGRADED: _ClassVar[SessionResponse.Event]
+        EVENT_TIER_RECOVERED: _ClassVar[SessionResponse.Event]
+        EVENT_BUDGET_PRESSURE: _ClassVar[SessionResponse.Event]
+        EVENT_BUDGET_RELIEVED: _ClassVar[SessionResponse.Event]
+    EVENT_UNSPECIFIED: SessionResponse.Event
+    EVENT_SHUTDOWN: SessionResponse.Event
+    EVENT_TIER_DEGRADED: SessionResponse.Event
+    EVENT_TIER_RECOVERED: SessionResponse.Event
+    EVENT_BUDGET_PRESSURE: SessionResponse.Event
+    EVENT_BUDGET_RELIEVED: SessionResponse.Event
     class Welcome(_message.Message):
-        __slots__ = ("session_id", "epoch", "heartbeat_interval_millis", "heartbeat_timeout_millis", "arena", "version")
+        __slots__ = ("session_id", "epoch", "heartbeat_interval_millis", "heartbeat_timeout_millis", "arena", "version", "grace_millis")
         SESSION_ID_FIELD_NUMBER: _ClassVar[int]
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         HEARTBEAT_INTERVAL_MILLIS_FIELD_NUMBER: _ClassVar[int]
         HEARTBEAT_TIMEOUT_MILLIS_FIELD_NUMBER: _ClassVar[int]
         ARENA_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
+        GRACE_MILLIS_FIELD_NUMBER: _ClassVar[int]
         session_id: str
         epoch: str
         heartbeat_interval_millis: int
         heartbeat_timeout_millis: int
         arena: Arena
         version: str
-        def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., heartbeat_interval_millis: _Optional[int] = ..., heartbeat_timeout_millis: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+        grace_millis: int
+        def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., heartbeat_interval_millis: _Optional[int] = ..., heartbeat_timeout_millis: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., version: _Optional[str] = ..., grace_millis: _Optional[int] = ...) -> None: ...
     class Notice(_message.Message):
-        __slots__ = ("text",)
+        __slots__ = ("text", "event", "tier")
         TEXT_FIELD_NUMBER: _ClassVar[int]
+        EVENT_FIELD_NUMBER: _ClassVar[int]
+        TIER_FIELD_NUMBER: _ClassVar[int]
         text: str
-        def __init__(self, text: _Optional[str] = ...) -> None: ...
+        event: SessionResponse.Event
+        tier: Tier
+        def __init__(self, text: _Optional[str] = ..., event: _Optional[_Union[SessionResponse.Event, str]] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
@@ -133,14 +164,20 @@ class Heartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class Arena(_message.Message):
-    __slots__ = ("socket_path", "nonce", "size_bytes")
+    __slots__ = ("socket_path", "nonce", "size_bytes", "file_path", "generation_offset", "generation")
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_PATH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     socket_path: str
     nonce: bytes
     size_bytes: int
-    def __init__(self, socket_path: _Optional[str] = ..., nonce: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    file_path: str
+    generation_offset: int
+    generation: int
+    def __init__(self, socket_path: _Optional[str] = ..., nonce: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., file_path: _Optional[str] = ..., generation_offset: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Parameter(_message.Message):
     __slots__ = ("fqn", "shape", "dtype", "trainable")
@@ -189,6 +226,36 @@ class CommittedStep(_message.Message):
     step: int
     client_state: bytes
     def __init__(self, step: _Optional[int] = ..., client_state: _Optional[bytes] = ...) -> None: ...
+
+class OpenReaderRequest(_message.Message):
+    __slots__ = ("session_id", "job", "step")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    job: str
+    step: int
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class OpenReaderResponse(_message.Message):
+    __slots__ = ("reader_id", "step")
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    reader_id: int
+    step: int
+    def __init__(self, reader_id: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class CloseReaderRequest(_message.Message):
+    __slots__ = ("session_id", "reader_id")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reader_id: int
+    def __init__(self, session_id: _Optional[str] = ..., reader_id: _Optional[int] = ...) -> None: ...
+
+class CloseReaderResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Shard(_message.Message):
     __slots__ = ("fqn", "offset", "numel", "position")
@@ -266,16 +333,18 @@ class PrefetchResponse(_message.Message):
 class AcquireLeasesRequest(_message.Message):
     __slots__ = ("session_id", "wants")
     class Want(_message.Message):
-        __slots__ = ("slab", "mode", "position", "step")
+        __slots__ = ("slab", "mode", "position", "step", "range")
         SLAB_FIELD_NUMBER: _ClassVar[int]
         MODE_FIELD_NUMBER: _ClassVar[int]
         POSITION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
+        RANGE_FIELD_NUMBER: _ClassVar[int]
         slab: SlabName
         mode: LeaseMode
         position: int
         step: int
-        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+        range: TensorRange
+        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
@@ -324,34 +393,55 @@ class ReleaseLeasesResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("session_id", "lease_id", "range")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    RANGE_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    lease_id: int
-    range: TensorRange
-    def __init__(self, session_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ...) -> None: ...
+    __slots__ = ("open", "credit")
+    class Open(_message.Message):
+        __slots__ = ("session_id", "lease_id", "range", "first_byte", "credit_bytes", "urgency")
+        SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+        LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+        RANGE_FIELD_NUMBER: _ClassVar[int]
+        FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
+        CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+        URGENCY_FIELD_NUMBER: _ClassVar[int]
+        session_id: str
+        lease_id: int
+        range: TensorRange
+        first_byte: int
+        credit_bytes: int
+        urgency: Urgency
+        def __init__(self, session_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., first_byte: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., urgency: _Optional[_Union[Urgency, str]] = ...) -> None: ...
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    open: ReadRequest.Open
+    credit: Credit
+    def __init__(self, open: _Optional[_Union[ReadRequest.Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class TensorRange(_message.Message):
-    __slots__ = ("fqn", "kind", "offset", "numel")
+    __slots__ = ("fqn", "kind", "offset", "numel", "reader_id")
     FQN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     NUMEL_FIELD_NUMBER: _ClassVar[int]
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
     fqn: str
     kind: Kind
     offset: int
     numel: int
-    def __init__(self, fqn: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ...) -> None: ...
+    reader_id: int
+    def __init__(self, fqn: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., reader_id: _Optional[int] = ...) -> None: ...
 
 class ReadResponse(_message.Message):
     __slots__ = ("header", "chunk")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     header: ReadHeader
-    chunk: bytes
-    def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    chunk: Chunk
+    def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
     __slots__ = ("size_bytes", "version", "dtype")
@@ -363,31 +453,45 @@ class ReadHeader(_message.Message):
     dtype: DType
     def __init__(self, size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
 
+class Chunk(_message.Message):
+    __slots__ = ("checksum", "first_byte", "data")
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    checksum: int
+    first_byte: int
+    data: bytes
+    def __init__(self, checksum: _Optional[int] = ..., first_byte: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class WriteRequest(_message.Message):
     __slots__ = ("header", "chunk")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     header: WriteHeader
-    chunk: bytes
-    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    chunk: Chunk
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("session_id", "lease_id", "offset_bytes", "size_bytes")
+    __slots__ = ("session_id", "lease_id", "first_byte", "size_bytes", "urgency")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    URGENCY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     lease_id: int
-    offset_bytes: int
+    first_byte: int
     size_bytes: int
-    def __init__(self, session_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    urgency: Urgency
+    def __init__(self, session_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., first_byte: _Optional[int] = ..., size_bytes: _Optional[int] = ..., urgency: _Optional[_Union[Urgency, str]] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
-    __slots__ = ("size_bytes",)
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    size_bytes: int
-    def __init__(self, size_bytes: _Optional[int] = ...) -> None: ...
+    __slots__ = ("received_bytes", "credit_bytes")
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    received_bytes: int
+    credit_bytes: int
+    def __init__(self, received_bytes: _Optional[int] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
 
 class AdamW(_message.Message):
     __slots__ = ("lr", "beta1", "beta2", "eps", "weight_decay", "update_count")
@@ -488,3 +592,87 @@ class VersionInfo(_message.Message):
     durable: bool
     committed_at_unix_seconds: float
     def __init__(self, step: _Optional[int] = ..., durable: _Optional[bool] = ..., committed_at_unix_seconds: _Optional[float] = ...) -> None: ...
+
+class ListStoredJobsRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class ListStoredJobsResponse(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[StoredJob]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[StoredJob, _Mapping]]] = ...) -> None: ...
+
+class StoredJob(_message.Message):
+    __slots__ = ("name", "world_size", "committed_step", "durable")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    world_size: int
+    committed_step: int
+    durable: bool
+    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_step: _Optional[int] = ..., durable: _Optional[bool] = ...) -> None: ...
+
+class ListStoredTensorsRequest(_message.Message):
+    __slots__ = ("session_id", "job", "fqn_prefix", "page_size", "page_token")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FQN_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    job: str
+    fqn_prefix: str
+    page_size: int
+    page_token: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., fqn_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListStoredTensorsResponse(_message.Message):
+    __slots__ = ("tensors", "next_page_token")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[StoredTensor]
+    next_page_token: str
+    def __init__(self, tensors: _Optional[_Iterable[_Union[StoredTensor, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class StoredTensor(_message.Message):
+    __slots__ = ("parameter", "kinds", "held")
+    class KindDType(_message.Message):
+        __slots__ = ("kind", "dtype")
+        KIND_FIELD_NUMBER: _ClassVar[int]
+        DTYPE_FIELD_NUMBER: _ClassVar[int]
+        kind: Kind
+        dtype: DType
+        def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
+    class ElementRange(_message.Message):
+        __slots__ = ("offset", "numel")
+        OFFSET_FIELD_NUMBER: _ClassVar[int]
+        NUMEL_FIELD_NUMBER: _ClassVar[int]
+        offset: int
+        numel: int
+        def __init__(self, offset: _Optional[int] = ..., numel: _Optional[int] = ...) -> None: ...
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    parameter: Parameter
+    kinds: _containers.RepeatedCompositeFieldContainer[StoredTensor.KindDType]
+    held: _containers.RepeatedCompositeFieldContainer[StoredTensor.ElementRange]
+    def __init__(self, parameter: _Optional[_Union[Parameter, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[StoredTensor.KindDType, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[StoredTensor.ElementRange, _Mapping]]] = ...) -> None: ...
+
+class WatchJobRequest(_message.Message):
+    __slots__ = ("session_id", "job")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    job: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+
+class WatchJobResponse(_message.Message):
+    __slots__ = ("newest",)
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    newest: VersionInfo
+    def __init__(self, newest: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...

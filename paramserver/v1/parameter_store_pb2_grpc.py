@@ -44,6 +44,16 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenJobRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenJobResponse.FromString,
                 _registered_method=True)
+        self.OpenReader = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/OpenReader',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderResponse.FromString,
+                _registered_method=True)
+        self.CloseReader = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/CloseReader',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderResponse.FromString,
+                _registered_method=True)
         self.RegisterShards = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/RegisterShards',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.RegisterShardsRequest.SerializeToString,
@@ -64,12 +74,12 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReleaseLeasesRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReleaseLeasesResponse.FromString,
                 _registered_method=True)
-        self.Read = channel.unary_stream(
+        self.Read = channel.stream_stream(
                 '/paramserver.v1.ParameterStore/Read',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadResponse.FromString,
                 _registered_method=True)
-        self.Write = channel.stream_unary(
+        self.Write = channel.stream_stream(
                 '/paramserver.v1.ParameterStore/Write',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WriteRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WriteResponse.FromString,
@@ -94,6 +104,21 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ListVersionsRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ListVersionsResponse.FromString,
                 _registered_method=True)
+        self.ListStoredJobs = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/ListStoredJobs',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ListStoredJobsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ListStoredJobsResponse.FromString,
+                _registered_method=True)
+        self.ListStoredTensors = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/ListStoredTensors',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ListStoredTensorsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ListStoredTensorsResponse.FromString,
+                _registered_method=True)
+        self.WatchJob = channel.unary_stream(
+                '/paramserver.v1.ParameterStore/WatchJob',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.FromString,
+                _registered_method=True)
 
 
 class ParameterStoreServicer:
@@ -101,8 +126,10 @@ class ParameterStoreServicer:
 
     def Session(self, request_iterator, context):
         """Opens a session and carries its liveness: the client sends hello, then heartbeats; the store answers welcome, then
-        acknowledges heartbeats and sends notices. When the stream ends, or no heartbeat arrives for the time stated in the
-        welcome, the session's leases are void and its run cannot commit any more.
+        acknowledges heartbeats and sends notices. A session ends at once when the client half-closes the stream, after the
+        welcome's grace time when the stream breaks (a new stream with the session's id in its hello takes it up again until
+        then), and when no heartbeat arrives for the welcome's time-out. Its leases are void then, what it had half written is
+        discarded, and its run cannot commit any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +137,21 @@ class ParameterStoreServicer:
 
     def OpenJob(self, request, context):
         """Attaches the session, as one rank of a run, to a job; creates the job if it does not exist.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenReader(self, request, context):
+        """Holds a committed step of a job for reading, whatever is trained, rolled back or deleted meanwhile, until CloseReader
+        or the session's end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseReader(self, request, context):
+        """Lets go of a reader's step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,17 +186,20 @@ class ParameterStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Read(self, request, context):
-        """Bytes of a read lease, or of a range of a committed tensor by name, for clients that cannot map the arena. The first
-        message is the header, then raw chunks in order.
+    def Read(self, request_iterator, context):
+        """Bytes of a read lease, or of a range of a committed tensor by name, for clients that cannot map the arena. The client
+        sends what it wants and the first credit, then further credits as it consumes; the store answers with the header, then
+        chunks in order, never more than it has credit for. A stream that takes nothing for the store's stall time-out although
+        it has granted credit is ended with DEADLINE_EXCEEDED. A broken transfer is resumed by a new one with `first_byte`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """Bytes into a write lease, for clients that cannot map the arena. The first message names the lease, then raw chunks
-        in order.
+        """Bytes into a write lease, for clients that cannot map the arena. The first message names the lease and the range, then
+        chunks in order, never more than the store has granted credit for; the store answers with credits, each of which says
+        how much it has received, so that a broken transfer is resumed by a new one from there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,6 +237,28 @@ class ParameterStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListStoredJobs(self, request, context):
+        """The jobs that the caller may read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListStoredTensors(self, request, context):
+        """The tensors of a job that this store holds elements of, by FQN, a page at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchJob(self, request, context):
+        """The job's newest committed step, if there is one, then each one as it is committed (the newest where several were while
+        the client was busy), until the client cancels or the job is deleted (NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -204,6 +271,16 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.OpenJob,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenJobRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenJobResponse.SerializeToString,
+            ),
+            'OpenReader': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenReader,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderResponse.SerializeToString,
+            ),
+            'CloseReader': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseReader,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderResponse.SerializeToString,
             ),
             'RegisterShards': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterShards,
@@ -225,12 +302,12 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReleaseLeasesRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReleaseLeasesResponse.SerializeToString,
             ),
-            'Read': grpc.unary_stream_rpc_method_handler(
+            'Read': grpc.stream_stream_rpc_method_handler(
                     servicer.Read,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadResponse.SerializeToString,
             ),
-            'Write': grpc.stream_unary_rpc_method_handler(
+            'Write': grpc.stream_stream_rpc_method_handler(
                     servicer.Write,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WriteRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WriteResponse.SerializeToString,
@@ -254,6 +331,21 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.ListVersions,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ListVersionsRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ListVersionsResponse.SerializeToString,
+            ),
+            'ListStoredJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListStoredJobs,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ListStoredJobsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ListStoredJobsResponse.SerializeToString,
+            ),
+            'ListStoredTensors': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListStoredTensors,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ListStoredTensorsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ListStoredTensorsResponse.SerializeToString,
+            ),
+            'WatchJob': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchJob,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +402,60 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/OpenJob',
             paramserver_dot_v1_dot_parameter__store__pb2.OpenJobRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.OpenJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenReader(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/OpenReader',
+            paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseReader(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/CloseReader',
+            paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -429,7 +575,7 @@ class ParameterStore:
             _registered_method=True)
 
     @staticmethod
-    def Read(request,
+    def Read(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -439,8 +585,8 @@ class ParameterStore:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/paramserver.v1.ParameterStore/Read',
             paramserver_dot_v1_dot_parameter__store__pb2.ReadRequest.SerializeToString,
@@ -466,7 +612,7 @@ class ParameterStore:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/paramserver.v1.ParameterStore/Write',
@@ -580,6 +726,87 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/ListVersions',
             paramserver_dot_v1_dot_parameter__store__pb2.ListVersionsRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.ListVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListStoredJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/ListStoredJobs',
+            paramserver_dot_v1_dot_parameter__store__pb2.ListStoredJobsRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.ListStoredJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListStoredTensors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/ListStoredTensors',
+            paramserver_dot_v1_dot_parameter__store__pb2.ListStoredTensorsRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.ListStoredTensorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/WatchJob',
+            paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paramserver.v1 import parameter_store_pb2 as paramserver_dot_v1_dot_parameter__store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n paramserver/v1/store_admin.proto\x12\x0eparamserver.v1\x1a$paramserver/v1/parameter_store.proto\"\x11\n\x0fGetTiersRequest\"\x85\x01\n\x10GetTiersResponse\x12\'\n\x05tiers\x18\x01 \x03(\x0b\x32\x18.paramserver.v1.TierInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x11\n\tstate_dir\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\x04\x12\x14\n\x0cunix_seconds\x18\x05 \x01(\x01\"\xc6\x05\n\x08TierInfo\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.paramserver.v1.Tier\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x65victable_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04hits\x18\x06 \x01(\x04\x12\x0e\n\x06misses\x18\x07 \x01(\x04\x12\x12\n\npromotions\x18\x08 \x01(\x04\x12\x11\n\tdemotions\x18\t \x01(\x04\x12\x13\n\x0bqueue_depth\x18\n \x01(\x04\x12\x12\n\nbytes_read\x18\x0b \x01(\x04\x12\x15\n\rbytes_written\x18\x0c \x01(\x04\x12\x14\n\x0cread_seconds\x18\r \x01(\x01\x12\x15\n\rwrite_seconds\x18\x0e \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x0f \x01(\t\x12\x10\n\x08problems\x18\x10 \x03(\t\x12\x30\n\x07\x64\x65vices\x18\x11 \x03(\x0b\x32\x1f.paramserver.v1.TierInfo.Device\x12\x16\n\x0e\x64\x61maged_blocks\x18\x12 \x01(\x04\x12\x11\n\tbad_bytes\x18\x13 \x01(\x04\x12\x16\n\x0escrubbed_bytes\x18\x14 \x01(\x04\x12\x14\n\x0cscrub_passes\x18\x15 \x01(\x04\x1a\xdd\x01\n\x06\x44\x65vice\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06\x64irect\x18\x02 \x01(\x08\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x11\n\tfree_runs\x18\x05 \x01(\x04\x12\x17\n\x0f\x62ytes_in_flight\x18\x06 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x07 \x01(\x01\x12\x17\n\x0fstalled_seconds\x18\x08 \x01(\x01\x12\x1d\n\x10\x62ytes_per_second\x18\t \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_bytes_per_second\"-\n\x11WatchTiersRequest\x12\x18\n\x10interval_seconds\x18\x01 \x01(\x01\"\x11\n\x0fListJobsRequest\"9\n\x10ListJobsResponse\x12%\n\x04jobs\x18\x01 \x03(\x0b\x32\x17.paramserver.v1.JobInfo\"\xb6\x03\n\x07JobInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x12\n\nparameters\x18\x04 \x01(\x04\x12.\n\ndurability\x18\x05 \x01(\x0b\x32\x1a.paramserver.v1.Durability\x12\x1b\n\x0e\x63ommitted_step\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x0c\x64urable_step\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x30\n\x05\x62ytes\x18\x08 \x03(\x0b\x32!.paramserver.v1.JobInfo.TierBytes\x12\x1f\n\x17\x63reated_at_unix_seconds\x18\t \x01(\x01\x12&\n\x19\x63ommitted_at_unix_seconds\x18\n \x01(\x01H\x02\x88\x01\x01\x1a>\n\tTierBytes\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.paramserver.v1.Tier\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x42\x11\n\x0f_committed_stepB\x0f\n\r_durable_stepB\x1c\n\x1a_committed_at_unix_seconds\"\x7f\n\x11ListShardsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nfqn_prefix\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.paramserver.v1.Kind\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\t\"X\n\x12ListShardsResponse\x12)\n\x06shards\x18\x01 \x03(\x0b\x32\x19.paramserver.v1.ShardInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x80\x02\n\tShardInfo\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.paramserver.v1.Kind\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05numel\x18\x04 \x01(\x04\x12$\n\x05\x64type\x18\x05 \x01(\x0e\x32\x15.paramserver.v1.DType\x12\r\n\x05group\x18\x06 \x01(\t\x12\x14\n\x07version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12#\n\x05tiers\x18\x08 \x03(\x0e\x32\x14.paramserver.v1.Tier\x12\'\n\tplacement\x18\t \x01(\x0e\x32\x14.paramserver.v1.TierB\n\n\x08_version\"\x1f\n\x10\x44\x65leteJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x44\x65leteJobResponse2\xa6\x03\n\nStoreAdmin\x12M\n\x08GetTiers\x12\x1f.paramserver.v1.GetTiersRequest\x1a .paramserver.v1.GetTiersResponse\x12S\n\nWatchTiers\x12!.paramserver.v1.WatchTiersRequest\x1a .paramserver.v1.GetTiersResponse0\x01\x12M\n\x08ListJobs\x12\x1f.paramserver.v1.ListJobsRequest\x1a .paramserver.v1.ListJobsResponse\x12S\n\nListShards\x12!.paramserver.v1.ListShardsRequest\x1a\".paramserver.v1.ListShardsResponse\x12P\n\tDeleteJob\x12 .paramserver.v1.DeleteJobRequest\x1a!.paramserver.v1.DeleteJobResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n paramserver/v1/store_admin.proto\x12\x0eparamserver.v1\x1a$paramserver/v1/parameter_store.proto\"\x11\n\x0fGetTiersRequest\"\xf5\x01\n\x10GetTiersResponse\x12\'\n\x05tiers\x18\x01 \x03(\x0b\x32\x18.paramserver.v1.TierInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x11\n\tstate_dir\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\x04\x12\x14\n\x0cunix_seconds\x18\x05 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x1d\n\x15transfer_budget_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bloop_stalls\x18\x08 \x01(\x04\x12\"\n\x1alongest_loop_stall_seconds\x18\t \x01(\x01\"\xe1\x05\n\x08TierInfo\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.paramserver.v1.Tier\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x65victable_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04hits\x18\x06 \x01(\x04\x12\x0e\n\x06misses\x18\x07 \x01(\x04\x12\x12\n\npromotions\x18\x08 \x01(\x04\x12\x11\n\tdemotions\x18\t \x01(\x04\x12\x13\n\x0bqueue_depth\x18\n \x01(\x04\x12\x12\n\nbytes_read\x18\x0b \x01(\x04\x12\x15\n\rbytes_written\x18\x0c \x01(\x04\x12\x14\n\x0cread_seconds\x18\r \x01(\x01\x12\x15\n\rwrite_seconds\x18\x0e \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x0f \x01(\t\x12\x10\n\x08problems\x18\x10 \x03(\t\x12\x30\n\x07\x64\x65vices\x18\x11 \x03(\x0b\x32\x1f.paramserver.v1.TierInfo.Device\x12\x16\n\x0e\x64\x61maged_blocks\x18\x12 \x01(\x04\x12\x11\n\tbad_bytes\x18\x13 \x01(\x04\x12\x16\n\x0escrubbed_bytes\x18\x14 \x01(\x04\x12\x14\n\x0cscrub_passes\x18\x15 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x16 \x01(\x04\x1a\xdd\x01\n\x06\x44\x65vice\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06\x64irect\x18\x02 \x01(\x08\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x11\n\tfree_runs\x18\x05 \x01(\x04\x12\x17\n\x0f\x62ytes_in_flight\x18\x06 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x07 \x01(\x01\x12\x17\n\x0fstalled_seconds\x18\x08 \x01(\x01\x12\x1d\n\x10\x62ytes_per_second\x18\t \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_bytes_per_second\"-\n\x11WatchTiersRequest\x12\x18\n\x10interval_seconds\x18\x01 \x01(\x01\"\x11\n\x0fListJobsRequest\"9\n\x10ListJobsResponse\x12%\n\x04jobs\x18\x01 \x03(\x0b\x32\x17.paramserver.v1.JobInfo\"\xb6\x03\n\x07JobInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x12\n\nparameters\x18\x04 \x01(\x04\x12.\n\ndurability\x18\x05 \x01(\x0b\x32\x1a.paramserver.v1.Durability\x12\x1b\n\x0e\x63ommitted_step\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x0c\x64urable_step\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x30\n\x05\x62ytes\x18\x08 \x03(\x0b\x32!.paramserver.v1.JobInfo.TierBytes\x12\x1f\n\x17\x63reated_at_unix_seconds\x18\t \x01(\x01\x12&\n\x19\x63ommitted_at_unix_seconds\x18\n \x01(\x01H\x02\x88\x01\x01\x1a>\n\tTierBytes\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.paramserver.v1.Tier\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x42\x11\n\x0f_committed_stepB\x0f\n\r_durable_stepB\x1c\n\x1a_committed_at_unix_seconds\"\x15\n\x13ListSessionsRequest\"E\n\x14ListSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.paramserver.v1.SessionInfo\"\x8c\x02\n\x0bSessionInfo\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nmaps_arena\x18\x05 \x01(\x08\x12\x13\n\x0bread_leases\x18\x06 \x01(\r\x12\x14\n\x0cwrite_leases\x18\x07 \x01(\r\x12\x14\n\x0cleased_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07readers\x18\t \x01(\r\x12\x11\n\ttransfers\x18\n \x01(\r\x12\x1e\n\x16opened_at_unix_seconds\x18\x0b \x01(\x01\x12\x19\n\x11heard_seconds_ago\x18\x0c \x01(\x01\x12\x10\n\x08\x64\x65tached\x18\r \x01(\x08\"\x7f\n\x11ListShardsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nfqn_prefix\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.paramserver.v1.Kind\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\t\"X\n\x12ListShardsResponse\x12)\n\x06shards\x18\x01 \x03(\x0b\x32\x19.paramserver.v1.ShardInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x80\x02\n\tShardInfo\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.paramserver.v1.Kind\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05numel\x18\x04 \x01(\x04\x12$\n\x05\x64type\x18\x05 \x01(\x0e\x32\x15.paramserver.v1.DType\x12\r\n\x05group\x18\x06 \x01(\t\x12\x14\n\x07version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12#\n\x05tiers\x18\x08 \x03(\x0e\x32\x14.paramserver.v1.Tier\x12\'\n\tplacement\x18\t \x01(\x0e\x32\x14.paramserver.v1.TierB\n\n\x08_version\"\x1f\n\x10\x44\x65leteJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x13\n\x11\x44\x65leteJobResponse2\x81\x04\n\nStoreAdmin\x12M\n\x08GetTiers\x12\x1f.paramserver.v1.GetTiersRequest\x1a .paramserver.v1.GetTiersResponse\x12S\n\nWatchTiers\x12!.paramserver.v1.WatchTiersRequest\x1a .paramserver.v1.GetTiersResponse0\x01\x12M\n\x08ListJobs\x12\x1f.paramserver.v1.ListJobsRequest\x1a .paramserver.v1.ListJobsResponse\x12S\n\nListShards\x12!.paramserver.v1.ListShardsRequest\x1a\".paramserver.v1.ListShardsResponse\x12Y\n\x0cListSessions\x12#.paramserver.v1.ListSessionsRequest\x1a$.paramserver.v1.ListSessionsResponse\x12P\n\tDeleteJob\x12 .paramserver.v1.DeleteJobRequest\x1a!.paramserver.v1.DeleteJobResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,31 +35,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTIERSREQUEST']._serialized_start=90
   _globals['_GETTIERSREQUEST']._serialized_end=107
   _globals['_GETTIERSRESPONSE']._serialized_start=110
-  _globals['_GETTIERSRESPONSE']._serialized_end=243
-  _globals['_TIERINFO']._serialized_start=246
-  _globals['_TIERINFO']._serialized_end=956
-  _globals['_TIERINFO_DEVICE']._serialized_start=735
-  _globals['_TIERINFO_DEVICE']._serialized_end=956
-  _globals['_WATCHTIERSREQUEST']._serialized_start=958
-  _globals['_WATCHTIERSREQUEST']._serialized_end=1003
-  _globals['_LISTJOBSREQUEST']._serialized_start=1005
-  _globals['_LISTJOBSREQUEST']._serialized_end=1022
-  _globals['_LISTJOBSRESPONSE']._serialized_start=1024
-  _globals['_LISTJOBSRESPONSE']._serialized_end=1081
-  _globals['_JOBINFO']._serialized_start=1084
-  _globals['_JOBINFO']._serialized_end=1522
-  _globals['_JOBINFO_TIERBYTES']._serialized_start=1394
-  _globals['_JOBINFO_TIERBYTES']._serialized_end=1456
-  _globals['_LISTSHARDSREQUEST']._serialized_start=1524
-  _globals['_LISTSHARDSREQUEST']._serialized_end=1651
-  _globals['_LISTSHARDSRESPONSE']._serialized_start=1653
-  _globals['_LISTSHARDSRESPONSE']._serialized_end=1741
-  _globals['_SHARDINFO']._serialized_start=1744
-  _globals['_SHARDINFO']._serialized_end=2000
-  _globals['_DELETEJOBREQUEST']._serialized_start=2002
-  _globals['_DELETEJOBREQUEST']._serialized_end=2033
-  _globals['_DELETEJOBRESPONSE']._serialized_start=2035
-  _globals['_DELETEJOBRESPONSE']._serialized_end=2054
-  _globals['_STOREADMIN']._serialized_start=2057
-  _globals['_STOREADMIN']._serialized_end=2479
+  _globals['_GETTIERSRESPONSE']._serialized_end=355
+  _globals['_TIERINFO']._serialized_start=358
+  _globals['_TIERINFO']._serialized_end=1095
+  _globals['_TIERINFO_DEVICE']._serialized_start=874
+  _globals['_TIERINFO_DEVICE']._serialized_end=1095
+  _globals['_WATCHTIERSREQUEST']._serialized_start=1097
+  _globals['_WATCHTIERSREQUEST']._serialized_end=1142
+  _globals['_LISTJOBSREQUEST']._serialized_start=1144
+  _globals['_LISTJOBSREQUEST']._serialized_end=1161
+  _globals['_LISTJOBSRESPONSE']._serialized_start=1163
+  _globals['_LISTJOBSRESPONSE']._serialized_end=1220
+  _globals['_JOBINFO']._serialized_start=1223
+  _globals['_JOBINFO']._serialized_end=1661
+  _globals['_JOBINFO_TIERBYTES']._serialized_start=1533
+  _globals['_JOBINFO_TIERBYTES']._serialized_end=1595
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1663
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1684
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1686
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1755
+  _globals['_SESSIONINFO']._serialized_start=1758
+  _globals['_SESSIONINFO']._serialized_end=2026
+  _globals['_LISTSHARDSREQUEST']._serialized_start=2028
+  _globals['_LISTSHARDSREQUEST']._serialized_end=2155
+  _globals['_LISTSHARDSRESPONSE']._serialized_start=2157
+  _globals['_LISTSHARDSRESPONSE']._serialized_end=2245
+  _globals['_SHARDINFO']._serialized_start=2248
+  _globals['_SHARDINFO']._serialized_end=2504
+  _globals['_DELETEJOBREQUEST']._serialized_start=2506
+  _globals['_DELETEJOBREQUEST']._serialized_end=2537
+  _globals['_DELETEJOBRESPONSE']._serialized_start=2539
+  _globals['_DELETEJOBRESPONSE']._serialized_end=2558
+  _globals['_STOREADMIN']._serialized_start=2561
+  _globals['_STOREADMIN']._serialized_end=3074
 # @@protoc_insertion_point(module_scope)

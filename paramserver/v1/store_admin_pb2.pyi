@@ -12,21 +12,29 @@ class GetTiersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTiersResponse(_message.Message):
-    __slots__ = ("tiers", "epoch", "state_dir", "sessions", "unix_seconds")
+    __slots__ = ("tiers", "epoch", "state_dir", "sessions", "unix_seconds", "transfer_bytes", "transfer_budget_bytes", "loop_stalls", "longest_loop_stall_seconds")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_DIR_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOOP_STALLS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_LOOP_STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedCompositeFieldContainer[TierInfo]
     epoch: str
     state_dir: str
     sessions: int
     unix_seconds: float
-    def __init__(self, tiers: _Optional[_Iterable[_Union[TierInfo, _Mapping]]] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., sessions: _Optional[int] = ..., unix_seconds: _Optional[float] = ...) -> None: ...
+    transfer_bytes: int
+    transfer_budget_bytes: int
+    loop_stalls: int
+    longest_loop_stall_seconds: float
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierInfo, _Mapping]]] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., sessions: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_budget_bytes: _Optional[int] = ..., loop_stalls: _Optional[int] = ..., longest_loop_stall_seconds: _Optional[float] = ...) -> None: ...
 
 class TierInfo(_message.Message):
-    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes")
+    __slots__ = ("tier", "budget_bytes", "used_bytes", "leased_bytes", "evictable_bytes", "hits", "misses", "promotions", "demotions", "queue_depth", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "detail", "problems", "devices", "damaged_blocks", "bad_bytes", "scrubbed_bytes", "scrub_passes", "quarantined_bytes")
     class Device(_message.Message):
         __slots__ = ("path", "direct", "used_bytes", "size_bytes", "free_runs", "bytes_in_flight", "busy_seconds", "stalled_seconds", "bytes_per_second")
         PATH_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +77,7 @@ class TierInfo(_message.Message):
     BAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCRUBBED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCRUB_PASSES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _parameter_store_pb2.Tier
     budget_bytes: int
     used_bytes: int
@@ -90,7 +99,8 @@ class TierInfo(_message.Message):
     bad_bytes: int
     scrubbed_bytes: int
     scrub_passes: int
-    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ...) -> None: ...
+    quarantined_bytes: int
+    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., evictable_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., promotions: _Optional[int] = ..., demotions: _Optional[int] = ..., queue_depth: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[_Union[TierInfo.Device, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., bad_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_passes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchTiersRequest(_message.Message):
     __slots__ = ("interval_seconds",)
@@ -138,6 +148,46 @@ class JobInfo(_message.Message):
     created_at_unix_seconds: float
     committed_at_unix_seconds: float
     def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., durability: _Optional[_Union[_parameter_store_pb2.Durability, _Mapping]] = ..., committed_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., created_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ...) -> None: ...
+
+class SessionInfo(_message.Message):
+    __slots__ = ("client", "peer", "job", "rank", "maps_arena", "read_leases", "write_leases", "leased_bytes", "readers", "transfers", "opened_at_unix_seconds", "heard_seconds_ago", "detached")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MAPS_ARENA_FIELD_NUMBER: _ClassVar[int]
+    READ_LEASES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_LEASES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    OPENED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HEARD_SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
+    client: str
+    peer: str
+    job: str
+    rank: int
+    maps_arena: bool
+    read_leases: int
+    write_leases: int
+    leased_bytes: int
+    readers: int
+    transfers: int
+    opened_at_unix_seconds: float
+    heard_seconds_ago: float
+    detached: bool
+    def __init__(self, client: _Optional[str] = ..., peer: _Optional[str] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., maps_arena: _Optional[bool] = ..., read_leases: _Optional[int] = ..., write_leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., readers: _Optional[int] = ..., transfers: _Optional[int] = ..., opened_at_unix_seconds: _Optional[float] = ..., heard_seconds_ago: _Optional[float] = ..., detached: _Optional[bool] = ...) -> None: ...
 
 class ListShardsRequest(_message.Message):
     __slots__ = ("job", "fqn_prefix", "kind", "page_size", "page_token")

@@ -54,6 +54,11 @@ class StoreAdminStub:
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListShardsRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListShardsResponse.FromString,
                 _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/ListSessions',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
         self.DeleteJob = channel.unary_unary(
                 '/paramserver.v1.StoreAdmin/DeleteJob',
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.DeleteJobRequest.SerializeToString,
@@ -91,6 +96,13 @@ class StoreAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSessions(self, request, context):
+        """The sessions of all clients, with what they hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteJob(self, request, context):
         """Deletes a job and all its versions. FAILED_PRECONDITION while a session is attached to it.
         """
@@ -120,6 +132,11 @@ def add_StoreAdminServicer_to_server(servicer, server):
                     servicer.ListShards,
                     request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListShardsRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListShardsResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListSessionsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListSessionsResponse.SerializeToString,
             ),
             'DeleteJob': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteJob,
@@ -235,6 +252,33 @@ class StoreAdmin:
             '/paramserver.v1.StoreAdmin/ListShards',
             paramserver_dot_v1_dot_store__admin__pb2.ListShardsRequest.SerializeToString,
             paramserver_dot_v1_dot_store__admin__pb2.ListShardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/ListSessions',
+            paramserver_dot_v1_dot_store__admin__pb2.ListSessionsRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.ListSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

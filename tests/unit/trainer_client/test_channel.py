@@ -8,7 +8,7 @@ import pytest
 
 from trainer_client.channel import check_address, wait_until_serving
 from trainer_client.errors import ConfigError, StoreUnavailableError
-from trainer_client.store_client import StoreClient
+from trainer_client.rank_store import RankStore
 
 
 @pytest.mark.parametrize("address", ["unix:/run/p/paramserver.sock", "localhost:50051", "[::1]:50051"])
@@ -35,4 +35,4 @@ def test_an_unreachable_daemon_is_named_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailableError, match="paramserver serve"):
         wait_until_serving(address, timeout_seconds=0.1)
     with pytest.raises(StoreUnavailableError):
-        StoreClient(address, "test")
+        RankStore(address, "test")

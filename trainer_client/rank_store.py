@@ -49,7 +49,7 @@ class GroupUpdate:
     hyper_parameters_of_shard: Sequence[int]
 
 
-class StoreClient:
+class RankStore:
     """Args:
     address: `unix:/path` or `host:port`.
     client: who we are, for people.
