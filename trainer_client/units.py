@@ -27,7 +27,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.layout import flat_layout
 from trainer_client.planes import LeasedBytes
 from trainer_client.precision import PrecisionPolicy
-from trainer_client.rank_store import Slab, RankStore
+from trainer_client.rank_store import RankStore, Slab
 
 ROOT_NAME = "(root)"
 
