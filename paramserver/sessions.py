@@ -11,8 +11,10 @@ import enum
 import itertools
 import logging
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from paramserver.tokens import Principal
 from storage.engine import Engine, Pin
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StepAbortedError, StorageError
 from storage.shard import JobSpec, Kind
@@ -81,6 +83,8 @@ class Session:
 
     session_id: str
     client: str
+    # Who opened it: nobody else may use it.
+    owner: Principal
     leases: dict[int, Lease] = field(default_factory=dict)
     run: Run | None = None
     rank: int = -1
@@ -116,9 +120,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, client: str) -> Session:
+    def open(self, client: str, owner: Principal) -> Session:
         """A new session."""
-        session = Session(secrets.token_hex(16), client)
+        session = Session(secrets.token_hex(16), client, owner)
         self._sessions[session.session_id] = session
         log.info("session opened by %s", client)
         return session
@@ -129,9 +133,13 @@ class Sessions:
             raise NotFoundError("the session is unknown or has ended; open a new one")
         return self._sessions[session_id]
 
-    def attached(self, job: str) -> int:
+    def of_job(self, job: str) -> Collection[Session]:
         """Sessions attached to a job."""
-        return len(self._runs[job].ranks) if job in self._runs else 0
+        return self._runs[job].ranks.values() if job in self._runs else ()
+
+    def attached(self, job: str) -> int:
+        """How many sessions are attached to a job."""
+        return len(self.of_job(job))
 
     # --- runs
 

@@ -29,7 +29,7 @@ from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
-from storage.registry import Registry
+from storage.registry import UNLIMITED, JobLimits, Registry
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
@@ -78,7 +78,8 @@ class Engine:
         transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
         self._steps = Steps(host, transformer, self._committer)
-        self._gradients: set[ArenaRange] = set()
+        # With the job whose gradient is there.
+        self._gradients: dict[ArenaRange, str] = {}
         nvme.on_damage = self._on_damage
         self._notes: set[asyncio.Task[None]] = set()
         self.scrubber = Scrubber(nvme, self._versions, config.scrub_bytes_per_second)
@@ -199,15 +200,15 @@ class Engine:
             await self._in_catalog_thread(lambda: self._catalog.delete_job(name))
         self._registry.discard(job)
 
-    async def register(self, job: Job, specs: Sequence[GroupSpec]) -> None:
+    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits = UNLIMITED) -> None:
         """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.
 
         Raises:
             InvalidRequestError: a group is malformed.
             ConflictError: the job has other groups, or a placement changed that cannot be changed.
-            BudgetExceededError: a budget is too small; nothing new is registered then.
+            BudgetExceededError: a budget or a limit of the job is too small; nothing new is registered then.
         """
-        moved = await self._registry.register(job, specs)
+        moved = await self._registry.register(job, specs, limits)
         if moved and job.durable:
             await self._in_catalog_thread(lambda: self._catalog.set_placements(moved))
 
@@ -341,18 +342,22 @@ class Engine:
                 f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
             )
         region = await self.host.allocate(spec.slab_bytes(Kind.GRAD), from_top=True)
-        self._gradients.add(region)
+        self._gradients[region] = job.spec.name
         return region
 
     def free_gradient(self, region: ArenaRange) -> None:
         """Gives the room of a gradient back."""
-        self._gradients.remove(region)
+        del self._gradients[region]
         self.host.free(region)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients in the arena."""
         return sum(region.nbytes for region in self._gradients)
+
+    def gradient_bytes_of(self, job: Job) -> int:
+        """The part of them that is a job's."""
+        return sum(region.nbytes for region, owner in self._gradients.items() if owner == job.spec.name)
 
     async def open_reader(self, job: Job, step: int | None = None) -> StepReader:
         """A committed step (the newest one), held whole until the reader is closed, while training goes on.
