@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from paramserver import __version__
 from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import DaemonConfig
+from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
 from paramserver.sessions import Sessions
 from paramserver.store_admin import StoreAdmin
@@ -79,6 +80,7 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
         clear_socket(path)
     door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
     cleanup.push_async_callback(door.close)
+    watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
     sessions = Sessions(engine)
     welcome = _welcome(config, engine)
     store = ParameterStore(engine, sessions, welcome)
@@ -91,7 +93,7 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
     )
     parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, server)
     store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
-        StoreAdmin(engine, sessions, welcome.epoch, config.state_dir), server
+        StoreAdmin(engine, sessions, watch, welcome.epoch, config.state_dir), server
     )
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)

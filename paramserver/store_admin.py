@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc.aio
 
 from paramserver import wire
+from paramserver.loop_watch import LoopWatch
 from paramserver.sessions import Sessions
 from paramserver.status import answering_errors
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -32,9 +33,10 @@ MAX_PAGE = 10_000
 class StoreAdmin(admin_grpc.StoreAdminServicer):
     """See store_admin.proto."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, epoch: str, state_dir: Path) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, watch: LoopWatch, epoch: str, state_dir: Path) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._watch = watch
         self._epoch = epoch
         self._state_dir = state_dir
 
@@ -138,6 +140,8 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             state_dir=str(self._state_dir.absolute()),
             sessions=len(self._sessions),
             unix_seconds=time.time(),
+            loop_stalls=self._watch.stalls,
+            longest_loop_stall_seconds=self._watch.longest_stall_seconds,
         )
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:
