@@ -279,7 +279,7 @@ class Sessions:
     def _give_back(self, lease: Lease, next_use: float) -> None:
         lease.void = True
         if lease.pin is None:
-            self._engine.free_gradient(lease.region)
+            self._engine.free_loose(lease.region)
         else:
             self._engine.unpin(lease.pin, next_use)
 

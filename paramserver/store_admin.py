@@ -112,7 +112,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             tier=pb.TIER_HOST,
             budget_bytes=engine.host.budget_bytes,
             used_bytes=engine.host.used_bytes,
-            leased_bytes=engine.residents.leased_bytes + engine.gradient_bytes,
+            leased_bytes=engine.residents.leased_bytes + engine.loose_bytes,
             evictable_bytes=engine.residents.evictable_bytes,
             queue_depth=engine.host.queue_depth + engine.queue.depth,
             detail=engine.host.detail,
