@@ -1,8 +1,8 @@
 """Holds each job to its quota of host memory while it takes leases.
 
-What counts: slabs placed on the host, gradients until their update is done, and every other lease; not what was only
-prefetched, for that goes as soon as somebody needs the room. Owns what is being granted; the rest is counted where it
-is.
+What counts: slabs placed on the host, gradients and puts until they are done with, and every other lease; not what was
+only prefetched, for that goes as soon as somebody needs the room. Owns what is being granted; the rest is counted where
+it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from paramserver.quotas import Quotas
-from paramserver.sessions import Lease, LeaseMode, Sessions
+from paramserver.sessions import Lease, Sessions
 from storage.engine import Engine
 from storage.errors import BudgetExceededError
 from storage.shard import Kind
@@ -34,8 +34,9 @@ class HostQuota:
         self._being_granted: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def room_for(self, job: Job, group: str, kind: Kind) -> AsyncIterator[None]:
-        """Waits until the quota has room for a lease, which is granted inside; then the lease itself counts.
+    async def room_for(self, job: Job, needed: int) -> AsyncIterator[None]:
+        """Waits until the quota has room for a lease of that many bytes, which is granted inside: from then on the
+        lease itself counts.
 
         Raises:
             BudgetExceededError: naming the quota, what is needed and what is taken: the quota is smaller, or the job
@@ -46,7 +47,6 @@ class HostQuota:
         if limit is None:
             yield
             return
-        needed = _cost(job, group, kind)
         await self._wait_for_room(job, limit, needed)
         self._being_granted[name] += needed
         try:
@@ -64,23 +64,24 @@ class HostQuota:
             if home + needed > limit or loop.time() > deadline:
                 raise BudgetExceededError(
                     f"the quota of job {job.spec.name!r}, host_bytes = {limit}, has no room for {needed} bytes: {home} "
-                    f"are placed on the host, {taken} are leased or gradients; return leases sooner, place less on the "
-                    "host, or raise it in the daemon's `quotas`"
+                    f"are placed on the host, {taken} are leased or being applied; return leases sooner, place less on "
+                    "the host, or raise it in the daemon's `quotas`"
                 )
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
     def _taken(self, job: Job) -> int:
         leases = (lease for session in self._sessions.of_job(job.spec.name) for lease in session.leases.values())
         leased = sum(round_up(lease.nbytes) for lease in leases if _counts(lease))
-        return leased + self._engine.gradient_bytes_of(job) + self._being_granted[job.spec.name]
+        return leased + self._engine.loose_bytes_of(job.spec.name) + self._being_granted[job.spec.name]
 
 
 def _counts(lease: Lease) -> bool:
-    """Gradients are counted by the engine, which has them also while they are applied."""
-    return lease.mode is not LeaseMode.GRADIENT and not (lease.pin is not None and lease.pin.slab.at_home_in_host)
+    """What is no slab's is counted by the engine, which has it also while it is applied."""
+    return lease.pin is not None and not lease.pin.slab.at_home_in_host
 
 
-def _cost(job: Job, group: str, kind: Kind) -> int:
+def lease_bytes(job: Job, group: str, kind: Kind) -> int:
+    """What a lease on a slab or a gradient takes of its job's quota. Raises NotFoundError where there is none."""
     if kind is Kind.GRAD:
         spec = job.group(group).spec
         return round_up(spec.slab_bytes(Kind.GRAD)) if Kind.GRAD in spec.slab_of_kind else 0

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from paramserver import __version__
 from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import DaemonConfig, is_loopback
+from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
 from paramserver.quotas import Quotas
 from paramserver.reflection import Reflection
@@ -95,6 +96,7 @@ async def _serve(
         clear_socket(path)
     door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
     cleanup.push_async_callback(door.close)
+    watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
     sessions = Sessions(engine)
     welcome = _welcome(config, engine)
     gate = Gate(tokens)
@@ -111,7 +113,7 @@ async def _serve(
     )
     parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, server)
     store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
-        StoreAdmin(engine, sessions, welcome.epoch, config.state_dir, gate), server
+        StoreAdmin(engine, sessions, watch, welcome.epoch, config.state_dir, gate), server
     )
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)

@@ -45,6 +45,11 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
     # Paths are long: below the table, where they do not squeeze the figures.
     lines = [f"{tier_name(tier.tier)}: {tier.detail}" for tier in response.tiers]
     lines += [f"[red]{escape(problem)}[/red]" for tier in response.tiers for problem in tier.problems]
+    if response.loop_stalls:
+        longest = response.longest_loop_stall_seconds
+        lines.append(
+            f"[yellow]event loop: blocked {response.loop_stalls} times, up to {longest:.2f} s (see the log)[/yellow]"
+        )
     table.caption = "\n".join(lines)
     table.caption_justify = "left"
     return table

@@ -166,7 +166,7 @@ async def test_opening_keeps_the_resume_policies(tmp_path: Path) -> None:
             await engine.open_job(spec, may_exist=False, must_exist=False)
         job = await engine.open_job(spec, may_exist=True, must_exist=True)
         assert job.newest == 0
-        with pytest.raises(NotFoundError, match="no job 'jib'$"):
+        with pytest.raises(NotFoundError, match=r"no job 'jib'$"):
             engine.job("jib")
 
 
