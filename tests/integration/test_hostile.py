@@ -82,7 +82,7 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
     "release of no lease": (CODE.NOT_FOUND, "lease 0 is not held", lambda r: r.release(pb.Lease())),
     "release of a huge lease": (CODE.NOT_FOUND, f"lease {HUGE}", lambda r: r.release(pb.Lease(lease_id=HUGE))),
     "write lease for a later step": (
-        *(CODE.INVALID_ARGUMENT, "not for step 7"),
+        *(CODE.FAILED_PRECONDITION, "step 7 cannot be prepared, the next one is 1"),
         lambda r: acquire(r, mode=pb.LEASE_MODE_WRITE, step=7),
     ),
     "lease at a huge position": (
