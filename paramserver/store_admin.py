@@ -13,6 +13,7 @@ import grpc.aio
 from paramserver import wire
 from paramserver.sessions import Sessions
 from paramserver.status import answering_errors
+from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
@@ -32,9 +33,10 @@ MAX_PAGE = 10_000
 class StoreAdmin(admin_grpc.StoreAdminServicer):
     """See store_admin.proto."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, epoch: str, state_dir: Path) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, transfers: Transfers, epoch: str, state_dir: Path) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._transfers = transfers
         self._epoch = epoch
         self._state_dir = state_dir
 
@@ -138,6 +140,8 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             state_dir=str(self._state_dir.absolute()),
             sessions=len(self._sessions),
             unix_seconds=time.time(),
+            transfer_bytes=self._transfers.used_bytes,
+            transfer_budget_bytes=self._transfers.budget_bytes,
         )
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:
