@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.buffers import keep_chunk_buffers
 from trainer_client.arena import Arena
 from trainer_client.channel import LEASE_DEADLINE_SECONDS
 from trainer_client.streams import Streams
@@ -73,6 +74,7 @@ class StreamPlane:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        keep_chunk_buffers()
 
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
         leased = self.open_write(lease)
