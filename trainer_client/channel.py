@@ -42,6 +42,8 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
+    # HTTP/2's largest frames: a chunk is one of them, not sixty-four.
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
 )
 
 _ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
