@@ -15,10 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trainer_client.errors import (
     ConfigError,
     DataLossError,
+    InvalidRequestError,
     JobConflictError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
+    StoreNotFoundError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -47,6 +49,8 @@ _OPTIONS = (
 )
 
 _ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: StoreNotFoundError,
     grpc.StatusCode.UNAVAILABLE: StoreUnavailableError,
     grpc.StatusCode.CANCELLED: StoreUnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeoutError,
