@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from paramserver.security import RefusalLog, RefusedError
+from paramserver.transfers import TransferStalledError
 from storage import errors
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.BudgetExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.StepAbortedError, grpc.StatusCode.ABORTED),
     (errors.DataLossError, grpc.StatusCode.DATA_LOSS),
+    (TransferStalledError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
 )
 
