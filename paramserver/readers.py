@@ -6,34 +6,49 @@ Owns nothing: readers belong to their sessions. Must never change a job, nor cos
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 
 from paramserver import wire
+from paramserver.host_quota import HostQuota
 from paramserver.paging import page
+from paramserver.quotas import Quotas
 from paramserver.sessions import Lease, Session, Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import NotFoundError
 from storage.shard import Kind, ParameterSpec
 from storage.slab import Group
+from storage.tiers.base import round_up
 from storage.versions import Job
 
 
 class Readers:
     """The calls of ParameterStore that need no run."""
 
-    def __init__(self, engine: Engine, sessions: Sessions) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, quotas: Quotas, host_quota: HostQuota) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._quotas = quotas
+        self._host_quota = host_quota
+        self._opening: Counter[str] = Counter()
 
     async def open(self, session: Session, job: Job, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
         """Holds a committed step for a session.
 
         Raises:
             NotFoundError: the step is not retained.
+            BudgetExceededError: the job's quota has no reader left.
             StorageError: see Engine.open_reader.
         """
-        reader = await self._engine.open_reader(job, request.step if request.HasField("step") else None)
+        step = wire.step(request.step, "step") if request.HasField("step") else None
+        name = job.spec.name
+        self._quotas.of(name).check_readers(name, self._sessions.readers_of(name) + self._opening[name])
+        self._opening[name] += 1
+        try:
+            reader = await self._engine.open_reader(job, step)
+        finally:
+            self._opening[name] -= 1
         return pb.OpenReaderResponse(reader_id=self._sessions.hold(session, reader), step=reader.step)
 
     async def lease(self, session: Session, source: pb.TensorRange) -> Lease:
@@ -50,8 +65,9 @@ class Readers:
         async def fill(view: memoryview) -> None:
             await reader.fill(source.fqn, kind, source.offset, source.numel, view)
 
-        region = await self._engine.load(nbytes, fill)
-        return self._sessions.lease_range(session, source.fqn, nbytes, region, reader.step)
+        async with self._host_quota.room_for(reader.job, round_up(nbytes)):
+            region = await self._engine.load(reader.job, nbytes, fill)
+            return self._sessions.lease_range(session, source.fqn, nbytes, region, reader.step)
 
     def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:
         """A page of the tensors that this store holds elements of.

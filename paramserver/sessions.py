@@ -11,8 +11,10 @@ import enum
 import itertools
 import logging
 import secrets
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from paramserver.tokens import Principal
 from storage.engine import Engine, Pin
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StepAbortedError, StorageError
 from storage.reader import StepReader
@@ -86,6 +88,8 @@ class Session:
 
     session_id: str
     client: str
+    # Who opened it: nobody else may use it.
+    owner: Principal
     leases: dict[int, Lease] = field(default_factory=dict)
     readers: dict[int, StepReader] = field(default_factory=dict)
     run: Run | None = None
@@ -119,8 +123,10 @@ class Session:
 class Sessions:
     """All sessions and runs of the daemon."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_end: Callable[[str], None]) -> None:
+        """`on_end` is called with the id of each session that ends."""
         self._engine = engine
+        self._on_end = on_end
         self._sessions: dict[str, Session] = {}
         self._runs: dict[str, Run] = {}
         self._lease_ids = itertools.count(1)
@@ -129,9 +135,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, client: str) -> Session:
+    def open(self, client: str, owner: Principal) -> Session:
         """A new session."""
-        session = Session(secrets.token_hex(16), client)
+        session = Session(secrets.token_hex(16), client, owner)
         self._sessions[session.session_id] = session
         log.info("session opened by %s", client)
         return session
@@ -142,9 +148,18 @@ class Sessions:
             raise NotFoundError("the session is unknown or has ended; open a new one")
         return self._sessions[session_id]
 
-    def attached(self, job: str) -> int:
+    def of_job(self, job: str) -> Collection[Session]:
         """Sessions attached to a job."""
-        return len(self._runs[job].ranks) if job in self._runs else 0
+        return self._runs[job].ranks.values() if job in self._runs else ()
+
+    def readers_of(self, job: str) -> int:
+        """How many readers hold a step of a job."""
+        held = (reader for session in self._sessions.values() for reader in session.readers.values())
+        return sum(reader.job.spec.name == job for reader in held)
+
+    def attached(self, job: str) -> int:
+        """How many sessions are attached to a job."""
+        return len(self.of_job(job))
 
     # --- runs
 
@@ -338,6 +353,7 @@ class Sessions:
         """Voids the session: its leases, its prefetch window, and the unfinished step of its run."""
         del self._sessions[session.session_id]
         self._engine.end_prefetch(session.session_id)
+        self._on_end(session.session_id)
         for lease in session.leases.values():
             self._give_back(lease, NEVER)
         held = len(session.leases)

@@ -13,13 +13,15 @@ import grpc.aio
 from paramserver import wire
 from paramserver.loop_watch import LoopWatch
 from paramserver.paging import page
+from paramserver.security import Gate
 from paramserver.sessions import Sessions
 from paramserver.status import answering_errors
+from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError
+from storage.errors import ConflictError, InvalidRequestError, NotFoundError
 from storage.shard import Kind, TierName
 from storage.slab import Slab
 from storage.tiers.base import TierCounters
@@ -32,12 +34,23 @@ MIN_WATCH_SECONDS = 0.1
 class StoreAdmin(admin_grpc.StoreAdminServicer):
     """See store_admin.proto."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, watch: LoopWatch, epoch: str, state_dir: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        transfers: Transfers,
+        watch: LoopWatch,
+        epoch: str,
+        state_dir: Path,
+        gate: Gate,
+    ) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._transfers = transfers
         self._watch = watch
         self._epoch = epoch
         self._state_dir = state_dir
+        self._gate = gate
 
     async def GetTiers(
         self,
@@ -45,6 +58,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.GetTiersRequest, admin_pb.GetTiersResponse],
     ) -> admin_pb.GetTiersResponse:
         async with answering_errors(context):
+            self._gate.require_admin(context)
             return self._read_tiers()
 
     async def WatchTiers(
@@ -53,12 +67,15 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.WatchTiersRequest, admin_pb.GetTiersResponse],
     ) -> AsyncIterator[admin_pb.GetTiersResponse]:
         async with answering_errors(context):
+            self._gate.require_admin(context)
             interval = request.interval_seconds
             if not math.isfinite(interval) or interval < MIN_WATCH_SECONDS:
                 raise InvalidRequestError(f"interval_seconds {interval} must be at least {MIN_WATCH_SECONDS}")
             while True:
                 yield self._read_tiers()
                 await asyncio.sleep(interval)
+                # The token may have been taken away meanwhile.
+                self._gate.require_admin(context)
 
     async def ListJobs(
         self,
@@ -66,6 +83,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.ListJobsRequest, admin_pb.ListJobsResponse],
     ) -> admin_pb.ListJobsResponse:
         async with answering_errors(context):
+            self._gate.require_admin(context)
             jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
             return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) for job in jobs])
 
@@ -75,7 +93,8 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.ListShardsRequest, admin_pb.ListShardsResponse],
     ) -> admin_pb.ListShardsResponse:
         async with answering_errors(context):
-            job = self._engine.job(request.job)
+            self._gate.require_admin(context)
+            job = self._job(request.job)
             kinds = set(Kind) if request.kind == pb.KIND_UNSPECIFIED else {wire.kind(request.kind)}
             shards = [
                 _describe_shard(slab, shard.fqn, shard.offset, shard.numel)
@@ -95,10 +114,19 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.DeleteJobRequest, admin_pb.DeleteJobResponse],
     ) -> admin_pb.DeleteJobResponse:
         async with answering_errors(context):
+            self._gate.require_admin(context)
             if attached := self._sessions.attached(request.job):
                 raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
-            await asyncio.shield(self._engine.delete_job(request.job))
+            await asyncio.shield(self._engine.delete_job(self._job(request.job).spec.name))
             return admin_pb.DeleteJobResponse()
+
+    def _job(self, name: str) -> Job:
+        """Raises NotFoundError, which tells an operator what there is."""
+        wire.name(name, "job")
+        if name not in self._engine.jobs:
+            known = ", ".join(sorted(self._engine.jobs)) or "none"
+            raise NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+        return self._engine.job(name)
 
     def _read_tiers(self) -> admin_pb.GetTiersResponse:
         engine = self._engine
@@ -134,6 +162,8 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             unix_seconds=time.time(),
             loop_stalls=self._watch.stalls,
             longest_loop_stall_seconds=self._watch.longest_stall_seconds,
+            transfer_bytes=self._transfers.used_bytes,
+            transfer_budget_bytes=self._transfers.budget_bytes,
         )
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:

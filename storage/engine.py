@@ -29,7 +29,7 @@ from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
-from storage.registry import Registry
+from storage.registry import UNLIMITED, JobLimits, Registry
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
@@ -78,8 +78,8 @@ class Engine:
         transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
         self._steps = Steps(host, nvme, self.residents, transformer, self._committer)
-        # Ranges of the arena that are no slab's: gradients, staged puts, ranges of tensors.
-        self._loose: set[ArenaRange] = set()
+        # Ranges of the arena that are no slab's, with their job: gradients, staged puts, ranges of tensors.
+        self._loose: dict[ArenaRange, str] = {}
         nvme.on_damage = self._on_damage
         self._notes: set[asyncio.Task[None]] = set()
         self.scrubber = Scrubber(nvme, self._versions, config.scrub_bytes_per_second)
@@ -200,15 +200,15 @@ class Engine:
             await self._in_catalog_thread(lambda: self._catalog.delete_job(name))
         self._registry.discard(job)
 
-    async def register(self, job: Job, specs: Sequence[GroupSpec]) -> None:
+    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits = UNLIMITED) -> None:
         """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.
 
         Raises:
             InvalidRequestError: a group is malformed.
             ConflictError: the job has other groups, or a placement changed that cannot be changed.
-            BudgetExceededError: a budget is too small; nothing new is registered then.
+            BudgetExceededError: a budget or a limit of the job is too small; nothing new is registered then.
         """
-        moved = await self._registry.register(job, specs)
+        moved = await self._registry.register(job, specs, limits)
         if moved and job.durable:
             await self._in_catalog_thread(lambda: self._catalog.set_placements(moved))
 
@@ -336,7 +336,7 @@ class Engine:
         """
         slab = job.slab(group, kind)
         self._steps.check_put(job, step, slab)
-        return await self._allocate_loose(slab.nbytes)
+        return await self._allocate_loose(job, slab.nbytes)
 
     async def put(self, job: Job, step: int, group: str, kind: Kind, staged: ArenaRange) -> None:
         """Makes staged bytes the slab's version of the pending step, which keeps the committed one; consumes the range.
@@ -365,7 +365,7 @@ class Engine:
         if write.cancelled() or write.exception() is not None:
             self.free_loose(staged)
         else:
-            self._loose.remove(staged)
+            del self._loose[staged]
 
     async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
         """Room for the gradient of a group, until it is consumed by `update` or freed.
@@ -379,16 +379,16 @@ class Engine:
             raise ConflictError(
                 f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
             )
-        return await self._allocate_loose(spec.slab_bytes(Kind.GRAD), from_top=True)
+        return await self._allocate_loose(job, spec.slab_bytes(Kind.GRAD), from_top=True)
 
-    async def _allocate_loose(self, nbytes: int, *, from_top: bool = False) -> ArenaRange:
+    async def _allocate_loose(self, job: Job, nbytes: int, *, from_top: bool = False) -> ArenaRange:
         region = await self.host.allocate(nbytes, from_top=from_top)
-        self._loose.add(region)
+        self._loose[region] = job.spec.name
         return region
 
     def free_loose(self, region: ArenaRange) -> None:
         """Gives the room of a gradient, of staged bytes or of a tensor's range back."""
-        self._loose.remove(region)
+        del self._loose[region]
         self.host.free(region)
 
     @property
@@ -396,24 +396,28 @@ class Engine:
         """Bytes of gradients, staged bytes and ranges of tensors in the arena."""
         return sum(region.nbytes for region in self._loose)
 
-    async def load(self, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
-        """A range of the arena that `fill` has filled (see StepReader.fill), until it is freed.
+    async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
+        """A range of the arena, on account of a job, that `fill` has filled (see StepReader.fill), until it is freed.
 
         Raises:
             BudgetExceededError: what others hold left no room for it before the deadline.
             DeviceStuckError: a device does not answer.
             StorageError: what `fill` raises.
         """
-        return await self.nvme.watch.unless_stuck(self._load(nbytes, fill), give_back=self.free_loose)
+        return await self.nvme.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.free_loose)
 
-    async def _load(self, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
-        region = await self._allocate_loose(nbytes)
+    async def _load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
+        region = await self._allocate_loose(job, nbytes)
         try:
             await fill(self.host.view(region))
         except BaseException:
             self.free_loose(region)
             raise
         return region
+
+    def loose_bytes_of(self, job: str) -> int:
+        """The part of them that is a job's."""
+        return sum(region.nbytes for region, owner in self._loose.items() if owner == job)
 
     async def open_reader(self, job: Job, step: int | None = None) -> StepReader:
         """A committed step (the newest one), held whole until the reader is closed, while training goes on.

@@ -344,14 +344,14 @@ async def test_a_range_is_brought_into_the_arena_as_the_reader_reads_it(tmp_path
             async def fill(view: memoryview, offset: int = offset, numel: int = numel) -> None:
                 await reader.fill("b", Kind.PARAM, offset, numel, view)
 
-            region = await engine.load(numel * 2, fill)
+            region = await engine.load(table.job, numel * 2, fill)
             stored = engine.host.tensor(region, DType.BFLOAT16, numel)
             assert torch.equal(stored, value("b", 0)[offset : offset + numel])
             engine.free_loose(region)
         with pytest.raises(NotFoundError, match="no element 70016 of 'b'"):
             reader.describe("b", Kind.PARAM, 70_000, 32)
         with pytest.raises(BudgetExceededError, match="cannot hold one range"):
-            await engine.load(1 << 40, fill)
+            await engine.load(table.job, 1 << 40, fill)
         reader.close()
         with pytest.raises(NotFoundError, match="is closed"):
-            await engine.load(100, fill)
+            await engine.load(table.job, 100, fill)
