@@ -14,11 +14,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from paramserver import __version__
 from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import DaemonConfig
+from paramserver.handlers import CheckingServer
 from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
 from paramserver.sessions import Sessions
@@ -91,15 +92,15 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
             ("grpc.so_reuseport", 0),
         ]
     )
-    parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, server)
+    checking = CheckingServer(server)
+    parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, checking)
     store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
-        StoreAdmin(engine, sessions, watch, welcome.epoch, config.state_dir), server
+        StoreAdmin(engine, sessions, watch, welcome.epoch, config.state_dir), checking
     )
     health_service = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    reflection.enable_server_reflection(
-        [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server
-    )
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, checking)
+    described = [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(described), checking)
     _bind(server, f"unix:{config.socket_path}", f"socket {config.socket_path}")
     if config.listen is not None:
         _bind(server, config.listen, f"listen address {config.listen}")
