@@ -9,7 +9,8 @@ from typing import Any
 import grpc.aio
 
 from paramserver import streams, wire
-from paramserver.sessions import Lease, Sessions
+from paramserver.readers import Readers, describe_job, version_info
+from paramserver.sessions import Lease, LeaseMode, Sessions
 from paramserver.sessions import Session as ClientSession
 from paramserver.status import answering_errors
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -27,6 +28,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self._engine = engine
         self._sessions = sessions
         self._welcome = welcome
+        self._readers = Readers(engine, sessions)
         self._stopping = asyncio.Event()
 
     def announce_stop(self) -> None:
@@ -149,20 +151,24 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease) for lease in granted])
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
+        if want.HasField("range"):
+            return await self._acquire_range(session, want)
         kind, group = wire.kind(want.slab.kind), want.slab.group
         session.require_run().check_whole()
         if want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
             return await self._sessions.lease_for_reading(session, group, kind, float(want.position))
         if want.mode == pb.LEASE_MODE_WRITE and kind is Kind.GRAD:
             return await self._sessions.lease_for_gradient(session, group)
-        if want.mode == pb.LEASE_MODE_WRITE:
-            if want.step != 0:
-                raise InvalidRequestError(
-                    f"a write lease on kind {kind.value} is for step 0 only, not for step {want.step}: later bytes "
-                    "come from ApplyGradients"
-                )
+        if want.mode == pb.LEASE_MODE_WRITE and want.step == 0:
             return await self._sessions.lease_for_staging(session, group, kind)
+        if want.mode == pb.LEASE_MODE_WRITE:
+            return await self._sessions.lease_for_putting(session, want.step, group, kind)
         raise InvalidRequestError(f"lease mode {want.mode} is not possible for kind {kind.value}")
+
+    async def _acquire_range(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
+        if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
+            raise InvalidRequestError("a range is leased for reading, and instead of a slab")
+        return await self._readers.lease(session, want.range)
 
     async def ReleaseLeases(
         self,
@@ -219,7 +225,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             checked = []
             for update in request.updates:
                 lease = session.lease(update.grad_lease_id)
-                if lease.pin is not None or lease.group != update.group:
+                if lease.mode is not LeaseMode.GRADIENT or lease.group != update.group:
                     raise ConflictError(f"lease {lease.lease_id} is not for the gradient of group {update.group!r}")
                 kernel = wire.adamw_update(job.group(update.group).spec, update, hyper_parameters)
                 self._engine.check_update(job, request.step, update.group)
@@ -259,18 +265,58 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     ) -> pb.ListVersionsResponse:
         async with answering_errors(context):
             job = await self._session(request.session_id, context).job()
-            return pb.ListVersionsResponse(
-                versions=[
-                    pb.VersionInfo(
-                        step=step, durable=step in job.durable, committed_at_unix_seconds=commit.committed_at
-                    )
-                    for step, commit in sorted(job.retained.items())
-                ]
-            )
+            return pb.ListVersionsResponse(versions=[version_info(job, step) for step in sorted(job.retained)])
+
+    async def OpenReader(
+        self,
+        request: pb.OpenReaderRequest,
+        context: grpc.aio.ServicerContext[pb.OpenReaderRequest, pb.OpenReaderResponse],
+    ) -> pb.OpenReaderResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            return await self._readers.open(session, self._engine.job(request.job), request)
+
+    async def CloseReader(
+        self,
+        request: pb.CloseReaderRequest,
+        context: grpc.aio.ServicerContext[pb.CloseReaderRequest, pb.CloseReaderResponse],
+    ) -> pb.CloseReaderResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            session.reader(request.reader_id).close()
+            del session.readers[request.reader_id]
+            return pb.CloseReaderResponse()
+
+    async def ListStoredJobs(
+        self,
+        request: pb.ListStoredJobsRequest,
+        context: grpc.aio.ServicerContext[pb.ListStoredJobsRequest, pb.ListStoredJobsResponse],
+    ) -> pb.ListStoredJobsResponse:
+        async with answering_errors(context):
+            self._session(request.session_id, context)
+            jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
+            return pb.ListStoredJobsResponse(jobs=[describe_job(job) for job in jobs])
+
+    async def ListStoredTensors(
+        self,
+        request: pb.ListStoredTensorsRequest,
+        context: grpc.aio.ServicerContext[pb.ListStoredTensorsRequest, pb.ListStoredTensorsResponse],
+    ) -> pb.ListStoredTensorsResponse:
+        async with answering_errors(context):
+            self._session(request.session_id, context)
+            return self._readers.list_tensors(self._engine.job(request.job), request)
+
+    async def WatchJob(
+        self, request: pb.WatchJobRequest, context: grpc.aio.ServicerContext[pb.WatchJobRequest, pb.WatchJobResponse]
+    ) -> AsyncIterator[pb.WatchJobResponse]:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            async for response in self._readers.watch(session, self._engine.job(request.job)):
+                yield response
 
 
 def _lease_to_wire(lease: Lease) -> pb.Lease:
-    version = lease.pin.copy.step if lease.pin is not None else None
+    version = lease.pin.copy.step if lease.pin is not None else lease.step
     return pb.Lease(
         lease_id=lease.lease_id,
         version=version or 0,

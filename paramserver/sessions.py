@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from storage.engine import Engine, Pin
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StepAbortedError, StorageError
+from storage.reader import StepReader
 from storage.shard import JobSpec, Kind
-from storage.slab import NEVER
+from storage.slab import NEVER, Slab
 from storage.tiers.arena import ArenaRange
 from storage.versions import Job
 
@@ -28,6 +29,8 @@ class LeaseMode(enum.Enum):
 
     READ = "read"
     STAGE = "stage"  # write the initial bytes of a slab
+    PUT = "put"  # write its bytes of a later step
+    RANGE = "range"  # read a range of a tensor
     GRADIENT = "gradient"  # write a gradient
 
 
@@ -40,7 +43,9 @@ class Lease:
     mode: LeaseMode
     nbytes: int
     region: ArenaRange
-    pin: Pin | None  # None: a gradient, which has no slab
+    pin: Pin | None  # None: a gradient, bytes to put or a range, which are no slab's
+    slab: Slab | None = None  # that the bytes are to be put as
+    step: int = 0  # of the bytes, if they are to be put or are a range
     void: bool = False
 
 
@@ -82,6 +87,7 @@ class Session:
     session_id: str
     client: str
     leases: dict[int, Lease] = field(default_factory=dict)
+    readers: dict[int, StepReader] = field(default_factory=dict)
     run: Run | None = None
     rank: int = -1
 
@@ -103,6 +109,12 @@ class Session:
             )
         return self.leases[lease_id]
 
+    def reader(self, reader_id: int) -> StepReader:
+        """Raises NotFoundError for a reader that the session does not have."""
+        if reader_id not in self.readers:
+            raise NotFoundError(f"reader {reader_id} is not open in this session; it was closed or never opened")
+        return self.readers[reader_id]
+
 
 class Sessions:
     """All sessions and runs of the daemon."""
@@ -112,6 +124,7 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._runs: dict[str, Run] = {}
         self._lease_ids = itertools.count(1)
+        self._reader_ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -239,6 +252,19 @@ class Sessions:
         pin = await self._engine.stage(await session.job(), group, kind)
         return self._grant(session, group, LeaseMode.STAGE, pin.slab.nbytes, pin.region, pin)
 
+    async def lease_for_putting(self, session: Session, step: int, group: str, kind: Kind) -> Lease:
+        """An exclusive lease for the bytes of a slab at a later step than 0."""
+        job = await session.job()
+        slab = job.slab(group, kind)
+        if any(lease.slab is slab for lease in session.leases.values()):
+            raise ConflictError(f"{slab.key} is being written by another lease of this session")
+        region = await self._engine.allocate_put(job, step, group, kind)
+        return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
+
+    def lease_range(self, session: Session, fqn: str, nbytes: int, region: ArenaRange, step: int) -> Lease:
+        """A lease on a range of a tensor, of which the arena holds a copy for it."""
+        return self._grant(session, fqn, LeaseMode.RANGE, nbytes, region, None, step=step)
+
     async def lease_for_gradient(self, session: Session, group: str) -> Lease:
         """An exclusive lease for the gradient of a group."""
         job = await session.job()
@@ -249,9 +275,18 @@ class Sessions:
         return self._grant(session, group, LeaseMode.GRADIENT, nbytes, region, None)
 
     def _grant(
-        self, session: Session, group: str, mode: LeaseMode, nbytes: int, region: ArenaRange, pin: Pin | None
+        self,
+        session: Session,
+        group: str,
+        mode: LeaseMode,
+        nbytes: int,
+        region: ArenaRange,
+        pin: Pin | None,
+        *,
+        slab: Slab | None = None,
+        step: int = 0,
     ) -> Lease:
-        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin)
+        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin, slab, step)
         if session.session_id not in self._sessions:
             self._give_back(lease, NEVER)
             raise NotFoundError("the session ended while it waited for a lease; open a new one")
@@ -265,7 +300,7 @@ class Sessions:
 
     async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
         """Ends a lease; with `publish`, staged bytes become the slab's version."""
-        if publish and lease.mode is not LeaseMode.STAGE:
+        if publish and lease.mode not in (LeaseMode.STAGE, LeaseMode.PUT):
             raise InvalidRequestError(
                 f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
             )
@@ -273,15 +308,29 @@ class Sessions:
         del session.leases[lease.lease_id]
         if publish and lease.pin is not None:
             await self._engine.publish(lease.pin)
+        elif publish and lease.slab is not None:
+            key = lease.slab.key
+            await self._engine.put(await session.job(), lease.step, key.group, key.kind, lease.region)
         else:
             self._give_back(lease, next_use)
 
     def _give_back(self, lease: Lease, next_use: float) -> None:
         lease.void = True
         if lease.pin is None:
-            self._engine.free_gradient(lease.region)
+            self._engine.free_loose(lease.region)
         else:
             self._engine.unpin(lease.pin, next_use)
+
+    # --- readers
+
+    def hold(self, session: Session, reader: StepReader) -> int:
+        """Gives a reader to a session, which closes it at its end; its id."""
+        if session.session_id not in self._sessions:
+            reader.close()
+            raise NotFoundError("the session ended while it waited for a reader; open a new one")
+        reader_id = next(self._reader_ids)
+        session.readers[reader_id] = reader
+        return reader_id
 
     # --- the end
 
@@ -293,6 +342,9 @@ class Sessions:
             self._give_back(lease, NEVER)
         held = len(session.leases)
         session.leases.clear()
+        for reader in session.readers.values():
+            reader.close()
+        session.readers.clear()
         log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
         if session.run is not None:
             self._leave(session, session.run)

@@ -12,6 +12,7 @@ import grpc.aio
 
 from paramserver import wire
 from paramserver.loop_watch import LoopWatch
+from paramserver.paging import page
 from paramserver.sessions import Sessions
 from paramserver.status import answering_errors
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -26,8 +27,6 @@ from storage.tiers.data_file import DataFile
 from storage.versions import Job
 
 MIN_WATCH_SECONDS = 0.1
-DEFAULT_PAGE = 1000
-MAX_PAGE = 10_000
 
 
 class StoreAdmin(admin_grpc.StoreAdminServicer):
@@ -77,12 +76,6 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
     ) -> admin_pb.ListShardsResponse:
         async with answering_errors(context):
             job = self._engine.job(request.job)
-            if request.page_size > MAX_PAGE:
-                raise InvalidRequestError(f"page_size {request.page_size} is above {MAX_PAGE}")
-            if request.page_token and not (request.page_token.isdecimal() and len(request.page_token) < 20):
-                raise InvalidRequestError(f"page_token {request.page_token[:40]!r} was not given out by this store")
-            start = int(request.page_token or 0)
-            stop = start + (request.page_size or DEFAULT_PAGE)
             kinds = set(Kind) if request.kind == pb.KIND_UNSPECIFIED else {wire.kind(request.kind)}
             shards = [
                 _describe_shard(slab, shard.fqn, shard.offset, shard.numel)
@@ -93,9 +86,8 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
                 if shard.fqn.startswith(request.fqn_prefix)
             ]
             shards.sort(key=lambda shard: (shard.fqn, shard.kind, shard.offset))
-            return admin_pb.ListShardsResponse(
-                shards=shards[start:stop], next_page_token=str(stop) if stop < len(shards) else ""
-            )
+            listed, token = page(shards, request.page_size, request.page_token)
+            return admin_pb.ListShardsResponse(shards=listed, next_page_token=token)
 
     async def DeleteJob(
         self,
@@ -114,7 +106,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             tier=pb.TIER_HOST,
             budget_bytes=engine.host.budget_bytes,
             used_bytes=engine.host.used_bytes,
-            leased_bytes=engine.residents.leased_bytes + engine.gradient_bytes,
+            leased_bytes=engine.residents.leased_bytes + engine.loose_bytes,
             evictable_bytes=engine.residents.evictable_bytes,
             queue_depth=engine.host.queue_depth + engine.queue.depth,
             detail=engine.host.detail,

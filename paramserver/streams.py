@@ -35,8 +35,7 @@ async def read_lease(engine: Engine, lease: Lease) -> AsyncIterator[pb.ReadRespo
 
 async def read_range(engine: Engine, job: Job, source: pb.TensorRange) -> AsyncIterator[pb.ReadResponse]:
     """The newest bytes of a range of a tensor, by name."""
-    if source.numel == 0 or max(source.offset, source.numel) > wire.MAX_ELEMENTS:
-        raise InvalidRequestError(f"range of {source.fqn!r}: offset {source.offset}, numel {source.numel} is no range")
+    wire.check_range(source)
     kind = wire.kind(source.kind)
     dtype, version = engine.reader.describe(job, source.fqn, kind, source.offset, source.numel)
     size = source.numel * dtype.itemsize
@@ -50,7 +49,7 @@ async def write_lease(
     engine: Engine, lease: Lease, header: pb.WriteHeader, requests: AsyncIterator[pb.WriteRequest]
 ) -> pb.WriteResponse:
     """Fills a part of a write lease; raises InvalidRequestError unless exactly the announced bytes come."""
-    if lease.mode is LeaseMode.READ:
+    if lease.mode in (LeaseMode.READ, LeaseMode.RANGE):
         raise ConflictError(f"lease {lease.lease_id} is for reading and cannot be written")
     end = header.offset_bytes + header.size_bytes
     if end > lease.nbytes:

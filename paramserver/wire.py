@@ -90,6 +90,24 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
     )
 
 
+def parameter_to_wire(parameter: ParameterSpec) -> pb.Parameter:
+    """A parameter as a client declared it."""
+    return pb.Parameter(
+        fqn=parameter.fqn,
+        shape=parameter.shape,
+        dtype=DTYPE_TO_WIRE[parameter.dtype],
+        trainable=parameter.trainable,
+    )
+
+
+def check_range(message: pb.TensorRange) -> None:
+    """Raises InvalidRequestError for one that no tensor can have."""
+    if message.numel == 0 or max(message.offset, message.numel) > MAX_ELEMENTS:
+        raise InvalidRequestError(
+            f"range of {message.fqn!r}: offset {message.offset}, numel {message.numel} is no range"
+        )
+
+
 def durability(message: pb.Durability) -> Durability:
     """Raises InvalidRequestError unless exactly one class is set."""
     match message.WhichOneof("class"):

@@ -97,6 +97,7 @@ class Registry:
     def discard(self, job: Job) -> None:
         """Takes a job out of memory, and frees what it has in all tiers: the catalog must not name it any more."""
         del self.jobs[job.spec.name]
+        job.announce()
         for slab in job.slabs():
             self._residents.detach(slab)
             for region in slab.versions.values():

@@ -73,7 +73,7 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
         lambda r: acquire(r, slab=slab(kind=pb.KIND_MASTER)),
     ),
     "write lease for a huge step": (
-        *(CODE.INVALID_ARGUMENT, f"not for step {HUGE}"),
+        *(CODE.FAILED_PRECONDITION, f"step {HUGE} cannot be prepared, the next one is 1"),
         lambda r: acquire(r, mode=pb.LEASE_MODE_WRITE, step=HUGE),
     ),
     "one good want, one bad": (CODE.NOT_FOUND, "'nothing'", one_good_one_bad),
