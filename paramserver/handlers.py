@@ -57,7 +57,11 @@ def _unary(parse: Parse, behaviour: Behaviour) -> Behaviour:
     async def call(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         async with answering_errors(context):
             request = parse(data)
-        return await behaviour(request, context)
+        try:
+            return await behaviour(request, context)
+        except NotImplementedError:
+            # Methods that the health service's package declares and does not have.
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have that method")
 
     async def call_stream(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         async with answering_errors(context):
