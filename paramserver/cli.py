@@ -87,10 +87,12 @@ def serve(
 
     from paramserver.logs import configure_logging  # noqa: PLC0415
     from paramserver.server import serve as serve_until_stopped  # noqa: PLC0415
+    from paramserver.v1.buffers import keep_chunk_buffers  # noqa: PLC0415
     from storage.errors import StorageError  # noqa: PLC0415
     from storage.interpreter import tune_interpreter  # noqa: PLC0415
 
     tune_interpreter()
+    keep_chunk_buffers()
     configure_logging(settings.log_level, settings.log_format)
     try:
         uvloop.run(serve_until_stopped(settings, exit_with_stdin=exit_with_stdin))

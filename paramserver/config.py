@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from paramserver.transfers import MIN_BUDGET_BYTES
+from paramserver.v1.chunks import MAX_CHUNK_BYTES
+
 # The kernel's limit for the path of a UNIX socket, with the ending zero (man 7 unix).
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -66,6 +69,20 @@ class DaemonConfig(BaseModel):
     )
     heartbeat_timeout_seconds: float = Field(
         default=15.0, ge=1.0, le=600.0, description="silence after which a client's session is void"
+    )
+
+    stream_budget: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=MIN_BUDGET_BYTES,
+        description="most bytes of chunks that are on their way to and from clients at once",
+    )
+    stream_window: ByteSize = Field(
+        default=ByteSize(8 << 20),
+        ge=MAX_CHUNK_BYTES,
+        description="most bytes that one writing client may have under way",
+    )
+    stream_stall_seconds: float = Field(
+        default=10.0, ge=0.1, le=3600.0, description="time after which a transfer that does not move is ended"
     )
 
     @model_validator(mode="after")

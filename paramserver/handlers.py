@@ -33,7 +33,6 @@ class CheckingServer:
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Adds the methods of a service to the server."""
         checking = {name: _checking(handler) for name, handler in handlers.items()}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, checking),))
         self._server.add_registered_method_handlers(service, checking)
 
 

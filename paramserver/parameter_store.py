@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import grpc
 import grpc.aio
 
-from paramserver import streams, wire
+from paramserver import wire
 from paramserver.readers import Readers, describe_job, version_info
 from paramserver.sessions import Lease, LeaseMode, Sessions
 from paramserver.sessions import Session as ClientSession
 from paramserver.status import answering_errors
+from paramserver.streams import RawContext, Streams
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from storage.engine import Engine
@@ -24,9 +26,12 @@ from storage.slab import NEVER
 class ParameterStore(pb_grpc.ParameterStoreServicer):
     """See parameter_store.proto for what each call does."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, welcome: pb.SessionResponse.Welcome) -> None:
+    def __init__(
+        self, engine: Engine, sessions: Sessions, streams: Streams, welcome: pb.SessionResponse.Welcome
+    ) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._streams = streams
         self._welcome = welcome
         self._readers = Readers(engine, sessions)
         self._stopping = asyncio.Event()
@@ -184,33 +189,22 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                 await asyncio.shield(self._sessions.release(session, lease, publish=release.publish, next_use=next_use))
             return pb.ReleaseLeasesResponse()
 
-    async def Read(
-        self, request: pb.ReadRequest, context: grpc.aio.ServicerContext[pb.ReadRequest, pb.ReadResponse]
-    ) -> AsyncIterator[pb.ReadResponse]:
+    async def Read(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
+        """Of raw messages; see `raw_handlers`."""
         async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            match request.WhichOneof("source"):
-                case "lease_id":
-                    responses = streams.read_lease(self._engine, session.lease(request.lease_id))
-                case "range":
-                    responses = streams.read_range(self._engine, await session.job(), request.range)
-                case _:
-                    raise InvalidRequestError("source is not set; set lease_id or range")
-            async for response in responses:
-                yield response
+            await self._streams.read(lambda session_id: self._session(session_id, context), context)
 
-    async def Write(
-        self,
-        request_iterator: AsyncIterator[pb.WriteRequest],
-        context: grpc.aio.ServicerContext[pb.WriteRequest, pb.WriteResponse],
-    ) -> pb.WriteResponse:
+    async def Write(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
+        """Of raw messages; see `raw_handlers`."""
         async with answering_errors(context):
-            requests = aiter(request_iterator)
-            first = await anext(requests, None)
-            if first is None or first.WhichOneof("message") != "header":
-                raise InvalidRequestError("the first message of a write must be the header")
-            session = self._session(first.header.session_id, context)
-            return await streams.write_lease(self._engine, session.lease(first.header.lease_id), first.header, requests)
+            await self._streams.write(lambda session_id: self._session(session_id, context), context)
+
+    def raw_handlers(self) -> Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]:
+        """What has to be registered for Read and Write in place of protoc's handlers, which would decode each chunk."""
+        return {
+            "Read": grpc.stream_stream_rpc_method_handler(self.Read),
+            "Write": grpc.stream_stream_rpc_method_handler(self.Write),
+        }
 
     async def ApplyGradients(
         self,

@@ -24,6 +24,8 @@ from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
 from paramserver.sessions import Sessions
 from paramserver.store_admin import StoreAdmin
+from paramserver.streams import Streams
+from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
 from storage.config import EngineConfig
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 # Control messages only; a layout of some ten thousand parameters is the largest of them. Tensor bytes go in chunks.
 MAX_MESSAGE_BYTES = 16 << 20
+# HTTP/2's largest frames: a chunk is one of them, not sixty-four.
+MAX_FRAME_BYTES = (1 << 24) - 1
 STOP_GRACE_SECONDS = 5.0
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"].full_name
 ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"].full_name
@@ -82,20 +86,23 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
     door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
     cleanup.push_async_callback(door.close)
     watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
-    sessions = Sessions(engine)
+    transfers = Transfers(config.stream_budget, stall_seconds=config.stream_stall_seconds)
+    sessions = Sessions(engine, on_end=transfers.end_session)
     welcome = _welcome(config, engine)
-    store = ParameterStore(engine, sessions, welcome)
+    store = ParameterStore(engine, sessions, Streams(engine, transfers, config.stream_window), welcome)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
+            ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
         ]
     )
     checking = CheckingServer(server)
     parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, checking)
+    server.add_registered_method_handlers(STORE_SERVICE, store.raw_handlers())
     store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
-        StoreAdmin(engine, sessions, watch, welcome.epoch, config.state_dir), checking
+        StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir), checking
     )
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, checking)

@@ -11,6 +11,7 @@ import enum
 import itertools
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from storage.engine import Engine, Pin
@@ -119,8 +120,10 @@ class Session:
 class Sessions:
     """All sessions and runs of the daemon."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_end: Callable[[str], None]) -> None:
+        """`on_end` is called with the id of each session that ends."""
         self._engine = engine
+        self._on_end = on_end
         self._sessions: dict[str, Session] = {}
         self._runs: dict[str, Run] = {}
         self._lease_ids = itertools.count(1)
@@ -338,6 +341,7 @@ class Sessions:
         """Voids the session: its leases, its prefetch window, and the unfinished step of its run."""
         del self._sessions[session.session_id]
         self._engine.end_prefetch(session.session_id)
+        self._on_end(session.session_id)
         for lease in session.leases.values():
             self._give_back(lease, NEVER)
         held = len(session.leases)

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from paramserver.transfers import TransferStalledError
 from storage import errors
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.BudgetExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.StepAbortedError, grpc.StatusCode.ABORTED),
     (errors.DataLossError, grpc.StatusCode.DATA_LOSS),
+    (TransferStalledError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
 )
 

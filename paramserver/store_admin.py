@@ -15,6 +15,7 @@ from paramserver.loop_watch import LoopWatch
 from paramserver.paging import page
 from paramserver.sessions import Sessions
 from paramserver.status import answering_errors
+from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
@@ -32,9 +33,18 @@ MIN_WATCH_SECONDS = 0.1
 class StoreAdmin(admin_grpc.StoreAdminServicer):
     """See store_admin.proto."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, watch: LoopWatch, epoch: str, state_dir: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        transfers: Transfers,
+        watch: LoopWatch,
+        epoch: str,
+        state_dir: Path,
+    ) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._transfers = transfers
         self._watch = watch
         self._epoch = epoch
         self._state_dir = state_dir
@@ -134,6 +144,8 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             unix_seconds=time.time(),
             loop_stalls=self._watch.stalls,
             longest_loop_stall_seconds=self._watch.longest_stall_seconds,
+            transfer_bytes=self._transfers.used_bytes,
+            transfer_budget_bytes=self._transfers.budget_bytes,
         )
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
+from paramserver.transfers import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.errors import InvalidRequestError
 from storage.shard import (
@@ -37,6 +38,11 @@ _DTYPES = {
     pb.DTYPE_BFLOAT16: DType.BFLOAT16,
     pb.DTYPE_FLOAT16: DType.FLOAT16,
 }
+_URGENCIES = {
+    pb.URGENCY_UNSPECIFIED: Urgency.DEMAND,
+    pb.URGENCY_DEMAND: Urgency.DEMAND,
+    pb.URGENCY_PREFETCH: Urgency.PREFETCH,
+}
 _TIERS = {pb.TIER_GPU: TierName.GPU, pb.TIER_HOST: TierName.HOST, pb.TIER_NVME: TierName.NVME}
 
 KIND_TO_WIRE = {value: key for key, value in _KINDS.items()}
@@ -50,6 +56,11 @@ ValueT = TypeVar("ValueT")
 def kind(value: pb.Kind) -> Kind:
     """Raises InvalidRequestError for a value that is no kind."""
     return _lookup(_KINDS, value, "kind")
+
+
+def urgency(value: pb.Urgency) -> Urgency:
+    """Raises InvalidRequestError for a value that is no urgency."""
+    return _lookup(_URGENCIES, value, "urgency")
 
 
 def name(value: str, field: str) -> str:

@@ -15,10 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trainer_client.errors import (
     ConfigError,
     DataLossError,
+    InvalidRequestError,
     JobConflictError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
+    StoreNotFoundError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -42,9 +44,13 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
+    # HTTP/2's largest frames: a chunk is one of them, not sixty-four.
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
 )
 
 _ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: StoreNotFoundError,
     grpc.StatusCode.UNAVAILABLE: StoreUnavailableError,
     grpc.StatusCode.CANCELLED: StoreUnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeoutError,

@@ -26,6 +26,7 @@ from trainer_client.channel import (
 from trainer_client.errors import StoreError
 from trainer_client.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
 from trainer_client.session import Session
+from trainer_client.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,8 @@ class RankStore:
         self.epoch = self._session.welcome.epoch
         self.arena_bytes = self._session.welcome.arena.size_bytes
         arena = None if prefer_streams else Arena.map(self._session.welcome.arena)
-        self.plane: Plane = ArenaPlane(arena) if arena else StreamPlane(self._stub, self.session_id)
+        streams = Streams(self._channel, self.session_id, self._session.check)
+        self.plane: Plane = ArenaPlane(arena) if arena else StreamPlane(streams)
 
     def close(self) -> None:
         """Ends the session, and with it all leases; idempotent."""
