@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -41,12 +42,27 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
     try:
         yield
     except errors.StorageError as error:
-        await context.abort(status_code(error), str(error))
+        await _abort(context, status_code(error), str(error))
     except RefusedError as error:
         _refusals.note(context, error)
-        await context.abort(error.code, error.text)
+        await _abort(context, error.code, error.text)
     except (grpc.aio.AbortError, GeneratorExit):
         raise
+    except grpc.aio.InternalError as error:
+        raise _call_is_over() from error
     except Exception as error:
         log.exception("a request failed in an unforeseen way")
-        await context.abort(grpc.StatusCode.INTERNAL, f"internal error ({type(error).__name__}); see the daemon's log")
+        text = f"internal error ({type(error).__name__}); see the daemon's log"
+        await _abort(context, grpc.StatusCode.INTERNAL, text)
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> None:
+    try:
+        await context.abort(code, text)
+    except grpc.aio.InternalError as error:
+        raise _call_is_over() from error
+
+
+def _call_is_over() -> asyncio.CancelledError:
+    """gRPC could not send: the client has gone. Cancellation is what ends a method then without a stack in the log."""
+    return asyncio.CancelledError("the client has gone")
