@@ -87,8 +87,8 @@ def serve(
 
     from paramserver.logs import configure_logging  # noqa: PLC0415
     from paramserver.server import serve as serve_until_stopped  # noqa: PLC0415
-    from storage.errors import StorageError  # noqa: PLC0415
     from paramserver.v1.buffers import keep_chunk_buffers  # noqa: PLC0415
+    from storage.errors import StorageError  # noqa: PLC0415
     from storage.interpreter import tune_interpreter  # noqa: PLC0415
 
     tune_interpreter()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -33,13 +34,21 @@ def status_code(error: errors.StorageError) -> grpc.StatusCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
+async def answer(context: grpc.aio.ServicerContext[Any, Any], error: errors.StorageError) -> NoReturn:
+    """Ends the call with the status of an error; returns when the client has it, or is gone."""
+    try:
+        await context.abort(status_code(error), str(error))
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone
+
+
 @asynccontextmanager
 async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
     """Ends the call with the status of what the block raises; what is not one of ours is logged, and INTERNAL."""
     try:
         yield
     except errors.StorageError as error:
-        await context.abort(status_code(error), str(error))
+        await answer(context, error)
     except (grpc.aio.AbortError, GeneratorExit):
         raise
     except Exception as error:

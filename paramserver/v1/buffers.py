@@ -21,8 +21,8 @@ _KEPT_BYTES = 16 << 20
 def keep_chunk_buffers() -> None:
     """Lets glibc keep the memory of chunks from one to the next one; elsewhere, does nothing.
 
-    gRPC and Python take and free a few buffers for each chunk. By default each of them is mapped, zeroed page by page and
-    unmapped again, or cut from the end of the heap and given back: that took longer than moving the bytes.
+    gRPC and Python take and free a few buffers for each chunk. By default each of them is mapped, zeroed page by page
+    and unmapped again, or cut from the end of the heap and given back: that took longer than moving the bytes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
