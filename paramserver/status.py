@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -36,13 +36,18 @@ def status_code(error: errors.StorageError) -> grpc.StatusCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
+async def answer(context: grpc.aio.ServicerContext[Any, Any], error: errors.StorageError) -> NoReturn:
+    """Ends the call with the status of an error, when the client has it, or is gone."""
+    await _abort(context, status_code(error), str(error))
+
+
 @asynccontextmanager
 async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
     """Ends the call with the status of what the block raises; what is not one of ours is logged, and INTERNAL."""
     try:
         yield
     except errors.StorageError as error:
-        await _abort(context, status_code(error), str(error))
+        await answer(context, error)
     except RefusedError as error:
         _refusals.note(context, error)
         await _abort(context, error.code, error.text)
@@ -56,7 +61,7 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
         await _abort(context, grpc.StatusCode.INTERNAL, text)
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> None:
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
     try:
         await context.abort(code, text)
     except grpc.aio.InternalError as error:
