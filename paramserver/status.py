@@ -18,6 +18,10 @@ from storage import errors
 log = logging.getLogger(__name__)
 _refusals = RefusalLog()
 
+# A status travels in HTTP headers, which clients limit to 8 KiB; a character may take twelve bytes there. A name in a
+# text is as long as the client has made it.
+MAX_TEXT = 600
+
 _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
@@ -62,6 +66,8 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}..."
     try:
         await context.abort(code, text)
     except grpc.aio.InternalError as error:
