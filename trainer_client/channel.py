@@ -18,12 +18,14 @@ from trainer_client.errors import (
     DataLossError,
     InvalidRequestError,
     JobConflictError,
+    PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
     StoreNotFoundError,
     StoreTimeoutError,
     StoreUnavailableError,
+    UnauthenticatedError,
 )
 
 SERVICE_NAME = "paramserver.v1.ParameterStore"
@@ -54,6 +56,8 @@ _ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
     grpc.StatusCode.NOT_FOUND: StoreNotFoundError,
     grpc.StatusCode.UNAVAILABLE: StoreUnavailableError,
     grpc.StatusCode.CANCELLED: StoreUnavailableError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeoutError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: StoreBudgetError,
     grpc.StatusCode.FAILED_PRECONDITION: JobConflictError,

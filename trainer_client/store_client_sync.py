@@ -16,6 +16,7 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.channel import CONTROL_DEADLINE_SECONDS, translate
+from trainer_client.credentials import Credentials
 from trainer_client.errors import StoreUnavailableError
 from trainer_client.store_connection import Call, Connection, Timeout
 from trainer_client.store_reader import StoreReaderSync, list_tensors
@@ -37,28 +38,39 @@ class StoreClientSync:
 
     @classmethod
     def connect(
-        cls, address: str, *, client: str | None = None, prefer_streams: bool = False, timeout: Timeout = None
+        cls,
+        address: str,
+        *,
+        client: str | None = None,
+        credentials: Credentials | None = None,
+        prefer_streams: bool = False,
+        timeout: Timeout = None,
     ) -> StoreClientSync:
         """Waits until the daemon answers.
 
         Args:
             address: `unix:/path/paramserver.sock` or `host:port`.
             client: who we are, for people; else the host and the process.
+            credentials: what to show to the daemon; else what the environment names (see Credentials).
             prefer_streams: leave the store's shared memory alone even where it can be mapped.
             timeout: seconds, or a timedelta; as everywhere here.
 
         Raises:
-            ConfigError: the address is none.
+            ConfigError: the address is none, or the credentials cannot be used.
+            UnauthenticatedError: the daemon asks for a token that it accepts.
             StoreUnavailableError: no daemon answered in time.
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        return cls.connect_within(call, address, client=client, prefer_streams=prefer_streams)
+        return cls.connect_within(call, address, client=client, credentials=credentials, prefer_streams=prefer_streams)
 
     @classmethod
-    def connect_within(cls, call: Call, address: str, *, client: str | None, prefer_streams: bool) -> StoreClientSync:
+    def connect_within(
+        cls, call: Call, address: str, *, client: str | None, credentials: Credentials | None, prefer_streams: bool
+    ) -> StoreClientSync:
         """`connect`, as a part of a call."""
         name = client or f"{socket.gethostname()}, process {os.getpid()}"
-        connection = Connection(address, name, prefer_streams=prefer_streams)
+        shown = Credentials.from_environment(os.environ) if credentials is None else credentials
+        connection = Connection(address, name, shown, prefer_streams=prefer_streams)
         try:
             connection.resume(call, lambda link: None)
         except BaseException:

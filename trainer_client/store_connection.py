@@ -21,6 +21,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from trainer_client.arena import Arena
 from trainer_client.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate
+from trainer_client.credentials import Credentials
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.session import Session
 
@@ -157,12 +158,12 @@ class Link:
 class Connection:
     """A channel and, on it, one session that is always there again."""
 
-    def __init__(self, address: str, client: str, *, prefer_streams: bool) -> None:
-        """Raises ConfigError for what is no address. Connects when it is first used."""
+    def __init__(self, address: str, client: str, credentials: Credentials, *, prefer_streams: bool) -> None:
+        """Raises ConfigError, see `open_channel`. Connects when it is first used."""
         self.address = address
         self._client = client
         self._prefer_streams = prefer_streams
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, credentials)
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._closed = False
