@@ -55,14 +55,6 @@ class StoreNotFoundError(StoreError):
     """The store does not have the job, step, tensor or range that was asked for."""
 
 
-class UnauthenticatedError(StoreError):
-    """The store asks for a token that it accepts, and got none."""
-
-
-class PermissionDeniedError(StoreError):
-    """The token does not allow the job or the call."""
-
-
 class StoreUnavailableError(StoreError):
     """The daemon cannot be reached, or the session with it has ended."""
 
