@@ -9,8 +9,10 @@ from typing import Any
 import grpc.aio
 
 from paramserver import streams, wire
-from paramserver.sessions import Lease, Sessions
+from paramserver.leases import Lease
+from paramserver.session_service import SessionService
 from paramserver.sessions import Session as ClientSession
+from paramserver.sessions import Sessions
 from paramserver.status import answering_errors
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
@@ -23,15 +25,10 @@ from storage.slab import NEVER
 class ParameterStore(pb_grpc.ParameterStoreServicer):
     """See parameter_store.proto for what each call does."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, welcome: pb.SessionResponse.Welcome) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, session_service: SessionService) -> None:
         self._engine = engine
         self._sessions = sessions
-        self._welcome = welcome
-        self._stopping = asyncio.Event()
-
-    def announce_stop(self) -> None:
-        """Tells every client, and ends its session."""
-        self._stopping.set()
+        self._session_service = session_service
 
     async def Session(
         self,
@@ -39,50 +36,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
     ) -> None:
         async with answering_errors(context):
-            hello = await anext(aiter(request_iterator), None)
-            if hello is None or hello.WhichOneof("message") != "hello":
-                raise InvalidRequestError("the first message of a session must be hello")
-            session = self._sessions.open(wire.name(hello.hello.client, "hello.client"))
-            reason = "stopped by the daemon"
-            try:
-                welcome = pb.SessionResponse.Welcome()
-                welcome.CopyFrom(self._welcome)
-                welcome.session_id = session.session_id
-                await context.write(pb.SessionResponse(welcome=welcome))
-                reason = await self._keep_alive(request_iterator, context)
-            except asyncio.CancelledError:
-                reason = "connection lost"
-                raise
-            finally:
-                await asyncio.shield(self._sessions.end(session, reason))
-
-    async def _keep_alive(
-        self,
-        requests: AsyncIterator[pb.SessionRequest],
-        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
-    ) -> str:
-        """Answers heartbeats until the session ends; returns why it did."""
-        timeout = self._welcome.heartbeat_timeout_millis / 1000
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        heartbeats = aiter(requests)
-        try:
-            while True:
-                heartbeat = asyncio.ensure_future(anext(heartbeats, None))
-                try:
-                    await asyncio.wait([heartbeat, stopping], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                    if stopping.done():
-                        notice = pb.SessionResponse.Notice(text="the store daemon is shutting down")
-                        await context.write(pb.SessionResponse(notice=notice))
-                        return "the daemon shuts down"
-                    if not heartbeat.done():
-                        return f"no heartbeat for {timeout:g} s"
-                    if heartbeat.result() is None:
-                        return "closed by the client"
-                finally:
-                    heartbeat.cancel()
-                await context.write(pb.SessionResponse(heartbeat=pb.Heartbeat()))
-        finally:
-            stopping.cancel()
+            await self._session_service.serve(request_iterator, context)
 
     def _session(self, session_id: str, context: grpc.aio.ServicerContext[Any, Any]) -> ClientSession:
         """The caller's session; raises NotFoundError where it is none of the caller's."""

@@ -20,7 +20,8 @@ from paramserver import __version__
 from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import DaemonConfig
 from paramserver.parameter_store import ParameterStore
-from paramserver.sessions import Sessions
+from paramserver.session_service import SessionService
+from paramserver.sessions import SessionLimits, Sessions
 from paramserver.store_admin import StoreAdmin
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
@@ -64,6 +65,8 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             io_write_threads=config.io_write_threads,
             optimizer_threads=config.optimizer_threads,
             admission_timeout_seconds=config.admission_timeout_seconds,
+            arena_slots=config.max_sessions,
+            arena_file=config.arena_file.absolute() if config.arena_file else None,
             huge_pages=config.huge_pages,
             lock_memory=config.lock_memory,
         )
@@ -79,9 +82,19 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
         clear_socket(path)
     door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
     cleanup.push_async_callback(door.close)
-    sessions = Sessions(engine)
+    sessions = Sessions(
+        engine,
+        SessionLimits(
+            heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+            grace_seconds=config.session_grace_seconds,
+            max_sessions=config.max_sessions,
+        ),
+    )
+    cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
-    store = ParameterStore(engine, sessions, welcome)
+    session_service = SessionService(engine, sessions, welcome)
+    cleanup.callback(session_service.close)
+    store = ParameterStore(engine, sessions, session_service)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -110,7 +123,7 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
     finally:
         log.info("stopping")
         await health_service.enter_graceful_shutdown()
-        store.announce_stop()
+        session_service.announce_stop()
         await server.stop(STOP_GRACE_SECONDS)
         config.socket_path.unlink(missing_ok=True)
 
@@ -132,8 +145,12 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
         epoch=secrets.token_hex(16),
         heartbeat_interval_millis=timeout // 5,
         heartbeat_timeout_millis=timeout,
+        grace_millis=int(config.session_grace_seconds * 1000),
         arena=pb.Arena(
-            socket_path=str(config.arena_socket_path), nonce=engine.arena.nonce, size_bytes=engine.arena.size_bytes
+            socket_path=str(config.arena_socket_path),
+            nonce=engine.arena.nonce,
+            size_bytes=engine.arena.size_bytes,
+            file_path=str(engine.arena.path or ""),
         ),
         version=__version__,
     )

@@ -1,4 +1,4 @@
-"""The StoreAdmin service: readings of the tiers, jobs and shards for operators."""
+"""The StoreAdmin service: readings of the tiers, jobs, shards and sessions for operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import grpc.aio
 
 from paramserver import wire
-from paramserver.sessions import Sessions
+from paramserver.leases import LeaseMode
+from paramserver.sessions import Session, Sessions, SessionState
 from paramserver.status import answering_errors
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -95,6 +96,14 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
                 shards=shards[start:stop], next_page_token=str(stop) if stop < len(shards) else ""
             )
 
+    async def ListSessions(
+        self,
+        request: admin_pb.ListSessionsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.ListSessionsRequest, admin_pb.ListSessionsResponse],
+    ) -> admin_pb.ListSessionsResponse:
+        async with answering_errors(context):
+            return admin_pb.ListSessionsResponse(sessions=[self._describe_session(s) for s in self._sessions])
+
     async def DeleteJob(
         self,
         request: admin_pb.DeleteJobRequest,
@@ -114,6 +123,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             used_bytes=engine.host.used_bytes,
             leased_bytes=engine.residents.leased_bytes + engine.gradient_bytes,
             evictable_bytes=engine.residents.evictable_bytes,
+            quarantined_bytes=self._sessions.quarantine.nbytes,
             queue_depth=engine.host.queue_depth + engine.queue.depth,
             detail=engine.host.detail,
         )
@@ -138,6 +148,22 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             state_dir=str(self._state_dir.absolute()),
             sessions=len(self._sessions),
             unix_seconds=time.time(),
+        )
+
+    def _describe_session(self, session: Session) -> admin_pb.SessionInfo:
+        reading = sum(lease.mode is LeaseMode.READ for lease in session.leases.values())
+        return admin_pb.SessionInfo(
+            client=session.client,
+            peer=session.peer,
+            job=session.run.spec.name if session.run else "",
+            rank=max(0, session.rank),
+            maps_arena=session.slot is not None and self._engine.arena.slots.is_held(session.slot),
+            read_leases=reading,
+            write_leases=len(session.leases) - reading,
+            leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
+            opened_at_unix_seconds=session.opened_at_unix_seconds,
+            heard_seconds_ago=asyncio.get_running_loop().time() - session.heard_at,
+            detached=session.state is SessionState.DETACHED,
         )
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:

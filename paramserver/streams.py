@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from paramserver import wire
-from paramserver.sessions import Lease, LeaseMode
+from paramserver.leases import Lease, LeaseMode
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError

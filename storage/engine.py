@@ -118,6 +118,8 @@ class Engine:
             host = HostTier(
                 config.host_budget_bytes,
                 admission_timeout_seconds=config.admission_timeout_seconds,
+                slots=config.arena_slots,
+                arena_file=config.arena_file,
                 huge_pages=config.huge_pages,
                 lock_memory=config.lock_memory,
             )
@@ -348,6 +350,18 @@ class Engine:
         """Gives the room of a gradient back."""
         self._gradients.remove(region)
         self.host.free(region)
+
+    # What a process may still write to is not given back, but let go of: from here on the caller owns the range, until
+    # it gives it to `HostTier.free`.
+
+    def abandon_stage(self, pin: Pin) -> ArenaRange:
+        """Takes a slab's staged bytes away from it, as if they had never been."""
+        return self.residents.surrender(pin.slab, pin.copy)
+
+    def abandon_gradient(self, region: ArenaRange) -> ArenaRange:
+        """The room of a gradient that nobody will use."""
+        self._gradients.remove(region)
+        return region
 
     @property
     def gradient_bytes(self) -> int:

@@ -14,7 +14,7 @@ from storage.placement import Residents
 from storage.reader import StepReader
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
-from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import host_budget_for
@@ -181,7 +181,7 @@ class Registry:
         passing = [round_up(s.nbytes) for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
         unit = max(passing, default=0)
         units = 2 * sum(job.spec.local_ranks for job in jobs)
-        others = PAGE_BYTES + home + gradients + unit * units
+        others = self._host.arena.header_bytes + home + gradients + unit * units
         if others + self._tile_bytes > self._host.budget_bytes:
             names = ", ".join(sorted(job.spec.name for job in jobs))
             raise BudgetExceededError(
