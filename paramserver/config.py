@@ -11,6 +11,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from paramserver.quotas import QuotasSection
+from paramserver.transfers import MIN_BUDGET_BYTES
+from paramserver.v1.chunks import MAX_CHUNK_BYTES
+
 # The kernel's limit for the path of a UNIX socket, with the ending zero (man 7 unix).
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -44,7 +48,18 @@ class DaemonConfig(BaseModel):
         default=None, description="UNIX socket; default: paramserver.sock in the state directory"
     )
     listen: str | None = Field(default=None, description="HOST:PORT to listen on over TCP besides the UNIX socket")
-    insecure: bool = Field(default=False, description="allow TCP on addresses that other machines can reach")
+    insecure: bool = Field(
+        default=False, description="allow TCP that is neither encrypted nor authenticated beyond loopback"
+    )
+    tls_certificate: Path | None = Field(default=None, description="PEM file: certificate (and chain) for `listen`")
+    tls_key: Path | None = Field(default=None, description="PEM file: its private key, without a password")
+    tls_client_ca: Path | None = Field(
+        default=None, description="PEM file: authorities that sign clients' certificates"
+    )
+    token_file: Path | None = Field(
+        default=None, description="TOML file of tokens (`paramserver tokens`); with it every call needs one"
+    )
+    quotas: QuotasSection = Field(default=QuotasSection(), description="limits of single jobs")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     io_read_threads: int = Field(default=4, ge=1, le=64, description="threads that read from nvme")
@@ -79,6 +94,20 @@ class DaemonConfig(BaseModel):
         default=None, description="name of the shared memory, on a tmpfs, for clients in other containers"
     )
 
+    stream_budget: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=MIN_BUDGET_BYTES,
+        description="most bytes of chunks that are on their way to and from clients at once",
+    )
+    stream_window: ByteSize = Field(
+        default=ByteSize(8 << 20),
+        ge=MAX_CHUNK_BYTES,
+        description="most bytes that one writing client may have under way",
+    )
+    stream_stall_seconds: float = Field(
+        default=10.0, ge=0.1, le=3600.0, description="time after which a transfer that does not move is ended"
+    )
+
     @model_validator(mode="after")
     def _check_addresses(self) -> DaemonConfig:
         if len(str(self.arena_socket_path).encode()) > MAX_SOCKET_PATH_BYTES:
@@ -91,10 +120,23 @@ class DaemonConfig(BaseModel):
                 f"huge_pages: memory with a name (arena_file = {self.arena_file}) is in ordinary pages; leave out "
                 "huge_pages or arena_file"
             )
-        if self.listen is not None and not self.insecure and not _is_loopback(self.listen):
+        return self
+
+    @model_validator(mode="after")
+    def _check_security(self) -> DaemonConfig:
+        tls = {key: getattr(self, key) for key in ("tls_certificate", "tls_key", "tls_client_ca")}
+        missing = [key for key, path in tls.items() if path is None]
+        if 0 < len(missing) < len(tls):
+            raise ValueError(f"{', '.join(missing)}: missing; TLS needs all of {', '.join(tls)}")
+        if not missing and self.listen is None:
+            raise ValueError("tls_certificate: TLS is for TCP, and `listen` (--listen) is not set")
+        if not missing and self.insecure:
+            raise ValueError("insecure: true, beside tls_certificate; remove one of them")
+        if self.listen is not None and missing and not self.insecure and not is_loopback(self.listen):
             raise ValueError(
                 f"listen: {self.listen} can be reached from other machines, and connections would be neither encrypted "
-                "nor authenticated; listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
+                "nor authenticated; set tls_certificate, tls_key and tls_client_ca (`paramserver certs` makes them), "
+                "listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
             )
         return self
 
@@ -146,7 +188,8 @@ def _explain(location: tuple[str, ...], kind: str, message: str, value: object) 
     return f"{key} = {value!r}: {message}"
 
 
-def _is_loopback(listen: str) -> bool:
+def is_loopback(listen: str) -> bool:
+    """Whether only this machine can reach HOST:PORT."""
     host = listen.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from storage.engine import Pin
+from storage.slab import Slab
 from storage.tiers.arena import ArenaRange
 
 
@@ -14,7 +15,14 @@ class LeaseMode(enum.Enum):
 
     READ = "read"
     STAGE = "stage"  # write the initial bytes of a slab
+    PUT = "put"  # write its bytes of a later step
+    RANGE = "range"  # read a range of a tensor
     GRADIENT = "gradient"  # write a gradient
+
+    @property
+    def is_for_writing(self) -> bool:
+        """Whether its holder may change the bytes."""
+        return self not in (LeaseMode.READ, LeaseMode.RANGE)
 
 
 @dataclass(slots=True, eq=False)
@@ -26,5 +34,7 @@ class Lease:
     mode: LeaseMode
     nbytes: int
     region: ArenaRange
-    pin: Pin | None  # None: a gradient, which has no slab
+    pin: Pin | None  # None: a gradient, bytes to put or a range, which are no slab's
+    slab: Slab | None = None  # that the bytes are to be put as
+    step: int = 0  # of the bytes, if they are to be put or are a range
     void: bool = False

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
@@ -15,6 +17,17 @@ from storage.shard import JobSpec
 from storage.versions import Job
 
 log = logging.getLogger(__name__)
+
+
+class Member(Protocol):
+    """Who is a rank."""
+
+    @property
+    def client(self) -> str:
+        """Its name, for people."""
+
+
+MemberT = TypeVar("MemberT", bound=Member)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,13 +41,13 @@ class Vote:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class Run(Generic[MemberT]):
     """One launch of a job."""
 
     run_id: str
     spec: JobSpec
     job: asyncio.Task[Job]
-    ranks: dict[int, str] = field(default_factory=dict)  # who they are, for people
+    ranks: dict[int, MemberT] = field(default_factory=dict)
     vote: Vote | None = None
     committing: asyncio.Task[None] | None = None
     broken_by: str | None = None
@@ -48,18 +61,20 @@ class Run:
             )
 
 
-class Runs:
+class Runs(Generic[MemberT]):
     """The runs of all jobs: the newest one of each."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, Run[MemberT]] = {}
 
-    def attached(self, job: str) -> int:
-        """Ranks attached to a job."""
-        return len(self._runs[job].ranks) if job in self._runs else 0
+    def ranks_of(self, job: str) -> Collection[MemberT]:
+        """The ranks attached to a job."""
+        return self._runs[job].ranks.values() if job in self._runs else ()
 
-    def enter(self, client: str, spec: JobSpec, run_id: str, rank: int, *, may_exist: bool, must_exist: bool) -> Run:
+    def enter(
+        self, member: MemberT, spec: JobSpec, run_id: str, rank: int, *, may_exist: bool, must_exist: bool
+    ) -> Run[MemberT]:
         """Takes a rank into its run; the first one opens the job.
 
         Raises:
@@ -72,9 +87,9 @@ class Runs:
             opening = asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist))
             run = self._runs[spec.name] = Run(run_id, spec, opening)
         if run.run_id != run_id:
+            clients = ", ".join(other.client for other in run.ranks.values())
             raise ConflictError(
-                f"job {spec.name!r} is in use by another run ({', '.join(run.ranks.values())}); stop that one, or use "
-                "another job name"
+                f"job {spec.name!r} is in use by another run ({clients}); stop that one, or use another job name"
             )
         if rank in run.ranks:
             raise ConflictError(f"rank {rank} of this run of job {spec.name!r} is attached already")
@@ -86,15 +101,15 @@ class Runs:
             # Why the job could not be opened, for a rank that comes after the one that tried.
             run.job.result()
         run.check_whole()
-        run.ranks[rank] = client
+        run.ranks[rank] = member
         return run
 
-    async def _open(self, previous: Run | None, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
+    async def _open(self, previous: Run[MemberT] | None, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
         if previous is not None and previous.committing is not None:
             await asyncio.wait([previous.committing])
         return await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist)
 
-    async def vote(self, run: Run, rank: int, step: int, client_state: bytes, settled: int) -> bool:
+    async def vote(self, run: Run[MemberT], rank: int, step: int, client_state: bytes, settled: int) -> bool:
         """One rank's vote for a step; returns once it is committed, whether it is durable.
 
         Raises:
@@ -118,7 +133,7 @@ class Runs:
             run.committing = asyncio.ensure_future(self._commit(run, job, vote))
         return await asyncio.shield(vote.done)
 
-    async def _commit(self, run: Run, job: Job, vote: Vote) -> None:
+    async def _commit(self, run: Run[MemberT], job: Job, vote: Vote) -> None:
         everywhere = run.spec.local_ranks == run.spec.world_size
         settled = vote.step if everywhere else vote.settled or 0
         try:
@@ -135,10 +150,10 @@ class Runs:
             run.vote = None
             run.committing = None
 
-    def leave(self, run: Run, rank: int) -> None:
+    def leave(self, run: Run[MemberT], rank: int) -> None:
         """A rank is gone, and no further step of the run can be committed."""
-        client = run.ranks.pop(rank)
-        run.broken_by = run.broken_by or f"rank {rank} ({client})"
+        member = run.ranks.pop(rank)
+        run.broken_by = run.broken_by or f"rank {rank} ({member.client})"
         # Voted by all: the step will be finished. Otherwise it never can be.
         if run.vote is not None and run.committing is None:
             try:
@@ -147,7 +162,7 @@ class Runs:
                 run.vote.done.set_exception(error)
             run.vote = None
 
-    async def clean_up(self, run: Run) -> None:
+    async def clean_up(self, run: Run[MemberT]) -> None:
         """After the last rank: what the run left behind is abandoned, and host memory given back."""
         if run.ranks or run.job.cancelled() or not run.job.done() or run.job.exception() is not None:
             return

@@ -14,15 +14,23 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from paramserver import __version__
 from paramserver.arena_door import ArenaDoor, clear_socket
-from paramserver.config import DaemonConfig
+from paramserver.config import DaemonConfig, is_loopback
+from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
+from paramserver.quotas import Quotas
+from paramserver.reflection import Reflection
+from paramserver.security import Gate
 from paramserver.session_service import SessionService
 from paramserver.sessions import SessionLimits, Sessions
 from paramserver.store_admin import StoreAdmin
+from paramserver.streams import Streams
+from paramserver.tls import CertificateFiles, server_credentials
+from paramserver.tokens import TokenFile
+from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
 from storage.config import EngineConfig
@@ -33,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Control messages only; a layout of some ten thousand parameters is the largest of them. Tensor bytes go in chunks.
 MAX_MESSAGE_BYTES = 16 << 20
+# HTTP/2's largest frames: a chunk is one of them, not sixty-four.
+MAX_FRAME_BYTES = (1 << 24) - 1
 STOP_GRACE_SECONDS = 5.0
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"].full_name
 ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"].full_name
@@ -42,6 +52,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     """Runs a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
 
     Raises:
+        ConfigError: a certificate or the token file cannot be used.
         StorageError: the state directory, its files or the budgets do not allow to start.
     """
     stop = asyncio.Event()
@@ -51,6 +62,9 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     if exit_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
 
+    # Before anything is made: what is wrong with them is wrong with the configuration.
+    credentials = _credentials(config)
+    tokens = TokenFile(config.token_file) if config.token_file is not None else None
     # Sockets and files are this user's alone.
     os.umask(0o077)
     engine = await Engine.open(
@@ -73,15 +87,29 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     )
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.push_async_callback(engine.close)
-        await _serve(config, engine, stop, cleanup)
+        await _serve(config, engine, credentials, tokens, stop, cleanup)
     log.info("stopped")
 
 
-async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, cleanup: contextlib.AsyncExitStack) -> None:
+async def _serve(
+    config: DaemonConfig,
+    engine: Engine,
+    credentials: grpc.ServerCredentials | None,
+    tokens: TokenFile | None,
+    stop: asyncio.Event,
+    cleanup: contextlib.AsyncExitStack,
+) -> None:
     for path in (config.socket_path, config.arena_socket_path):
         clear_socket(path)
     door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
     cleanup.push_async_callback(door.close)
+    watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
+    quotas = Quotas(config.quotas)
+    transfers = Transfers(
+        config.stream_budget,
+        stall_seconds=config.stream_stall_seconds,
+        weight_of=lambda job: quotas.of(job).weight,
+    )
     sessions = Sessions(
         engine,
         SessionLimits(
@@ -89,31 +117,40 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
             grace_seconds=config.session_grace_seconds,
             max_sessions=config.max_sessions,
         ),
+        on_end=transfers.end_session,
     )
     cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
-    session_service = SessionService(engine, sessions, welcome)
+    gate = Gate(tokens)
+    session_service = SessionService(engine, sessions, gate, welcome)
     cleanup.callback(session_service.close)
-    store = ParameterStore(engine, sessions, session_service)
+    if tokens is not None:
+        following = asyncio.ensure_future(tokens.follow())
+        cleanup.callback(following.cancel)
+    streams = Streams(engine, transfers, config.stream_window)
+    store = ParameterStore(engine, sessions, session_service, streams, gate, quotas)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
+            ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
         ]
     )
     parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, server)
+    server.add_registered_method_handlers(STORE_SERVICE, store.raw_handlers())
     store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
-        StoreAdmin(engine, sessions, welcome.epoch, config.state_dir), server
+        StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir, gate), server
     )
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    reflection.enable_server_reflection(
-        [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+        Reflection(gate, [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]), server
     )
     _bind(server, f"unix:{config.socket_path}", f"socket {config.socket_path}")
     if config.listen is not None:
-        _bind(server, config.listen, f"listen address {config.listen}")
+        _bind(server, config.listen, f"listen address {config.listen}", credentials)
+        _tell_who_is_trusted(config)
     await server.start()
     for service in ("", STORE_SERVICE, ADMIN_SERVICE):
         await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -128,9 +165,29 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
         config.socket_path.unlink(missing_ok=True)
 
 
-def _bind(server: grpc.aio.Server, address: str, what: str) -> None:
+def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
+    if config.tls_certificate is None or config.tls_key is None or config.tls_client_ca is None:
+        return None
+    return server_credentials(
+        CertificateFiles(certificate=config.tls_certificate, key=config.tls_key, client_ca=config.tls_client_ca)
+    )
+
+
+def _tell_who_is_trusted(config: DaemonConfig) -> None:
+    """What an operator may not have meant."""
+    if config.token_file is None:
+        who = "whoever has a certificate" if config.tls_certificate else "whoever can reach it"
+        log.warning("%s may do everything at %s: there is no token_file", who, config.listen)
+    elif config.tls_certificate is None and not is_loopback(config.listen or ""):
+        log.warning("tokens cross the network in the clear to %s: there is no tls_certificate", config.listen)
+
+
+def _bind(server: grpc.aio.Server, address: str, what: str, credentials: grpc.ServerCredentials | None = None) -> None:
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise DeviceError(f"cannot listen on {what}: it is in use or not an address of this machine") from error
     if bound == 0:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from paramserver import wire
 from paramserver.notices import Notice, NoticeBoard
+from paramserver.security import Caller, Gate, RefusedError, check_owner
 from paramserver.sessions import Session, Sessions, SessionState
+from paramserver.tokens import Principal
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import DeviceError, InvalidRequestError, StorageError
@@ -34,8 +37,9 @@ _SHUTDOWN = Notice(text="the store daemon is shutting down", event=pb.SessionRes
 class SessionService:
     """Serves the Session call; `welcome` is what all welcomes have in common."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, welcome: pb.SessionResponse.Welcome) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, gate: Gate, welcome: pb.SessionResponse.Welcome) -> None:
         self._sessions = sessions
+        self._gate = gate
         self._welcome = welcome
         self._board = NoticeBoard(engine)
         self._stopping = False
@@ -50,7 +54,9 @@ class SessionService:
 
         Raises:
             StorageError: why it was refused or ended.
+            RefusedError: the caller has not the rights, or has them no more.
         """
+        owner = self._gate.principal(context)
         seconds = self._sessions.limits.heartbeat_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -60,12 +66,16 @@ class SessionService:
         if hello is None or hello.WhichOneof("message") != "hello":
             raise InvalidRequestError("the first message of a session must be hello")
         stream = _Stream(context)
-        session = self._attach(hello.hello, context.peer(), stream)
+        session = self._attach(hello.hello, owner, context.peer(), stream)
         try:
             stream.post("welcome", pb.SessionResponse(welcome=self._welcome_of(session)))
             for tier, notice in self._board.standing.items():
                 stream.post(tier, pb.SessionResponse(notice=notice))
-            await stream.listen(requests, session)
+            await stream.listen(requests, partial(self._on_heartbeat, session, context))
+        except RefusedError:
+            if stream.is_current_of(session):
+                self._sessions.end(session, "its token does not count any more")
+            raise
         except (asyncio.CancelledError, grpc.aio.BaseError):
             self._sessions.detach(session, stream)
             raise
@@ -76,13 +86,21 @@ class SessionService:
         if stream.error is not None:
             raise stream.error
 
-    def _attach(self, hello: pb.SessionRequest.Hello, peer: str, stream: _Stream) -> Session:
+    def _on_heartbeat(self, session: Session, context: Caller) -> None:
+        # A token that has expired, or was taken away, ends the sessions that it has opened.
+        check_owner(self._gate.principal(context), session.owner)
+        session.heard()
+
+    def _attach(self, hello: pb.SessionRequest.Hello, owner: Principal, peer: str, stream: _Stream) -> Session:
         if self._stopping:
             raise DeviceError("the daemon is shutting down")
         client = wire.name(hello.client, "hello.client")
-        if hello.session_id:
-            return self._sessions.take_up(hello.session_id, peer, stream)
-        return self._sessions.open(client, peer, stream)
+        if not hello.session_id:
+            return self._sessions.open(client, owner, peer, stream)
+        session = self._sessions.get(hello.session_id)
+        check_owner(owner, session.owner)
+        self._sessions.take_up(session, peer, stream)
+        return session
 
     def _welcome_of(self, session: Session) -> pb.SessionResponse.Welcome:
         welcome = pb.SessionResponse.Welcome()
@@ -148,7 +166,7 @@ class _Stream:
             if self._listening is not None:
                 self._listening.cancel()
 
-    async def listen(self, requests: AsyncIterator[pb.SessionRequest], session: Session) -> None:
+    async def listen(self, requests: AsyncIterator[pb.SessionRequest], on_heartbeat: Callable[[], None]) -> None:
         """Answers heartbeats until the client closes the stream, or `end` is called.
 
         Raises:
@@ -159,7 +177,7 @@ class _Stream:
         try:
             if not self.ended:
                 async for _ in requests:
-                    session.heard()
+                    on_heartbeat()
                     self.post("heartbeat", _HEARTBEAT)
         except asyncio.CancelledError:
             if not self.ended:

@@ -14,18 +14,20 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from paramserver.leases import Lease, LeaseMode
 from paramserver.quarantine import Quarantine
 from paramserver.runs import Run, Runs
+from paramserver.tokens import Principal
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
 from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError, StorageError
+from storage.reader import StepReader
 from storage.shard import JobSpec, Kind
-from storage.slab import NEVER
+from storage.slab import NEVER, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.slots import Slot
 from storage.versions import Job
@@ -75,6 +77,8 @@ class Session:
 
     session_id: str
     client: str
+    # Who opened it: nobody else may use it.
+    owner: Principal
     peer: str
     slot: Slot | None  # None: it may not map the arena
     stream: Stream
@@ -83,14 +87,15 @@ class Session:
     state: SessionState = SessionState.ATTACHED
     timer: asyncio.TimerHandle | None = None
     leases: dict[int, Lease] = field(default_factory=dict)
-    run: Run | None = None
+    readers: dict[int, StepReader] = field(default_factory=dict)
+    run: Run[Session] | None = None
     rank: int = -1
 
     def heard(self) -> None:
         """It is alive."""
         self.heard_at = asyncio.get_running_loop().time()
 
-    def require_run(self) -> Run:
+    def require_run(self) -> Run[Session]:
         """Raises ConflictError before OpenJob."""
         if self.run is None:
             raise ConflictError("this session has not opened a job; call OpenJob first")
@@ -109,18 +114,27 @@ class Session:
             )
         return self.leases[lease_id]
 
+    def reader(self, reader_id: int) -> StepReader:
+        """Raises NotFoundError for a reader that the session does not have."""
+        if reader_id not in self.readers:
+            raise NotFoundError(f"reader {reader_id} is not open in this session; it was closed or never opened")
+        return self.readers[reader_id]
+
 
 class Sessions:
     """All sessions of the daemon."""
 
-    def __init__(self, engine: Engine, limits: SessionLimits) -> None:
+    def __init__(self, engine: Engine, limits: SessionLimits, on_end: Callable[[str], None]) -> None:
+        """`on_end` is called with the id of each session that ends."""
         self.limits = limits
+        self._on_end = on_end
         self.quarantine = Quarantine(engine.host)
         self._engine = engine
         self._slots = engine.arena.slots
-        self._runs = Runs(engine)
+        self._runs: Runs[Session] = Runs(engine)
         self._sessions: dict[str, Session] = {}
         self._lease_ids = itertools.count(1)
+        self._reader_ids = itertools.count(1)
         self._cleaning_up: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -137,13 +151,22 @@ class Sessions:
             raise NotFoundError(UNKNOWN_SESSION)
         return session
 
-    def attached(self, job: str) -> int:
+    def of_job(self, job: str) -> Collection[Session]:
         """Sessions attached to a job."""
-        return self._runs.attached(job)
+        return self._runs.ranks_of(job)
+
+    def attached(self, job: str) -> int:
+        """How many sessions are attached to a job."""
+        return len(self.of_job(job))
+
+    def readers_of(self, job: str) -> int:
+        """How many readers hold a step of a job."""
+        held = (reader for session in self._sessions.values() for reader in session.readers.values())
+        return sum(reader.job.spec.name == job for reader in held)
 
     # --- life
 
-    def open(self, client: str, peer: str, stream: Stream) -> Session:
+    def open(self, client: str, owner: Principal, peer: str, stream: Stream) -> Session:
         """A new session, attached.
 
         Raises:
@@ -155,20 +178,15 @@ class Sessions:
                 "max_sessions"
             )
         now = asyncio.get_running_loop().time()
-        session = Session(secrets.token_hex(16), client, peer, self._slots.take(), stream, now)
+        session = Session(secrets.token_hex(16), client, owner, peer, self._slots.take(), stream, now)
         self._sessions[session.session_id] = session
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         log.info("session opened by %s", client)
         return session
 
-    def take_up(self, session_id: str, peer: str, stream: Stream) -> Session:
+    def take_up(self, session: Session, peer: str, stream: Stream) -> None:
         """Attaches a session to a new stream. An older one that seems to be open still is ended: it may be a connection
-        that is dead and does not know.
-
-        Raises:
-            NotFoundError: the session has ended, or never was.
-        """
-        session = self.get(session_id)
+        that is dead and does not know."""
         previous, session.stream, session.peer = session.stream, stream, peer
         if session.state is SessionState.ATTACHED:
             previous.end(ConflictError("another stream has taken this session up"))
@@ -176,7 +194,6 @@ class Sessions:
         session.heard()
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         log.info("session of %s taken up again", session.client)
-        return session
 
     def detach(self, session: Session, stream: Stream) -> None:
         """The stream broke. Unless it has taken the session up elsewhere, the client has the grace time for that."""
@@ -216,8 +233,12 @@ class Sessions:
             session.timer.cancel()
         del self._sessions[session.session_id]
         self._engine.end_prefetch(session.session_id)
+        self._on_end(session.session_id)
         held = len(session.leases)
         self._void_leases(session)
+        for reader in session.readers.values():
+            reader.close()
+        session.readers.clear()
         log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
         if session.run is not None:
             self._runs.leave(session.run, session.rank)
@@ -257,7 +278,7 @@ class Sessions:
         """
         if session.run is not None:
             raise ConflictError("this session has opened a job already; open another session for another job")
-        run = self._runs.enter(session.client, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist)
+        run = self._runs.enter(session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist)
         session.run, session.rank = run, rank
         try:
             return await asyncio.shield(run.job)
@@ -284,6 +305,19 @@ class Sessions:
         pin = await self._engine.stage(await session.job(), group, kind)
         return self._grant(session, group, LeaseMode.STAGE, pin.slab.nbytes, pin.region, pin)
 
+    async def lease_for_putting(self, session: Session, step: int, group: str, kind: Kind) -> Lease:
+        """An exclusive lease for the bytes of a slab at a later step than 0."""
+        job = await session.job()
+        slab = job.slab(group, kind)
+        if any(lease.slab is slab for lease in session.leases.values()):
+            raise ConflictError(f"{slab.key} is being written by another lease of this session")
+        region = await self._engine.allocate_put(job, step, group, kind)
+        return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
+
+    def lease_range(self, session: Session, fqn: str, nbytes: int, region: ArenaRange, step: int) -> Lease:
+        """A lease on a range of a tensor, of which the arena holds a copy for it."""
+        return self._grant(session, fqn, LeaseMode.RANGE, nbytes, region, None, step=step)
+
     async def lease_for_gradient(self, session: Session, group: str) -> Lease:
         """An exclusive lease for the gradient of a group."""
         job = await session.job()
@@ -294,9 +328,18 @@ class Sessions:
         return self._grant(session, group, LeaseMode.GRADIENT, nbytes, region, None)
 
     def _grant(
-        self, session: Session, group: str, mode: LeaseMode, nbytes: int, region: ArenaRange, pin: Pin | None
+        self,
+        session: Session,
+        group: str,
+        mode: LeaseMode,
+        nbytes: int,
+        region: ArenaRange,
+        pin: Pin | None,
+        *,
+        slab: Slab | None = None,
+        step: int = 0,
     ) -> Lease:
-        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin)
+        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin, slab, step)
         if session.state is SessionState.ENDED:
             self._give_back(lease, NEVER)
             raise NotFoundError("the session ended while it waited for a lease; open a new one")
@@ -310,7 +353,7 @@ class Sessions:
 
     async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
         """Ends a lease; with `publish`, staged bytes become the slab's version."""
-        if publish and lease.mode is not LeaseMode.STAGE:
+        if publish and lease.mode not in (LeaseMode.STAGE, LeaseMode.PUT):
             raise InvalidRequestError(
                 f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
             )
@@ -318,13 +361,16 @@ class Sessions:
         del session.leases[lease.lease_id]
         if publish and lease.pin is not None:
             await self._engine.publish(lease.pin)
+        elif publish and lease.slab is not None:
+            key = lease.slab.key
+            await self._engine.put(await session.job(), lease.step, key.group, key.kind, lease.region)
         else:
             self._give_back(lease, next_use)
 
     def _give_back(self, lease: Lease, next_use: float) -> None:
         lease.void = True
         if lease.pin is None:
-            self._engine.free_gradient(lease.region)
+            self._engine.free_loose(lease.region)
         else:
             self._engine.unpin(lease.pin, next_use)
 
@@ -332,13 +378,13 @@ class Sessions:
         """Changes the session's word, then gives its leases back, but for what its process may still write to."""
         leases = list(session.leases.values())
         session.leases.clear()
-        written = [lease for lease in leases if lease.mode is not LeaseMode.READ]
+        written = [lease for lease in leases if lease.mode.is_for_writing]
         held_back: list[ArenaRange] = []
         if session.slot is not None:
             self._slots.end(session.slot)
             if self._slots.is_held(session.slot):
                 held_back = [self._abandon(lease) for lease in written]
-                leases = [lease for lease in leases if lease.mode is LeaseMode.READ]
+                leases = [lease for lease in leases if not lease.mode.is_for_writing]
         for lease in leases:
             self._give_back(lease, NEVER)
         if session.slot is not None:
@@ -353,5 +399,16 @@ class Sessions:
     def _abandon(self, lease: Lease) -> ArenaRange:
         lease.void = True
         if lease.pin is None:
-            return self._engine.abandon_gradient(lease.region)
+            return self._engine.abandon_loose(lease.region)
         return self._engine.abandon_stage(lease.pin)
+
+    # --- readers
+
+    def hold(self, session: Session, reader: StepReader) -> int:
+        """Gives a reader to a session, which closes it at its end; its id."""
+        if session.state is SessionState.ENDED:
+            reader.close()
+            raise NotFoundError("the session ended while it waited for a reader; open a new one")
+        reader_id = next(self._reader_ids)
+        session.readers[reader_id] = reader
+        return reader_id

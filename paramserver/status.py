@@ -10,9 +10,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from paramserver.security import RefusalLog, RefusedError
+from paramserver.transfers import TransferStalledError
 from storage import errors
 
 log = logging.getLogger(__name__)
+_refusals = RefusalLog()
 
 _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -22,6 +25,7 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.BudgetExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.StepAbortedError, grpc.StatusCode.ABORTED),
     (errors.DataLossError, grpc.StatusCode.DATA_LOSS),
+    (TransferStalledError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
 )
 
@@ -38,6 +42,9 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
         yield
     except errors.StorageError as error:
         await context.abort(status_code(error), str(error))
+    except RefusedError as error:
+        _refusals.note(context, error)
+        await context.abort(error.code, error.text)
     except (grpc.aio.AbortError, GeneratorExit):
         raise
     except Exception as error:

@@ -1,73 +1,270 @@
-"""Bytes over gRPC, for clients that cannot map the arena: a header, then raw chunks in order.
+"""The protocols of Read and Write: a header, then chunks in order, never more than there is credit for.
 
-A lease can end while its stream runs (the session died, the client returned it): after every wait the lease is looked
-at again, before its memory is touched.
+Both work on raw messages (see paramserver.v1.chunks), so they are registered in place of the handlers that protoc
+generates. A lease can end while its stream runs: after every wait it is looked at again, before its memory is touched.
+Where bytes come from is `sources`' business, and who may have how many of them under way `transfers`'.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import DecodeError
 
 from paramserver import wire
 from paramserver.leases import Lease, LeaseMode
+from paramserver.sessions import Session
+from paramserver.sources import Source, check_held, open_source
+from paramserver.transfers import Transfer, Transfers
+from paramserver.v1 import chunks
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.chunks import MAX_CHUNK_BYTES, Chunk
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError
-from storage.versions import Job
+from storage.errors import ConflictError, DataLossError, InvalidRequestError
 
-CHUNK_BYTES = 1 << 20
+RawContext = grpc.aio.ServicerContext[bytes, bytes]
+# The session with an id; raises where it is none of the caller's.
+FindSession = Callable[[str], Session]
 
-
-async def read_lease(engine: Engine, lease: Lease) -> AsyncIterator[pb.ReadResponse]:
-    """The bytes of a read lease."""
-    if lease.mode is not LeaseMode.READ or lease.pin is None:
-        raise ConflictError(f"lease {lease.lease_id} is for writing ({lease.mode.value}) and cannot be read")
-    slab = lease.pin.slab
-    header = pb.ReadHeader(
-        size_bytes=lease.nbytes, version=lease.pin.copy.step or 0, dtype=wire.DTYPE_TO_WIRE[slab.spec.dtype]
-    )
-    yield pb.ReadResponse(header=header)
-    for start in range(0, lease.nbytes, CHUNK_BYTES):
-        _check(lease)
-        view = engine.host.view(lease.region)
-        yield pb.ReadResponse(chunk=bytes(view[start : min(start + CHUNK_BYTES, lease.nbytes)]))
+# gRPC has a copy of each chunk that is being sent.
+_COPIES_SENT = 2
 
 
-async def read_range(engine: Engine, job: Job, source: pb.TensorRange) -> AsyncIterator[pb.ReadResponse]:
-    """The newest bytes of a range of a tensor, by name."""
-    if source.numel == 0 or max(source.offset, source.numel) > wire.MAX_ELEMENTS:
-        raise InvalidRequestError(f"range of {source.fqn!r}: offset {source.offset}, numel {source.numel} is no range")
-    kind = wire.kind(source.kind)
-    dtype, version = engine.reader.describe(job, source.fqn, kind, source.offset, source.numel)
-    size = source.numel * dtype.itemsize
-    yield pb.ReadResponse(header=pb.ReadHeader(size_bytes=size, version=version, dtype=wire.DTYPE_TO_WIRE[dtype]))
-    async for piece in engine.reader.read(job, source.fqn, kind, source.offset, source.numel):
-        for start in range(0, len(piece), CHUNK_BYTES):
-            yield pb.ReadResponse(chunk=piece[start : start + CHUNK_BYTES])
+class Streams:
+    """Serves Read and Write. `window_bytes` is the most credit that one writer has."""
+
+    def __init__(self, engine: Engine, transfers: Transfers, window_bytes: int) -> None:
+        self._engine = engine
+        self._transfers = transfers
+        self._window_bytes = window_bytes
+
+    async def read(self, find_session: FindSession, context: RawContext) -> None:
+        """One Read, from its first message to its last chunk.
+
+        Raises:
+            StorageError: to be answered as its status.
+        """
+        request = await _next_read_request(context)
+        if request is None or request.WhichOneof("message") != "open":
+            raise InvalidRequestError("the first message of a read must be open")
+        opened = request.open
+        session = find_session(opened.session_id)
+        urgency = wire.urgency(opened.urgency)
+        source = await open_source(self._engine, session, opened)
+        if opened.first_byte > source.size_bytes:
+            raise InvalidRequestError(f"first_byte {opened.first_byte} is behind the end, {source.size_bytes}")
+        if not opened.credit_bytes:
+            raise InvalidRequestError("credit_bytes is 0; the first credit must allow to send something")
+        header = pb.ReadHeader(
+            size_bytes=source.size_bytes, version=source.version, dtype=wire.DTYPE_TO_WIRE[source.dtype]
+        )
+        credit = _Credit(opened.credit_bytes)
+        with self._transfers.open(session.session_id, source.job, urgency) as transfer:
+            # It may have ended while the source was opened, before it could end this transfer.
+            find_session(opened.session_id)
+            await context.write(pb.ReadResponse(header=header).SerializeToString())
+            await _run(
+                transfer,
+                self._send(transfer, source, opened.first_byte, credit, context),
+                _take_credits(credit, context),
+            )
+
+    async def _send(
+        self, transfer: Transfer, source: Source, first_byte: int, credit: _Credit, context: RawContext
+    ) -> None:
+        while first_byte < source.size_bytes:
+            nbytes = await credit.take(min(transfer.stride_bytes, source.size_bytes - first_byte))
+            await self._transfers.reserve(transfer, nbytes * _COPIES_SENT)
+            await context.write(chunks.encode(first_byte, await source.piece(first_byte, nbytes)))
+            self._transfers.moved(transfer, nbytes * _COPIES_SENT)
+            first_byte += nbytes
+
+    async def write(self, find_session: FindSession, context: RawContext) -> None:
+        """One Write, from its header to the acknowledgement of its last byte.
+
+        Raises:
+            StorageError: to be answered as its status.
+        """
+        request = await _next_write_request(context)
+        if not isinstance(request, pb.WriteRequest) or request.WhichOneof("message") != "header":
+            raise InvalidRequestError("the first message of a write must be the header")
+        header = request.header
+        session = find_session(header.session_id)
+        urgency = wire.urgency(header.urgency)
+        lease = session.lease(header.lease_id)
+        if lease.mode in (LeaseMode.READ, LeaseMode.RANGE):
+            raise ConflictError(f"lease {lease.lease_id} is for reading and cannot be written")
+        end = header.first_byte + header.size_bytes
+        if end > lease.nbytes:
+            raise InvalidRequestError(f"bytes [{header.first_byte}, {end}) leave the lease of {lease.nbytes} bytes")
+        # On its own: the first credit would take it along, and where that is cancelled half-way, gRPC sends it once
+        # more with the status, which its core refuses.
+        await context.send_initial_metadata(())
+        find_session(header.session_id)
+        with self._transfers.open(session.session_id, session.require_run().spec.name, urgency) as transfer:
+            inbox = _Inbox(self._engine, lease, header)
+            await _run(transfer, self._answer(transfer, inbox, context), self._receive(transfer, inbox, context))
+
+    async def _receive(self, transfer: Transfer, inbox: _Inbox, context: RawContext) -> None:
+        while inbox.missing_bytes:
+            request = await _next_write_request(context)
+            if request is None:
+                raise InvalidRequestError(f"the stream ended {inbox.missing_bytes} bytes early")
+            if not isinstance(request, Chunk):
+                raise InvalidRequestError("after the header of a write there must be chunks only")
+            inbox.put(request)
+            self._transfers.moved(transfer, len(request.data))
+
+    async def _answer(self, transfer: Transfer, inbox: _Inbox, context: RawContext) -> None:
+        """Keeps the writer in credit: a small one first, then up to the window, renewed when half of it is used. At the
+        end says that all has come."""
+        while ungranted := inbox.missing_bytes - inbox.credit_bytes:
+            window = self._window_bytes if transfer.is_proven else transfer.stride_bytes
+            room = window - inbox.credit_bytes
+            if room < min(window // 2, ungranted):
+                await inbox.wait_for_chunk()
+                continue
+            quantum = min(transfer.stride_bytes, room, ungranted)
+            await self._transfers.reserve(transfer, quantum)
+            granted = quantum
+            while granted < (wanted := min(room, ungranted)) and self._transfers.try_reserve(
+                transfer, quantum := min(transfer.stride_bytes, wanted - granted)
+            ):
+                granted += quantum
+            inbox.credit_bytes += granted
+            await context.write(
+                pb.WriteResponse(received_bytes=inbox.received_bytes, credit_bytes=granted).SerializeToString()
+            )
+        while inbox.missing_bytes:
+            await inbox.wait_for_chunk()
+        await context.write(pb.WriteResponse(received_bytes=inbox.size_bytes).SerializeToString())
 
 
-async def write_lease(
-    engine: Engine, lease: Lease, header: pb.WriteHeader, requests: AsyncIterator[pb.WriteRequest]
-) -> pb.WriteResponse:
-    """Fills a part of a write lease; raises InvalidRequestError unless exactly the announced bytes come."""
-    if lease.mode is LeaseMode.READ:
-        raise ConflictError(f"lease {lease.lease_id} is for reading and cannot be written")
-    end = header.offset_bytes + header.size_bytes
-    if end > lease.nbytes:
-        raise InvalidRequestError(f"bytes [{header.offset_bytes}, {end}) leave the lease of {lease.nbytes} bytes")
-    position = header.offset_bytes
-    async for request in requests:
-        chunk = request.chunk
-        if request.WhichOneof("message") != "chunk" or position + len(chunk) > end:
-            raise InvalidRequestError(f"after the header there must be chunks of {header.size_bytes} bytes in all")
-        _check(lease)
-        engine.host.view(lease.region)[position : position + len(chunk)] = chunk
-        position += len(chunk)
-    if position != end:
-        raise InvalidRequestError(f"the stream ended {end - position} bytes early")
-    return pb.WriteResponse(size_bytes=header.size_bytes)
+class _Credit:
+    """What a reader allows to be sent."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._no_more = False
+        self._changed = asyncio.Event()
+
+    def add(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._changed.set()
+
+    def close(self) -> None:
+        """There will not be more."""
+        self._no_more = True
+        self._changed.set()
+
+    async def take(self, at_most: int) -> int:
+        """Some bytes of credit, at least one; waits for it."""
+        while not self._nbytes:
+            if self._no_more:
+                raise InvalidRequestError("the client closed its side of the read before it had granted all credit")
+            self._changed.clear()
+            await self._changed.wait()
+        taken = min(at_most, self._nbytes)
+        self._nbytes -= taken
+        return taken
 
 
-def _check(lease: Lease) -> None:
-    if lease.void:
-        raise ConflictError(f"lease {lease.lease_id} ended while its bytes were streamed")
+class _Inbox:
+    """The range of a lease that a writer fills, in order."""
+
+    def __init__(self, engine: Engine, lease: Lease, header: pb.WriteHeader) -> None:
+        self._engine = engine
+        self._lease = lease
+        self._first_byte = header.first_byte
+        self._arrived = asyncio.Event()
+        self.size_bytes = header.size_bytes
+        self.received_bytes = 0
+        self.credit_bytes = 0
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.size_bytes - self.received_bytes
+
+    def put(self, chunk: Chunk) -> None:
+        """Verifies a chunk and puts it in place.
+
+        Raises:
+            InvalidRequestError: it is not the next one, or larger than allowed.
+            DataLossError: it was damaged on its way.
+            ConflictError: the lease has ended.
+        """
+        expected, nbytes = self._first_byte + self.received_bytes, len(chunk.data)
+        if chunk.first_byte != expected:
+            raise InvalidRequestError(f"the next chunk must begin at byte {expected}, not at byte {chunk.first_byte}")
+        if not 0 < nbytes <= min(MAX_CHUNK_BYTES, self.credit_bytes):
+            raise InvalidRequestError(
+                f"a chunk of {nbytes} bytes at byte {expected}: allowed are 1 to {MAX_CHUNK_BYTES}, within the credit "
+                f"of {self.credit_bytes} and the announced {self.size_bytes} bytes"
+            )
+        check_held(self._lease)
+        if not chunk.is_intact:
+            raise DataLossError(
+                f"bytes [{expected}, {expected + nbytes}) of lease {self._lease.lease_id} (group "
+                f"{self._lease.group!r}) were damaged on their way to the store; send them again"
+            )
+        self._engine.host.view(self._lease.region)[expected : expected + nbytes] = chunk.data
+        self.received_bytes += nbytes
+        self.credit_bytes -= nbytes
+        self._arrived.set()
+
+    async def wait_for_chunk(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+
+async def _take_credits(credit: _Credit, context: RawContext) -> None:
+    while (request := await _next_read_request(context)) is not None:
+        if request.WhichOneof("message") != "credit":
+            raise InvalidRequestError("after the first message of a read there must be credits only")
+        credit.add(request.credit.bytes)
+    credit.close()
+
+
+async def _next_read_request(context: RawContext) -> pb.ReadRequest | None:
+    """None at the end of the client's side."""
+    message = await _next_message(context)
+    if message is None:
+        return None
+    try:
+        return pb.ReadRequest.FromString(message)
+    except DecodeError as error:
+        raise InvalidRequestError(f"{len(message)} bytes that are no ReadRequest") from error
+
+
+async def _next_write_request(context: RawContext) -> pb.WriteRequest | Chunk | None:
+    """None at the end of the client's side."""
+    message = await _next_message(context)
+    if message is None:
+        return None
+    try:
+        return chunks.decode(message, pb.WriteRequest)
+    except chunks.MalformedMessageError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+async def _next_message(context: RawContext) -> bytes | None:
+    message = await context.read()
+    return message if isinstance(message, bytes) else None
+
+
+async def _run(transfer: Transfer, work: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end and `beside` with it, unless one of them fails or the transfer is ended."""
+    main, helper = asyncio.ensure_future(work), asyncio.ensure_future(beside)
+    waiting: set[asyncio.Future[None]] = {main, helper, transfer.ended}
+    try:
+        while not main.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
+    finally:
+        main.cancel()
+        helper.cancel()
+        await asyncio.gather(main, helper, return_exceptions=True)

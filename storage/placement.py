@@ -70,6 +70,12 @@ class Residents:
             slab.copy = None
         return copy.region
 
+    def adopt(self, slab: Slab, copy: HostCopy) -> None:
+        """Makes a copy that nobody uses yet that of a slab without one."""
+        slab.copy = copy
+        self.pin(copy)
+        self.unpin(slab, copy)
+
     def detach(self, slab: Slab) -> None:
         """Lets the slab's copy go, at home or not: now if it is idle, else when its last pin is taken back."""
         copy, slab.copy = slab.copy, None

@@ -1,4 +1,5 @@
-"""paramserver's training library: DeepSpeed's `initialize` over a store that owns parameters and optimizer states."""
+"""paramserver's libraries: DeepSpeed's `initialize` over a store that owns parameters and optimizer states, and a
+client of that store for everything else."""
 
 from __future__ import annotations
 
@@ -7,31 +8,52 @@ from trainer_client.errors import (
     ClientStateError,
     ConfigError,
     DataLossError,
+    InvalidRequestError,
     JobConflictError,
     LocalDaemonError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
+    StoreNotFoundError,
     StoreTimeoutError,
     StoreUnavailableError,
     TrainerClientError,
 )
 from trainer_client.initialization import initialize
 from trainer_client.optimizer import StoreOptimizer
+from trainer_client.store_client import StoreClient, StoreReader, StoreWriter
+from trainer_client.store_client_sync import StoreClientSync
+from trainer_client.store_reader import StoreReaderSync
+from trainer_client.store_types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store_writer import StoreWriterSync
 
 __all__ = [
     "ClientStateError",
+    "Commit",
     "ConfigError",
     "DataLossError",
     "Engine",
+    "InvalidRequestError",
     "JobConflictError",
+    "Kind",
     "LocalDaemonError",
+    "Placement",
     "StepAbortedError",
     "StoreBudgetError",
+    "StoreClient",
+    "StoreClientSync",
     "StoreError",
+    "StoreNotFoundError",
     "StoreOptimizer",
+    "StoreReader",
+    "StoreReaderSync",
     "StoreTimeoutError",
     "StoreUnavailableError",
+    "StoreWriter",
+    "StoreWriterSync",
+    "StoredJob",
+    "StoredTensor",
+    "TensorSpec",
     "TrainerClientError",
     "initialize",
 ]

@@ -39,6 +39,14 @@ class StoreError(TrainerClientError):
         self.message = message
 
 
+class InvalidRequestError(StoreError):
+    """The store refused the request as malformed, whatever its state."""
+
+
+class StoreNotFoundError(StoreError):
+    """The store does not have the job, step, tensor or range that was asked for."""
+
+
 class StoreUnavailableError(StoreError):
     """The daemon cannot be reached, or the session with it has ended."""
 

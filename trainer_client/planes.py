@@ -6,19 +6,16 @@ a write lease, makes the store see what the caller put into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import grpc
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from paramserver.v1.buffers import keep_chunk_buffers
 from trainer_client.arena import Arena
-from trainer_client.channel import LEASE_DEADLINE_SECONDS, translate
-
-_CHUNK_BYTES = 1 << 20
+from trainer_client.channel import LEASE_DEADLINE_SECONDS
+from trainer_client.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,24 +72,14 @@ class StreamPlane:
 
     name = "streams"
 
-    def __init__(self, stub: pb_grpc.ParameterStoreStub, session_id: str) -> None:
-        self._stub = stub
-        self._session_id = session_id
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        keep_chunk_buffers()
 
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
         leased = self.open_write(lease)
-        view = leased.data.numpy().data
-        filled = 0
-        request = pb.ReadRequest(session_id=self._session_id, lease_id=lease.lease_id)
-        try:
-            for response in self._stub.Read(request, timeout=LEASE_DEADLINE_SECONDS):
-                if response.WhichOneof("message") == "chunk":
-                    view[filled : filled + len(response.chunk)] = response.chunk
-                    filled += len(response.chunk)
-        except grpc.RpcError as error:
-            raise translate(error) from error
-        if filled != lease.size_bytes:
-            raise RuntimeError(f"the store sent {filled} bytes for a lease of {lease.size_bytes}")
+        source = pb.ReadRequest.Open(lease_id=lease.lease_id)
+        self._streams.read(source, leased.data.numpy().data, LEASE_DEADLINE_SECONDS)
         return leased
 
     def open_write(self, lease: pb.Lease) -> LeasedBytes:
@@ -100,15 +87,4 @@ class StreamPlane:
         return LeasedBytes(lease_id=lease.lease_id, version=lease.version, data=data)
 
     def flush(self, leased: LeasedBytes) -> None:
-        try:
-            self._stub.Write(self._write_requests(leased), timeout=LEASE_DEADLINE_SECONDS)
-        except grpc.RpcError as error:
-            raise translate(error) from error
-
-    def _write_requests(self, leased: LeasedBytes) -> Iterator[pb.WriteRequest]:
-        size = leased.data.numel()
-        header = pb.WriteHeader(session_id=self._session_id, lease_id=leased.lease_id, size_bytes=size)
-        yield pb.WriteRequest(header=header)
-        view = leased.data.numpy().data
-        for start in range(0, size, _CHUNK_BYTES):
-            yield pb.WriteRequest(chunk=bytes(view[start : start + _CHUNK_BYTES]))
+        self._streams.write(leased.lease_id, leased.data.numpy().data, LEASE_DEADLINE_SECONDS)

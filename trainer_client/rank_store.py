@@ -24,9 +24,11 @@ from trainer_client.channel import (
     open_channel,
     translate,
 )
+from trainer_client.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.errors import StoreError
 from trainer_client.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
 from trainer_client.session import Session
+from trainer_client.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +56,20 @@ class RankStore:
     """Args:
     address: `unix:/path` or `host:port`.
     client: who we are, for people.
+    credentials: what to show to the daemon.
     prefer_streams: leave the arena alone even where it can be mapped.
 
     Raises:
-        StoreError: the daemon cannot be reached.
+        ConfigError: the address or the credentials cannot be used.
+        StoreError: the daemon cannot be reached, or lets nobody in with them.
     """
 
-    def __init__(self, address: str, client: str, *, prefer_streams: bool = False) -> None:
+    def __init__(
+        self, address: str, client: str, credentials: Credentials = NO_CREDENTIALS, *, prefer_streams: bool = False
+    ) -> None:
         self._failure: StoreError | None = None
         self._arena: Arena | None = None
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, credentials)
         try:
             self._stub = pb_grpc.ParameterStoreStub(self._channel)
             self._session = Session(self._stub, client)
@@ -78,7 +84,8 @@ class RankStore:
         except BaseException:
             self.close()
             raise
-        self.plane: Plane = ArenaPlane(self._arena) if self._arena else StreamPlane(self._stub, self.session_id)
+        streams = Streams(self._channel, self.session_id, self._session.check)
+        self.plane: Plane = ArenaPlane(self._arena) if self._arena else StreamPlane(streams)
 
     def close(self) -> None:
         """Ends the session, and with it all leases; idempotent."""

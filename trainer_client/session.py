@@ -101,15 +101,24 @@ class Session:
         if self._failure is not None:
             raise type(self._failure)(self._failure.code, self._failure.message)
 
-    def wait_until_attached(self) -> None:
-        """Waits while a broken stream is being taken up again; to be called before a call that is not to fail for that.
+    def wait_until_attached(self, timeout_seconds: float | None = None) -> None:
+        """Waits while a broken stream is being taken up again, at most a little longer than the daemon's grace time; to
+        be called before a call that is not to fail for that.
 
         Raises:
+            StoreTimeoutError: the time is over, the session may not be.
             StoreError: the session is over.
         """
         if self._state is SessionState.BROKEN:
             with self._changed:
-                self._changed.wait_for(lambda: self._state is not SessionState.BROKEN or self._closing.is_set())
+                decided = self._changed.wait_for(
+                    lambda: self._state is not SessionState.BROKEN or self._closing.is_set(), timeout_seconds
+                )
+            if not decided:
+                raise StoreTimeoutError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                    "the connection to the store broke and did not come back in time",
+                )
         self.check()
 
     def close(self) -> None:

@@ -50,6 +50,11 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
         if tier.quarantined_bytes
     ]
     lines += [f"[red]{escape(problem)}[/red]" for tier in response.tiers for problem in tier.problems]
+    if response.loop_stalls:
+        longest = response.longest_loop_stall_seconds
+        lines.append(
+            f"[yellow]event loop: blocked {response.loop_stalls} times, up to {longest:.2f} s (see the log)[/yellow]"
+        )
     table.caption = "\n".join(lines)
     table.caption_justify = "left"
     return table

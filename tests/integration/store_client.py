@@ -31,10 +31,15 @@ CLOSE_SECONDS = 2.0
 
 
 class Client:
-    """One session. Sends heartbeats unless it is told to be silent."""
+    """One session. Sends heartbeats unless it is told to be silent.
 
-    def __init__(self, address: str, name: str = "test", *, silent: bool = False) -> None:
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    `channel`: the way to the daemon, where `address` alone does not tell it.
+    """
+
+    def __init__(
+        self, address: str, name: str = "test", *, silent: bool = False, channel: grpc.Channel | None = None
+    ) -> None:
+        self.channel = channel or grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.store = pb_grpc.ParameterStoreStub(self.channel)
         self.admin = admin_grpc.StoreAdminStub(self.channel)
         self.notices: list[str] = []
@@ -95,9 +100,17 @@ class Rank(Client):
     """A session that trains a layout, `groups` of it, as one rank."""
 
     def __init__(
-        self, address: str, layout: Layout, *, rank: int = 0, ranks: int = 1, run_id: str = "run", name: str = "test"
+        self,
+        address: str,
+        layout: Layout,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        run_id: str = "run",
+        name: str = "test",
+        channel: grpc.Channel | None = None,
     ) -> None:
-        super().__init__(address, name)
+        super().__init__(address, name, channel=channel)
         self.layout = layout
         self.rank, self.ranks, self.run_id = rank, ranks, run_id
         self.groups = layout.groups[rank::ranks]

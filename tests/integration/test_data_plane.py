@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind
+from tests.integration import stream_client
 from tests.integration.daemon import MIB, OVERHEAD_BYTES, Daemon
 from tests.integration.store_client import Clients, Rank
 from tests.unit.storage.builders import Layout
@@ -143,8 +144,8 @@ def read_everything(rank: Rank) -> None:
     def read(groups: tuple[str, ...]) -> None:
         for group in groups:
             source = pb.TensorRange(fqn=f"{group}.weight.0", kind=pb.KIND_MASTER, offset=0, numel=150_000)
-            for _ in rank.store.Read(pb.ReadRequest(session_id=rank.session_id, range=source), timeout=30):
-                pass
+            header, data = stream_client.read(rank, range=source)
+            assert len(data) == header.size_bytes
 
     readers = [threading.Thread(target=read, args=[rank.groups[i::8]]) for i in range(8)]
     for reader in readers:

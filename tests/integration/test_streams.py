@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import grpc
 import torch
 
@@ -11,39 +9,12 @@ from paramserver import wire
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind
 from tests.integration.store_client import Clients, Rank, refused
+from tests.integration.stream_client import MIB, Reading, Writing, read, seal, write
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
-MIB = 1 << 20
 # 2.4 MB of weights a group: several chunks, the last one odd.
 WIDE = Layout(numels=(600_001,), groups=("a",), with_skips=False)
-
-
-def read(rank: Rank, **source: object) -> tuple[pb.ReadHeader, bytes]:
-    """Header and bytes; checks the shape of the stream."""
-    responses = list(rank.store.Read(pb.ReadRequest(session_id=rank.session_id, **source), timeout=20))  # type: ignore[arg-type]
-    assert [r.WhichOneof("message") for r in responses] == ["header"] + ["chunk"] * (len(responses) - 1)
-    assert all(0 < len(r.chunk) <= MIB for r in responses[1:])
-    header, data = responses[0].header, b"".join(r.chunk for r in responses[1:])
-    assert len(data) == header.size_bytes
-    return header, data
-
-
-def write(rank: Rank, lease: pb.Lease, *chunks: bytes, offset: int = 0, size: int | None = None) -> int:
-    """Sends chunks; what the store says it took."""
-
-    def requests() -> Iterator[pb.WriteRequest]:
-        total = sum(map(len, chunks)) if size is None else size
-        yield pb.WriteRequest(
-            header=pb.WriteHeader(
-                session_id=rank.session_id, lease_id=lease.lease_id, offset_bytes=offset, size_bytes=total
-            )
-        )
-        for chunk in chunks:
-            yield pb.WriteRequest(chunk=chunk)
-
-    response: pb.WriteResponse = rank.store.Write(requests(), timeout=20)
-    return response.size_bytes
 
 
 def leased_bytes(rank: Rank, lease: pb.Lease) -> bytes:
@@ -73,15 +44,15 @@ def test_a_run_over_streams_alone_has_the_bits_of_torch(clients: Clients, job: s
         lease = rank.acquire("a", kind, pb.LEASE_MODE_WRITE)
         values = raw(rank.reference.initial("a", 0).to(layout.dtype(kind).torch))
         # In two pieces, the second first.
-        write(rank, lease, values[MIB // 2 :], offset=MIB // 2)
-        write(rank, lease, values[: MIB // 4], values[MIB // 4 : MIB // 2])
+        write(rank, lease.lease_id, values[MIB // 2 :], first_byte=MIB // 2)
+        write(rank, lease.lease_id, values[: MIB // 2])
         assert leased_bytes(rank, lease)[: len(values)] == values
         rank.release(lease, publish=True)
     rank.commit(0)
     for step in (1, 2):
         lease = rank.acquire("a", Kind.GRAD, pb.LEASE_MODE_WRITE, step=step)
         gradient = raw(rank.reference.gradient(step, "a", 0)) + padding
-        assert write(rank, lease, gradient) == lease.size_bytes
+        assert write(rank, lease.lease_id, gradient) == lease.size_bytes
         rank.apply(step, lease, group="a")
         rank.commit(step)
     for kind in layout.kinds:
@@ -113,49 +84,100 @@ def test_ranges_by_name_are_exact(clients: Clients, job: str) -> None:
         read(rank)
 
 
+def test_a_read_begins_at_any_byte_and_stays_within_its_credit(clients: Clients, job: str) -> None:
+    rank = clients.rank(Layout(name=job, numels=WIDE.numels, groups=WIDE.groups)).begin()
+    lease = rank.acquire("a", Kind.PARAM, pb.LEASE_MODE_READ)
+    whole = leased_bytes(rank, lease)
+    source = pb.TensorRange(fqn="a.weight.0", kind=pb.KIND_PARAM, offset=16, numel=600_001 - 16)
+    for first_byte in (1, MIB + 3, lease.size_bytes - 1, lease.size_bytes):
+        assert read(rank, lease_id=lease.lease_id, first_byte=first_byte)[1] == whole[first_byte:]
+    for first_byte in (1, MIB + 3):
+        assert read(rank, range=source, first_byte=first_byte)[1] == whole[64 + first_byte : 600_001 * 4]
+    reading = Reading(rank, lease_id=lease.lease_id, credit_bytes=10)
+    assert reading.header().size_bytes == lease.size_bytes
+    chunks = reading.chunks()
+    assert len(next(chunks).data) == 10
+    reading.grant(5)
+    reading.half_close()
+    assert len(next(chunks).data) == 5
+    with refused(CODE.INVALID_ARGUMENT, "before it had granted all credit"):
+        next(chunks)
+    with refused(CODE.INVALID_ARGUMENT, f"first_byte {lease.size_bytes + 1} is behind the end"):
+        read(rank, lease_id=lease.lease_id, first_byte=lease.size_bytes + 1)
+    with refused(CODE.INVALID_ARGUMENT, "credit_bytes is 0"):
+        Reading(rank, lease_id=lease.lease_id, credit_bytes=0).header()
+    with refused(CODE.INVALID_ARGUMENT, "urgency"):
+        Reading(rank, lease_id=lease.lease_id, credit_bytes=1, urgency=77).header()
+    with refused(CODE.INVALID_ARGUMENT, "first message of a read must be open"):
+        next(rank.store.Read(iter([pb.ReadRequest(credit=pb.Credit(bytes=1))]), timeout=20))
+
+
 def test_a_write_must_bring_exactly_what_it_announced_into_a_lease_for_writing(clients: Clients, job: str) -> None:
     rank = clients.rank(Layout(name=job)).begin()
     reading = rank.acquire("block.0", Kind.PARAM, pb.LEASE_MODE_READ)
     before = leased_bytes(rank, reading)
     with refused(CODE.FAILED_PRECONDITION, "is for reading and cannot be written"):
-        write(rank, reading, b"xxxx")
+        write(rank, reading.lease_id, b"xxxx")
     lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
     with refused(CODE.FAILED_PRECONDITION, "is for writing (gradient) and cannot be read"):
         read(rank, lease_id=lease.lease_id)
-    with refused(CODE.INVALID_ARGUMENT, "the stream ended 3 bytes early"):
-        write(rank, lease, b"xx", size=5)
-    with refused(CODE.INVALID_ARGUMENT, "chunks of 1 bytes in all"):
-        write(rank, lease, b"xx", size=1)
+    damaged = seal(0, b"xx")
+    damaged.data = b"xy"
+    for size, sent, code, named in [
+        (5, [seal(0, b"xx")], CODE.INVALID_ARGUMENT, "the stream ended 3 bytes early"),
+        (1, [seal(0, b"xx")], CODE.INVALID_ARGUMENT, "the announced 1 bytes"),
+        (5, [seal(0, b"")], CODE.INVALID_ARGUMENT, "a chunk of 0 bytes"),
+        (5, [seal(1, b"xx")], CODE.INVALID_ARGUMENT, "must begin at byte 0, not at byte 1"),
+        (5, [seal(0, b"xx"), seal(1, b"xx")], CODE.INVALID_ARGUMENT, "must begin at byte 2, not at byte 1"),
+        (2, [damaged], CODE.DATA_LOSS, "bytes [0, 2) of lease"),
+    ]:
+        writing = Writing(rank, lease.lease_id, size)
+        for chunk in sent:
+            writing.send(chunk)
+        writing.half_close()
+        with refused(code, named):
+            list(writing.responses)
     with refused(CODE.INVALID_ARGUMENT, f"leave the lease of {lease.size_bytes} bytes"):
-        write(rank, lease, b"xx", offset=lease.size_bytes - 1)
+        write(rank, lease.lease_id, b"xx", first_byte=lease.size_bytes - 1)
     with refused(CODE.INVALID_ARGUMENT, "leave the lease"):
-        write(rank, lease, b"xx", offset=(1 << 64) - 1)
-    with refused(CODE.INVALID_ARGUMENT, "first message of a write must be the header"):
-        rank.store.Write(iter([pb.WriteRequest(chunk=b"x")]), timeout=20)
-    with refused(CODE.INVALID_ARGUMENT, "first message of a write must be the header"):
-        rank.store.Write(iter([]), timeout=20)
+        write(rank, lease.lease_id, b"xx", first_byte=(1 << 64) - 1)
+    for first in [iter([pb.WriteRequest(chunk=seal(0, b"x"))]), iter([])]:
+        with refused(CODE.INVALID_ARGUMENT, "first message of a write must be the header"):
+            list(rank.store.Write(first, timeout=20))
+    assert write(rank, lease.lease_id, b"") == 0
     rank.release(lease)
     with refused(CODE.NOT_FOUND, "is not held by this session"):
-        write(rank, lease, b"xx")
+        write(rank, lease.lease_id, b"xx")
     assert leased_bytes(rank, reading) == before
 
 
 def test_a_lease_that_ends_while_it_is_written_takes_no_more_bytes(clients: Clients, job: str) -> None:
     rank = clients.rank(Layout(name=job)).begin()
     lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
-
-    def requests() -> Iterator[pb.WriteRequest]:
-        header = pb.WriteHeader(session_id=rank.session_id, lease_id=lease.lease_id, size_bytes=lease.size_bytes)
-        yield pb.WriteRequest(header=header)
-        yield pb.WriteRequest(chunk=b"\x01" * 16)
-        while leased_bytes(rank, lease)[:16] != b"\x01" * 16:
-            pass
-        rank.release(lease)
-        yield pb.WriteRequest(chunk=b"\x02" * 16)
-
+    writing = Writing(rank, lease.lease_id, lease.size_bytes)
+    writing.send(seal(0, b"\x01" * 16))
+    while leased_bytes(rank, lease)[:16] != b"\x01" * 16:
+        pass
+    rank.release(lease)
+    writing.send(seal(16, b"\x02" * 16))
     with refused(CODE.FAILED_PRECONDITION, "ended while its bytes were streamed"):
-        rank.store.Write(requests(), timeout=20)
+        list(writing.responses)
+    writing.half_close()
     assert leased_bytes(rank, lease)[16:32] != b"\x02" * 16
+
+
+def test_a_lease_that_ends_while_it_is_read_gives_no_more_bytes(clients: Clients, job: str) -> None:
+    rank = clients.rank(Layout(name=job)).begin()
+    lease = rank.acquire("block.0", Kind.PARAM, pb.LEASE_MODE_READ)
+    reading = Reading(rank, lease_id=lease.lease_id, credit_bytes=16)
+    reading.header()
+    chunks = reading.chunks()
+    assert len(next(chunks).data) == 16
+    rank.release(lease)
+    reading.grant(16)
+    with refused(CODE.FAILED_PRECONDITION, "ended while its bytes were streamed"):
+        next(chunks)
+    reading.half_close()
 
 
 def raw(tensor: torch.Tensor) -> bytes:

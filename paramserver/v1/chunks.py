@@ -1,0 +1,131 @@
+"""The wire form of chunks, as Read and Write carry them, without the copies that protobuf makes in Python.
+
+`ReadResponse.chunk` and `WriteRequest.chunk` have the same number and type, so a message that holds a chunk is the same
+bytes in both directions:
+
+    12 <varint: length of the chunk>  09 <checksum: fixed64>  10 <first_byte: varint>  1a <varint: length> <data>
+
+Written is only this form. Read is any that protobuf allows; this one, in which the data is the end of the message, by
+looking at its first few bytes. Must never interpret the data, nor import anything of the daemon.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TypeVar
+
+import xxhash
+from google.protobuf.message import DecodeError
+
+from paramserver.v1 import parameter_store_pb2 as pb
+
+# Of data, in one message.
+MAX_CHUNK_BYTES = 1 << 20
+
+_CHUNK_TAG = 0x12
+_CHECKSUM_TAG = 0x09
+_FIRST_BYTE_TAG = 0x10
+_DATA_TAG = 0x1A
+_CHECKSUM = struct.Struct("<BQ")
+# Of a uint64, seven bits a byte.
+_MAX_VARINT_BYTES = 10
+
+MessageT = TypeVar("MessageT", pb.ReadResponse, pb.WriteRequest)
+
+
+class MalformedMessageError(ValueError):
+    """Bytes that are no message of the contract."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes of a source from `first_byte` on, as they came."""
+
+    checksum: int
+    first_byte: int
+    data: memoryview
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the data has the checksum that was sent with it."""
+        return self.checksum == checksum(self.first_byte, self.data)
+
+
+def checksum(first_byte: int, data: memoryview | bytes) -> int:
+    """XXH3-64 of the data, seeded with its place: good bytes at a wrong place are as wrong as damaged ones."""
+    return xxhash.xxh3_64_intdigest(data, seed=first_byte)
+
+
+def encode(first_byte: int, data: memoryview | bytes) -> bytes:
+    """The message that carries a chunk. Copies the data once."""
+    head = b"".join(
+        (
+            _CHECKSUM.pack(_CHECKSUM_TAG, checksum(first_byte, data)),
+            bytes((_FIRST_BYTE_TAG,)),
+            _varint(first_byte),
+            bytes((_DATA_TAG,)),
+            _varint(len(data)),
+        )
+    )
+    return b"".join((bytes((_CHUNK_TAG,)), _varint(len(head) + len(data)), head, data))
+
+
+def decode(message: bytes, kind: type[MessageT]) -> Chunk | MessageT:
+    """The chunk that a message carries, over the message's own memory; or the message, if it carries something else.
+
+    Raises:
+        MalformedMessageError: it is no message of this kind.
+    """
+    if (chunk := _decode_chunk(message)) is not None:
+        return chunk
+    try:
+        parsed = kind.FromString(message)
+    except DecodeError as error:
+        raise MalformedMessageError(f"{len(message)} bytes that are no {kind.DESCRIPTOR.name}") from error
+    if parsed.WhichOneof("message") != "chunk":
+        return parsed
+    return Chunk(parsed.chunk.checksum, parsed.chunk.first_byte, memoryview(parsed.chunk.data))
+
+
+def _decode_chunk(message: bytes) -> Chunk | None:
+    """The chunk, if the message has the form that `encode` gives; None: it may still be a valid message."""
+    try:
+        if message[0] != _CHUNK_TAG:
+            return None
+        length, at = _read_varint(message, 1)
+        tag, value = _CHECKSUM.unpack_from(message, at)
+        if tag != _CHECKSUM_TAG or at + length != len(message) or message[at + _CHECKSUM.size] != _FIRST_BYTE_TAG:
+            return None
+        first_byte, at = _read_varint(message, at + _CHECKSUM.size + 1)
+        if message[at] != _DATA_TAG:
+            return None
+        length, at = _read_varint(message, at + 1)
+        if at + length != len(message):
+            return None
+    except (IndexError, struct.error):
+        return None
+    return Chunk(value, first_byte, memoryview(message)[at:])
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """The value and where it ends; IndexError where protobuf, too, finds no uint64."""
+    value = 0
+    for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            if value >> 64:
+                break
+            return value, at
+    raise IndexError
