@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 
 from storage.engine import Pin
+from storage.reader import StepReader
+from storage.shard import DType
 from storage.slab import Slab
 from storage.tiers.arena import ArenaRange
 
@@ -37,4 +39,6 @@ class Lease:
     pin: Pin | None  # None: a gradient, bytes to put or a range, which are no slab's
     slab: Slab | None = None  # that the bytes are to be put as
     step: int = 0  # of the bytes, if they are to be put or are a range
+    reader: StepReader | None = None  # that a range is of
+    dtype: DType | None = None  # of a range
     void: bool = False

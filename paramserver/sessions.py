@@ -26,7 +26,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
 from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError, StorageError
 from storage.reader import StepReader
-from storage.shard import JobSpec, Kind
+from storage.shard import DType, JobSpec, Kind
 from storage.slab import NEVER, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.slots import Slot
@@ -314,9 +314,13 @@ class Sessions:
         region = await self._engine.allocate_put(job, step, group, kind)
         return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
 
-    def lease_range(self, session: Session, fqn: str, nbytes: int, region: ArenaRange, step: int) -> Lease:
+    def lease_range(
+        self, session: Session, reader: StepReader, fqn: str, dtype: DType, nbytes: int, region: ArenaRange
+    ) -> Lease:
         """A lease on a range of a tensor, of which the arena holds a copy for it."""
-        return self._grant(session, fqn, LeaseMode.RANGE, nbytes, region, None, step=step)
+        lease = self._grant(session, fqn, LeaseMode.RANGE, nbytes, region, None, step=reader.step)
+        lease.reader, lease.dtype = reader, dtype
+        return lease
 
     async def lease_for_gradient(self, session: Session, group: str) -> Lease:
         """An exclusive lease for the gradient of a group."""
@@ -357,6 +361,8 @@ class Sessions:
             raise InvalidRequestError(
                 f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
             )
+        # It may have ended since it was looked up: with its session, or with the reader that it is of.
+        session.lease(lease.lease_id)
         lease.void = True
         del session.leases[lease.lease_id]
         if publish and lease.pin is not None:
@@ -412,3 +418,12 @@ class Sessions:
         reader_id = next(self._reader_ids)
         session.readers[reader_id] = reader
         return reader_id
+
+    def let_go(self, session: Session, reader_id: int) -> None:
+        """Closes a reader, and ends the leases on its ranges. Raises NotFoundError where the session has none such."""
+        reader = session.reader(reader_id)
+        reader.close()
+        del session.readers[reader_id]
+        for lease in [lease for lease in session.leases.values() if lease.reader is reader]:
+            del session.leases[lease.lease_id]
+            self._give_back(lease, NEVER)

@@ -3,6 +3,7 @@ client of that store for everything else."""
 
 from __future__ import annotations
 
+from trainer_client.credentials import Credentials
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
@@ -11,6 +12,7 @@ from trainer_client.errors import (
     InvalidRequestError,
     JobConflictError,
     LocalDaemonError,
+    PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
@@ -18,6 +20,7 @@ from trainer_client.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
     TrainerClientError,
+    UnauthenticatedError,
 )
 from trainer_client.initialization import initialize
 from trainer_client.optimizer import StoreOptimizer
@@ -31,12 +34,14 @@ __all__ = [
     "ClientStateError",
     "Commit",
     "ConfigError",
+    "Credentials",
     "DataLossError",
     "Engine",
     "InvalidRequestError",
     "JobConflictError",
     "Kind",
     "LocalDaemonError",
+    "PermissionDeniedError",
     "Placement",
     "StepAbortedError",
     "StoreBudgetError",
@@ -55,5 +60,6 @@ __all__ = [
     "StoredTensor",
     "TensorSpec",
     "TrainerClientError",
+    "UnauthenticatedError",
     "initialize",
 ]

@@ -18,12 +18,14 @@ from trainer_client.errors import (
     DataLossError,
     InvalidRequestError,
     JobConflictError,
+    PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
     StoreNotFoundError,
     StoreTimeoutError,
     StoreUnavailableError,
+    UnauthenticatedError,
 )
 
 SERVICE_NAME = "paramserver.v1.ParameterStore"
@@ -51,9 +53,13 @@ _OPTIONS = (
 
 _ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.NOT_FOUND: StoreNotFoundError,
     grpc.StatusCode.UNAVAILABLE: StoreUnavailableError,
     grpc.StatusCode.CANCELLED: StoreUnavailableError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeoutError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: StoreBudgetError,
     grpc.StatusCode.FAILED_PRECONDITION: JobConflictError,

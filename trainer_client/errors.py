@@ -43,6 +43,14 @@ class InvalidRequestError(StoreError):
     """The store refused the request as malformed, whatever its state."""
 
 
+class UnauthenticatedError(StoreError):
+    """The daemon asks for a token, and was given none that it knows."""
+
+
+class PermissionDeniedError(StoreError):
+    """The token does not allow the job or the call."""
+
+
 class StoreNotFoundError(StoreError):
     """The store does not have the job, step, tensor or range that was asked for."""
 

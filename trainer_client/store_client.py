@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from trainer_client.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
+from trainer_client.credentials import Credentials
 from trainer_client.store_client_sync import StoreClientSync
 from trainer_client.store_connection import Call, Timeout
 from trainer_client.store_reader import StoreReaderSync
@@ -63,13 +64,19 @@ class StoreClient:
 
     @classmethod
     async def connect(
-        cls, address: str, *, client: str | None = None, prefer_streams: bool = False, timeout: Timeout = None
+        cls,
+        address: str,
+        *,
+        credentials: Credentials | None = None,
+        client: str | None = None,
+        prefer_streams: bool = False,
+        timeout: Timeout = None,
     ) -> StoreClient:
         """Waits until the daemon answers. Raises as StoreClientSync.connect."""
         threads, call = _Threads(), Call(timeout, CONTROL_DEADLINE_SECONDS)
         connected = await threads.run(
             call,
-            lambda: StoreClientSync.connect_within(call, address, client=client, prefer_streams=prefer_streams),
+            lambda: StoreClientSync.connect_within(call, address, credentials, client, prefer_streams=prefer_streams),
             give_back=StoreClientSync.close,
         )
         return cls(connected, threads)

@@ -53,9 +53,10 @@ def values(step: int) -> dict[str, torch.Tensor]:
     return {fqn: value(fqn, step) for fqn in SPECS}
 
 
-@pytest.fixture
-async def store(daemon: Daemon) -> AsyncIterator[StoreClient]:
-    async with await StoreClient.connect(daemon.address) as client:
+@pytest.fixture(params=["arena", "streams"])
+async def store(daemon: Daemon, request: pytest.FixtureRequest) -> AsyncIterator[StoreClient]:
+    async with await StoreClient.connect(daemon.address, prefer_streams=request.param == "streams") as client:
+        assert client.maps_memory is (request.param == "arena")
         yield client
 
 
@@ -72,7 +73,6 @@ async def write(job: StoreWriter, step: int) -> None:
 
 
 async def test_each_step_has_its_values_and_a_reader_keeps_the_one_it_holds(store: StoreClient, job: str) -> None:
-    assert store.maps_memory
     async with await store.open(job, SPECS, shard_bytes=SHARD) as writer:
         assert writer.step is None
         await write(writer, 0)
