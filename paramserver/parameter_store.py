@@ -234,11 +234,14 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     async def Read(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
         """Of raw messages; see `raw_handlers`."""
         async with answering_errors(context):
+            # Before anything is taken in: only the first message names a session.
+            self._gate.principal(context)
             await self._streams.read(lambda session_id: self._session(session_id, context), context)
 
     async def Write(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
         """Of raw messages; see `raw_handlers`."""
         async with answering_errors(context):
+            self._gate.principal(context)
             await self._streams.write(lambda session_id: self._session(session_id, context), context)
 
     def raw_handlers(self) -> Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]:

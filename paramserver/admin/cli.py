@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paramserver.admin.connection import Access
+from paramserver.admin.connection import ACCESS, Access
 from paramserver.admin.delete_job import delete_job
 from paramserver.admin.jobs import jobs
 from paramserver.admin.shards import shards
@@ -23,7 +23,6 @@ app = typer.Typer(
 
 @app.callback()
 def _root(
-    context: typer.Context,
     token_file: Annotated[
         Path | None, typer.Option(help="File of an admin token.", envvar="PARAMSERVER_TOKEN_FILE")
     ] = None,
@@ -36,13 +35,10 @@ def _root(
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of it.", envvar="PARAMSERVER_TLS_KEY")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Let the token cross the network in the clear.")] = False,
 ) -> None:
-    context.obj = Access(
-        token_file=token_file,
-        tls_ca=tls_ca,
-        tls_certificate=tls_certificate,
-        tls_key=tls_key,
-        insecure=insecure,
+    access = Access(
+        token_file=token_file, tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key, insecure=insecure
     )
+    ACCESS.set(access)
 
 
 app.command()(tiers)

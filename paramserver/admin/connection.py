@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
-import click
 import grpc
 import typer
 
@@ -52,12 +52,16 @@ class Access:
         return channel if token is None else grpc.intercept_channel(channel, _TokenBearer(token))
 
 
+# Set by the options before the verb.
+ACCESS: ContextVar[Access] = ContextVar("access")
+
+
 @contextmanager
 def connect(address: str | None) -> Iterator[StoreAdminStub]:
     """A stub for the daemon at `address`. What goes wrong inside ends the program with one line and status 1."""
     if not address:
         _fail(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
-    channel = click.get_current_context().ensure_object(Access).channel(address)
+    channel = ACCESS.get().channel(address)
     try:
         yield StoreAdminStub(channel)
     except grpc.RpcError as error:
