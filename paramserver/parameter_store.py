@@ -328,8 +328,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     ) -> pb.CloseReaderResponse:
         async with answering_errors(context):
             session = self._session(request.session_id, context)
-            session.reader(request.reader_id).close()
-            del session.readers[request.reader_id]
+            self._sessions.let_go(session, request.reader_id)
             return pb.CloseReaderResponse()
 
     async def ListStoredJobs(

@@ -60,14 +60,18 @@ class Readers:
         """
         reader, kind = session.reader(source.reader_id), wire.kind(source.kind)
         wire.check_range(source)
-        nbytes = source.numel * reader.describe(source.fqn, kind, source.offset, source.numel).itemsize
+        dtype = reader.describe(source.fqn, kind, source.offset, source.numel)
+        nbytes = source.numel * dtype.itemsize
 
         async def fill(view: memoryview) -> None:
             await reader.fill(source.fqn, kind, source.offset, source.numel, view)
 
         async with self._host_quota.room_for(reader.job, round_up(nbytes)):
             region = await self._engine.load(reader.job, nbytes, fill)
-            return self._sessions.lease_range(session, source.fqn, nbytes, region, reader.step)
+            if session.readers.get(source.reader_id) is not reader:
+                self._engine.free_loose(region)
+                raise NotFoundError(f"reader {source.reader_id} was closed while a range was leased from it")
+            return self._sessions.lease_range(session, reader, source.fqn, dtype, nbytes, region)
 
     def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:
         """A page of the tensors that this store holds elements of.

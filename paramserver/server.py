@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from paramserver import __version__
 from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import DaemonConfig, is_loopback
+from paramserver.handlers import CheckingServer
 from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
 from paramserver.quotas import Quotas
@@ -123,16 +124,16 @@ async def _serve(
             ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
         ]
     )
-    parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, server)
+    checking = CheckingServer(server)
+    parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, checking)
     server.add_registered_method_handlers(STORE_SERVICE, store.raw_handlers())
     store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
-        StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir, gate), server
+        StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir, gate), checking
     )
     health_service = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
-        Reflection(gate, [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]), server
-    )
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, checking)
+    described = [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(gate, described), checking)
     _bind(server, f"unix:{config.socket_path}", f"socket {config.socket_path}")
     if config.listen is not None:
         _bind(server, config.listen, f"listen address {config.listen}", credentials)

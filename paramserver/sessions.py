@@ -18,7 +18,7 @@ from paramserver.tokens import Principal
 from storage.engine import Engine, Pin
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StepAbortedError, StorageError
 from storage.reader import StepReader
-from storage.shard import JobSpec, Kind
+from storage.shard import DType, JobSpec, Kind
 from storage.slab import NEVER, Slab
 from storage.tiers.arena import ArenaRange
 from storage.versions import Job
@@ -48,6 +48,8 @@ class Lease:
     pin: Pin | None  # None: a gradient, bytes to put or a range, which are no slab's
     slab: Slab | None = None  # that the bytes are to be put as
     step: int = 0  # of the bytes, if they are to be put or are a range
+    reader: StepReader | None = None  # that a range is of
+    dtype: DType | None = None  # of a range
     void: bool = False
 
 
@@ -276,9 +278,13 @@ class Sessions:
         region = await self._engine.allocate_put(job, step, group, kind)
         return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
 
-    def lease_range(self, session: Session, fqn: str, nbytes: int, region: ArenaRange, step: int) -> Lease:
+    def lease_range(
+        self, session: Session, reader: StepReader, fqn: str, dtype: DType, nbytes: int, region: ArenaRange
+    ) -> Lease:
         """A lease on a range of a tensor, of which the arena holds a copy for it."""
-        return self._grant(session, fqn, LeaseMode.RANGE, nbytes, region, None, step=step)
+        lease = self._grant(session, fqn, LeaseMode.RANGE, nbytes, region, None, step=reader.step)
+        lease.reader, lease.dtype = reader, dtype
+        return lease
 
     async def lease_for_gradient(self, session: Session, group: str) -> Lease:
         """An exclusive lease for the gradient of a group."""
@@ -319,6 +325,8 @@ class Sessions:
             raise InvalidRequestError(
                 f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
             )
+        # It may have ended since it was looked up: with its session, or with the reader that it is of.
+        session.lease(lease.lease_id)
         lease.void = True
         del session.leases[lease.lease_id]
         if publish and lease.pin is not None:
@@ -346,6 +354,15 @@ class Sessions:
         reader_id = next(self._reader_ids)
         session.readers[reader_id] = reader
         return reader_id
+
+    def let_go(self, session: Session, reader_id: int) -> None:
+        """Closes a reader, and ends the leases on its ranges. Raises NotFoundError where the session has none such."""
+        reader = session.reader(reader_id)
+        reader.close()
+        del session.readers[reader_id]
+        for lease in [lease for lease in session.leases.values() if lease.reader is reader]:
+            del session.leases[lease.lease_id]
+            self._give_back(lease, NEVER)
 
     # --- the end
 

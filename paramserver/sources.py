@@ -107,8 +107,15 @@ class _RangeSource:
 
 
 def _open_lease(engine: Engine, lease: Lease) -> Source:
-    if lease.mode is LeaseMode.RANGE:
-        raise ConflictError(f"lease {lease.lease_id} is for the mapped arena; to stream its range, ask for the range")
+    if lease.reader is not None and lease.dtype is not None:
+        return _LeaseSource(
+            engine=engine,
+            lease=lease,
+            job=lease.reader.job.spec.name,
+            size_bytes=lease.nbytes,
+            version=lease.step,
+            dtype=lease.dtype,
+        )
     if lease.mode is not LeaseMode.READ or lease.pin is None:
         raise ConflictError(f"lease {lease.lease_id} is for writing ({lease.mode.value}) and cannot be read")
     slab = lease.pin.slab

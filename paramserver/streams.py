@@ -17,12 +17,13 @@ from google.protobuf.message import DecodeError
 from paramserver import wire
 from paramserver.sessions import Lease, LeaseMode, Session
 from paramserver.sources import Source, check_held, open_source
-from paramserver.transfers import Transfer, Transfers
+from paramserver.status import answer
+from paramserver.transfers import FIRST_STRIDE_BYTES, Transfer, Transfers
 from paramserver.v1 import chunks
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.chunks import MAX_CHUNK_BYTES, Chunk
 from storage.engine import Engine
-from storage.errors import ConflictError, DataLossError, InvalidRequestError
+from storage.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
 
 RawContext = grpc.aio.ServicerContext[bytes, bytes]
 # The session with an id; raises where it is none of the caller's.
@@ -64,20 +65,23 @@ class Streams:
         with self._transfers.open(session.session_id, source.job, urgency) as transfer:
             # It may have ended while the source was opened, before it could end this transfer.
             find_session(opened.session_id)
-            await context.write(pb.ReadResponse(header=header).SerializeToString())
-            await _run(
-                transfer,
-                self._send(transfer, source, opened.first_byte, credit, context),
-                _take_credits(credit, context),
-            )
+            await _write(context, pb.ReadResponse(header=header))
+            sending = self._send(transfer, source, opened.first_byte, credit, context)
+            try:
+                await _run(transfer, sending, _take_credits(transfer, credit, context))
+            except StorageError as error:
+                # The client may not read: the status waits behind the chunk then, which gRPC holds.
+                with self._transfers.pinned(transfer, transfer.held_bytes // _COPIES_SENT):
+                    await answer(context, error)
 
     async def _send(
         self, transfer: Transfer, source: Source, first_byte: int, credit: _Credit, context: RawContext
     ) -> None:
         while first_byte < source.size_bytes:
-            nbytes = await credit.take(min(transfer.stride_bytes, source.size_bytes - first_byte))
+            await credit.wait()
+            nbytes = credit.take(min(self._transfers.stride_bytes(transfer), source.size_bytes - first_byte))
             await self._transfers.reserve(transfer, nbytes * _COPIES_SENT)
-            await context.write(chunks.encode(first_byte, await source.piece(first_byte, nbytes)))
+            await _write(context, chunks.encode(first_byte, await source.piece(first_byte, nbytes)))
             self._transfers.moved(transfer, nbytes * _COPIES_SENT)
             first_byte += nbytes
 
@@ -115,31 +119,29 @@ class Streams:
             if not isinstance(request, Chunk):
                 raise InvalidRequestError("after the header of a write there must be chunks only")
             inbox.put(request)
+            transfer.is_proven = True
             self._transfers.moved(transfer, len(request.data))
 
     async def _answer(self, transfer: Transfer, inbox: _Inbox, context: RawContext) -> None:
         """Keeps the writer in credit: a small one first, then up to the window, renewed when half of it is used. At the
         end says that all has come."""
         while ungranted := inbox.missing_bytes - inbox.credit_bytes:
-            window = self._window_bytes if transfer.is_proven else transfer.stride_bytes
-            room = window - inbox.credit_bytes
+            window = self._window_bytes if transfer.is_proven else FIRST_STRIDE_BYTES
+            room = min(window - inbox.credit_bytes, ungranted)
             if room < min(window // 2, ungranted):
                 await inbox.wait_for_chunk()
                 continue
-            quantum = min(transfer.stride_bytes, room, ungranted)
-            await self._transfers.reserve(transfer, quantum)
-            granted = quantum
-            while granted < (wanted := min(room, ungranted)) and self._transfers.try_reserve(
-                transfer, quantum := min(transfer.stride_bytes, wanted - granted)
-            ):
+            granted = min(self._transfers.stride_bytes(transfer), room)
+            await self._transfers.reserve(transfer, granted)
+            while quantum := min(self._transfers.stride_bytes(transfer), room - granted):
+                if not self._transfers.try_reserve(transfer, quantum):
+                    break
                 granted += quantum
             inbox.credit_bytes += granted
-            await context.write(
-                pb.WriteResponse(received_bytes=inbox.received_bytes, credit_bytes=granted).SerializeToString()
-            )
+            await _write(context, pb.WriteResponse(received_bytes=inbox.received_bytes, credit_bytes=granted))
         while inbox.missing_bytes:
             await inbox.wait_for_chunk()
-        await context.write(pb.WriteResponse(received_bytes=inbox.size_bytes).SerializeToString())
+        await _write(context, pb.WriteResponse(received_bytes=inbox.size_bytes))
 
 
 class _Credit:
@@ -159,13 +161,20 @@ class _Credit:
         self._no_more = True
         self._changed.set()
 
-    async def take(self, at_most: int) -> int:
-        """Some bytes of credit, at least one; waits for it."""
+    async def wait(self) -> None:
+        """Returns when there is some.
+
+        Raises:
+            InvalidRequestError: there will never be.
+        """
         while not self._nbytes:
             if self._no_more:
                 raise InvalidRequestError("the client closed its side of the read before it had granted all credit")
             self._changed.clear()
             await self._changed.wait()
+
+    def take(self, at_most: int) -> int:
+        """As much as there is, up to that."""
         taken = min(at_most, self._nbytes)
         self._nbytes -= taken
         return taken
@@ -219,11 +228,12 @@ class _Inbox:
         await self._arrived.wait()
 
 
-async def _take_credits(credit: _Credit, context: RawContext) -> None:
+async def _take_credits(transfer: Transfer, credit: _Credit, context: RawContext) -> None:
     while (request := await _next_read_request(context)) is not None:
         if request.WhichOneof("message") != "credit":
             raise InvalidRequestError("after the first message of a read there must be credits only")
         credit.add(request.credit.bytes)
+        transfer.is_proven = True
     credit.close()
 
 
@@ -247,6 +257,14 @@ async def _next_write_request(context: RawContext) -> pb.WriteRequest | Chunk | 
         return chunks.decode(message, pb.WriteRequest)
     except chunks.MalformedMessageError as error:
         raise InvalidRequestError(str(error)) from error
+
+
+async def _write(context: RawContext, message: bytes | pb.ReadResponse | pb.WriteResponse) -> None:
+    try:
+        await context.write(message if isinstance(message, bytes) else message.SerializeToString())
+    except grpc.aio.InternalError as gone:
+        # The client has gone; gRPC cancels the call in this very moment.
+        raise asyncio.CancelledError from gone
 
 
 async def _next_message(context: RawContext) -> bytes | None:

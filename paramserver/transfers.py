@@ -1,12 +1,15 @@
 """The room that chunks take in the daemon, shared fairly by the transfers under way, and taken from those that stall.
 
-A transfer (one Read or Write) asks for room before a chunk is made, or before its writer gets credit for one, and gives
-it back when the chunk has gone where it belongs. The budget has two halves. A transfer begins in one of them with small
-chunks, and comes into the other one, with whole chunks, when it has moved a few quickly; a stall sends it back. So
-clients that open transfers and leave them alone, however many, take nothing from those that are moving.
+A transfer (one Read or Write) asks for room before a chunk is made, or before its writer gets credit for one, and
+gives it back when the chunk has gone where it belongs. The budget has two halves. A transfer begins in one, with
+small chunks, and comes into the other one, with whole chunks, when its client has shown that it takes or gives bytes; a
+stall sends it back. So clients that open transfers and leave them alone take nothing from those that are moving.
 
 A transfer that has not moved for STALLED_SECONDS keeps its room only until somebody else waits for it: then the longest
-stalled are ended first. One that has not moved for the stall time-out is ended in any case. Owns no bytes, no stream.
+stalled are ended first. One that has not moved for the stall time-out is ended in any case. What gRPC holds of a read
+that was ended stays in the account until the call is over: a server cannot take back what it has handed to gRPC, and
+where the client does not read, that is when its deadline passes or its connection ends. Such bytes make the chunks of
+all others smaller, so that they never come to a stand. Owns no bytes and no stream.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from storage.fair_queue import FairQueue, Share
 
 STALLED_SECONDS = 0.1
 _TICK_SECONDS = STALLED_SECONDS / 2
-# What a transfer begins with, and how its chunks grow as long as each of them moves in less than STALLED_SECONDS.
-FIRST_STRIDE_BYTES = 64 << 10
-_GROWTH = 4
-# Half of the budget must hold a whole chunk, with gRPC's copy of it.
-MIN_BUDGET_BYTES = 4 * MAX_CHUNK_BYTES
+# A chunk of a client of which nothing is known yet: gRPC's windows take some of them, and two thousand fit into half of
+# the default budget. From there, chunks grow as long as each of them moves in less than STALLED_SECONDS.
+FIRST_STRIDE_BYTES = 16 << 10
+_GROWTH = 8
+# Of what is left of a half, the largest chunk.
+_LARGEST_SHARE = 32
+MIN_BUDGET_BYTES = 4 << 20
 
 
 class TransferStalledError(StorageError):
@@ -50,13 +55,10 @@ class Transfer:
     urgency: Urgency
     ended: asyncio.Future[None]
     moved_at: float
+    # Whether the client has shown that it takes, or gives, bytes.
+    is_proven: bool = False
     stride_bytes: int = FIRST_STRIDE_BYTES
     held_bytes: int = 0
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether it has shown that it moves."""
-        return self.stride_bytes == MAX_CHUNK_BYTES
 
     def end(self, error: StorageError) -> None:
         """Lets whoever runs it fail with `error`."""
@@ -77,6 +79,8 @@ class _Half:
 
     limit_bytes: int
     used_bytes: int = 0
+    # Of these, what gRPC holds of transfers that were ended.
+    pinned_bytes: int = 0
     holders: dict[Transfer, None] = field(default_factory=dict)
     queues: tuple[FairQueue[_Waiter], ...] = field(default_factory=lambda: tuple(FairQueue() for _ in Urgency))
     waiting_bytes: int = 0
@@ -124,8 +128,7 @@ class Transfers:
             members.remove(transfer)
             if not members:
                 del self._by_session[session_id]
-            if transfer.held_bytes:
-                self._give_back(transfer, transfer.held_bytes)
+            self._give_back(transfer, transfer.held_bytes)
             transfer.ended.cancel()
 
     def end_session(self, session_id: str) -> None:
@@ -161,17 +164,40 @@ class Transfers:
         self._take(half, transfer, nbytes)
         return True
 
+    def stride_bytes(self, transfer: Transfer) -> int:
+        """The largest chunk that the transfer may ask room for now."""
+        half = self._half(transfer)
+        return min(
+            transfer.stride_bytes, max(FIRST_STRIDE_BYTES, (half.limit_bytes - half.pinned_bytes) // _LARGEST_SHARE)
+        )
+
     def moved(self, transfer: Transfer, nbytes: int) -> None:
         """Gives room back: so many bytes have gone where they belong."""
         now = asyncio.get_running_loop().time()
         quickly = now - transfer.moved_at < STALLED_SECONDS
-        transfer.stride_bytes = min(MAX_CHUNK_BYTES, transfer.stride_bytes * _GROWTH) if quickly else FIRST_STRIDE_BYTES
+        if transfer.is_proven and quickly:
+            transfer.stride_bytes = min(MAX_CHUNK_BYTES, transfer.stride_bytes * _GROWTH)
+        else:
+            transfer.stride_bytes = FIRST_STRIDE_BYTES
         transfer.moved_at = now
         self._give_back(transfer, nbytes)
 
+    @contextmanager
+    def pinned(self, transfer: Transfer, nbytes: int) -> Iterator[None]:
+        """Of a transfer that failed, as long as the block runs: `nbytes` of what it holds cannot be given back yet."""
+        self._give_back(transfer, transfer.held_bytes - nbytes)
+        half = self._half(transfer)
+        half.pinned_bytes += nbytes
+        try:
+            yield
+        finally:
+            half.pinned_bytes -= nbytes
+            self._give_back(transfer, nbytes)
+
     def _half(self, transfer: Transfer) -> _Half:
         """Where its next room comes from; it stays where it is as long as it holds some."""
-        return self._half_of.get(transfer) or (self._proven if transfer.is_proven else self._unproven)
+        moves = transfer.stride_bytes > FIRST_STRIDE_BYTES
+        return self._half_of.get(transfer) or (self._proven if moves else self._unproven)
 
     def _take(self, half: _Half, transfer: Transfer, nbytes: int) -> None:
         if not transfer.held_bytes:
@@ -183,6 +209,8 @@ class Transfers:
         transfer.held_bytes += nbytes
 
     def _give_back(self, transfer: Transfer, nbytes: int) -> None:
+        if not nbytes:
+            return
         half = self._half_of[transfer]
         half.used_bytes -= nbytes
         transfer.held_bytes -= nbytes
@@ -222,6 +250,8 @@ class Transfers:
     def _end_stalled(self, half: _Half, now: float) -> None:
         missing = half.used_bytes + half.waiting_bytes - half.limit_bytes
         for transfer in half.holders:
+            if transfer.ended.done():
+                continue
             still = now - transfer.moved_at
             if still < STALLED_SECONDS or (missing <= 0 and still < self._stall_seconds):
                 return

@@ -27,7 +27,7 @@ from trainer_client.optimizer import StoreOptimizer
 from trainer_client.store_client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store_client_sync import StoreClientSync
 from trainer_client.store_reader import StoreReaderSync
-from trainer_client.store_types import Commit, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store_types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
 from trainer_client.store_writer import StoreWriterSync
 
 __all__ = [
@@ -39,8 +39,10 @@ __all__ = [
     "Engine",
     "InvalidRequestError",
     "JobConflictError",
+    "Kind",
     "LocalDaemonError",
     "PermissionDeniedError",
+    "Placement",
     "StepAbortedError",
     "StoreBudgetError",
     "StoreClient",

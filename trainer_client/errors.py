@@ -43,16 +43,16 @@ class InvalidRequestError(StoreError):
     """The store refused the request as malformed, whatever its state."""
 
 
-class StoreNotFoundError(StoreError):
-    """The store does not have the job, step, tensor or range that was asked for."""
-
-
 class UnauthenticatedError(StoreError):
-    """The store asks for a token that it accepts, and got none."""
+    """The daemon asks for a token, and was given none that it knows."""
 
 
 class PermissionDeniedError(StoreError):
     """The token does not allow the job or the call."""
+
+
+class StoreNotFoundError(StoreError):
+    """The store does not have the job, step, tensor or range that was asked for."""
 
 
 class StoreUnavailableError(StoreError):

@@ -67,8 +67,8 @@ class StoreClient:
         cls,
         address: str,
         *,
-        client: str | None = None,
         credentials: Credentials | None = None,
+        client: str | None = None,
         prefer_streams: bool = False,
         timeout: Timeout = None,
     ) -> StoreClient:
@@ -76,9 +76,7 @@ class StoreClient:
         threads, call = _Threads(), Call(timeout, CONTROL_DEADLINE_SECONDS)
         connected = await threads.run(
             call,
-            lambda: StoreClientSync.connect_within(
-                call, address, client=client, credentials=credentials, prefer_streams=prefer_streams
-            ),
+            lambda: StoreClientSync.connect_within(call, address, credentials, client, prefer_streams=prefer_streams),
             give_back=StoreClientSync.close,
         )
         return cls(connected, threads)

@@ -41,8 +41,8 @@ class StoreClientSync:
         cls,
         address: str,
         *,
-        client: str | None = None,
         credentials: Credentials | None = None,
+        client: str | None = None,
         prefer_streams: bool = False,
         timeout: Timeout = None,
     ) -> StoreClientSync:
@@ -50,22 +50,23 @@ class StoreClientSync:
 
         Args:
             address: `unix:/path/paramserver.sock` or `host:port`.
+            credentials: what to show to the daemon; else what $PARAMSERVER_TOKEN_FILE and $PARAMSERVER_TLS_CA,
+                _CERTIFICATE and _KEY name.
             client: who we are, for people; else the host and the process.
-            credentials: what to show to the daemon; else what the environment names (see Credentials).
             prefer_streams: leave the store's shared memory alone even where it can be mapped.
             timeout: seconds, or a timedelta; as everywhere here.
 
         Raises:
             ConfigError: the address is none, or the credentials cannot be used.
-            UnauthenticatedError: the daemon asks for a token that it accepts.
+            UnauthenticatedError: the daemon knows no such token.
             StoreUnavailableError: no daemon answered in time.
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
-        return cls.connect_within(call, address, client=client, credentials=credentials, prefer_streams=prefer_streams)
+        return cls.connect_within(call, address, credentials, client, prefer_streams=prefer_streams)
 
     @classmethod
     def connect_within(
-        cls, call: Call, address: str, *, client: str | None, credentials: Credentials | None, prefer_streams: bool
+        cls, call: Call, address: str, credentials: Credentials | None, client: str | None, *, prefer_streams: bool
     ) -> StoreClientSync:
         """`connect`, as a part of a call."""
         name = client or f"{socket.gethostname()}, process {os.getpid()}"
@@ -91,7 +92,7 @@ class StoreClientSync:
     @property
     def maps_memory(self) -> bool:
         """Whether the daemon is on this node, so that tensors are copied from and to its memory; else they are sent."""
-        return self._connection.link().arena is not None
+        return self._connection.link().maps_memory
 
     def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
         """The jobs that we may read, by name.
@@ -201,17 +202,19 @@ class StoreClientSync:
         seen: tuple[int, float] | None = None
         while True:
             link = self._connection.resume(call, lambda link: link)
+            responses = link.watch(job, call)
             try:
-                with call.reading(link.watch(job)) as responses:
-                    for response in responses:
-                        commit = Commit.from_proto(response.newest)
-                        if seen != (commit.step, commit.committed_at_unix_seconds):
-                            seen = commit.step, commit.committed_at_unix_seconds
-                            yield commit
+                for response in responses:
+                    commit = Commit.from_proto(response.newest)
+                    if seen != (commit.step, commit.committed_at_unix_seconds):
+                        seen = commit.step, commit.committed_at_unix_seconds
+                        yield commit
             except grpc.RpcError as error:
                 failure = translate(error)
                 if not isinstance(failure, StoreUnavailableError) and link.is_alive:
                     raise failure from error
+            finally:
+                responses.cancel()
             # However long nothing was committed: what counts is how long the daemon is away.
             call.extend()
             call.pause(_PAUSE_SECONDS)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import grpc
+import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
@@ -24,6 +25,7 @@ from trainer_client.channel import CONTROL_DEADLINE_SECONDS, open_channel, trans
 from trainer_client.credentials import Credentials
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.session import Session
+from trainer_client.streams import Streams
 
 Timeout = float | timedelta | None
 
@@ -49,7 +51,7 @@ class Call:
         self._at = time.monotonic() + self.seconds
         self._cancelled = threading.Event()
         self._memory = threading.Lock()
-        self._stream: Any = None
+        self._streams: set[Any] = set()
 
     @property
     def left_seconds(self) -> float:
@@ -69,8 +71,8 @@ class Call:
     def cancel(self) -> None:
         """Ends the call as soon as it can be ended; from any thread."""
         self._cancelled.set()
-        if self._stream is not None:
-            self._stream.cancel()
+        for stream in tuple(self._streams):
+            stream.cancel()
 
     def extend(self) -> None:
         """The whole time again. Raises CallCancelledError after `cancel`."""
@@ -94,16 +96,26 @@ class Call:
         with self._memory:
             pass
 
-    @contextlib.contextmanager
-    def reading(self, stream: Any) -> Iterator[Any]:
-        """Around a response stream, which `cancel` ends."""
-        self._stream = stream
-        try:
-            self.check()
-            yield stream
-        finally:
-            self._stream = None
+    def track(self, stream: Any) -> Any:
+        """A stream that has begun, which `cancel` ends from now on."""
+        self._streams.add(stream)
+        if not stream.add_callback(lambda: self._streams.discard(stream)):
+            self._streams.discard(stream)
+        if self._cancelled.is_set():
             stream.cancel()
+        return stream
+
+
+class _CancellableChannel:
+    """A channel whose streams end when the call that they are a part of is cancelled."""
+
+    def __init__(self, channel: grpc.Channel, call: Call) -> None:
+        self._channel = channel
+        self._call = call
+
+    def stream_stream(self, method: str) -> Callable[..., Any]:
+        begin: Any = self._channel.stream_stream(method)
+        return lambda *arguments, **options: self._call.track(begin(*arguments, **options))
 
 
 class Link:
@@ -112,11 +124,17 @@ class Link:
     def __init__(self, channel: grpc.Channel, client: str, *, prefer_streams: bool) -> None:
         """Raises StoreError if the daemon does not welcome us."""
         self._stub: Any = pb_grpc.ParameterStoreStub(channel)
+        self._channel = channel
         self._session = Session(self._stub, client)
         welcome = self._session.welcome
         self.session_id = welcome.session_id
         self.arena_bytes = welcome.arena.size_bytes
-        self.arena = None if prefer_streams else Arena.map(welcome.arena)
+        self._arena = None if prefer_streams else Arena.map(welcome.arena)
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether bytes are copied through the mapped arena; else they are sent."""
+        return self._arena is not None
 
     @property
     def is_alive(self) -> bool:
@@ -131,6 +149,37 @@ class Link:
         """Ends the session, and with it its leases and readers."""
         self._session.close()
 
+    def copy_out(self, call: Call, lease: pb.Lease, target: torch.Tensor) -> None:
+        """Copies the bytes of a read lease: from the mapped arena, or as a stream. Raises StoreError."""
+        with call.at_memory():
+            if self._arena is not None:
+                target.copy_(self._arena.view(lease.arena_offset, lease.size_bytes))
+                self._session.check()
+            else:
+                source = pb.ReadRequest.Open(lease_id=lease.lease_id)
+                self._streams(call).read(source, target.numpy().data, call.left_seconds)
+
+    def copy_in(self, call: Call, lease: pb.Lease, source: torch.Tensor) -> None:
+        """Fills a write lease with bytes that may be on a device, and zeros behind them. Raises StoreError."""
+        with call.at_memory():
+            if self._arena is not None:
+                view = self._arena.view(lease.arena_offset, lease.size_bytes)
+                view[: source.numel()] = source
+                # Not somebody else's old bytes.
+                view[source.numel() :] = 0
+            else:
+                padding = lease.size_bytes - source.numel()
+                padded = torch.nn.functional.pad(source, (0, padding)) if padding else source
+                self._streams(call).write(lease.lease_id, padded.cpu().numpy().data, call.left_seconds)
+
+    def _streams(self, call: Call) -> Streams:
+        def check() -> None:
+            call.check()
+            self._session.check()
+
+        channel: Any = _CancellableChannel(self._channel, call)
+        return Streams(channel, self.session_id, check)
+
     def begin(self, method: str, request: Any, timeout_seconds: float) -> Any:
         """A unary call, as a future of grpc."""
         request.session_id = self.session_id
@@ -139,9 +188,10 @@ class Link:
         future.add_done_callback(lambda _: None)
         return future
 
-    def watch(self, job: str) -> Any:
+    def watch(self, job: str, call: Call) -> Any:
         """The responses of WatchJob, as grpc gives them."""
-        return self._invoke(self._stub.WatchJob, pb.WatchJobRequest(session_id=self.session_id, job=job))
+        request = pb.WatchJobRequest(session_id=self.session_id, job=job)
+        return call.track(self._invoke(self._stub.WatchJob, request))
 
     def _invoke(self, method: Any, request: Any, **options: Any) -> Any:
         try:
@@ -159,7 +209,7 @@ class Connection:
     """A channel and, on it, one session that is always there again."""
 
     def __init__(self, address: str, client: str, credentials: Credentials, *, prefer_streams: bool) -> None:
-        """Raises ConfigError, see `open_channel`. Connects when it is first used."""
+        """Connects when it is first used. Raises ConfigError for what is no address, and for unusable credentials."""
         self.address = address
         self._client = client
         self._prefer_streams = prefer_streams

@@ -1,8 +1,8 @@
 """A committed step of a job, held for reading: whole tensors or ranges of them, whatever is trained meanwhile.
 
-Owns the reader in the store and the leases of what was prefetched. On the same node a part of a tensor is brought into
-the arena, leased, and copied out; on another node it comes as a stream. After a restart of the daemon the same step is
-held again, if it is still there.
+Owns the reader in the store and the leases of what was prefetched. A tensor is brought into the arena part by part,
+leased, and copied out of it: from this process's mapping, or on another node as a stream. After a restart of the daemon
+the same step is held again, if it is still there.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class StoreReaderSync:
             held = self._attach(link, call)
             for _, dtype, target in targets:
                 for part in _cut(target, self._part_bytes // dtype.itemsize):
-                    if link.arena is None or len(held.ahead) >= _PARTS_AHEAD:
+                    if len(held.ahead) >= _PARTS_AHEAD:
                         return
                     if part not in held.ahead:
                         held.ahead[part] = held.lease(part, LEASE_DEADLINE_SECONDS)
@@ -257,8 +257,6 @@ def list_tensors(link: Link, job: str, prefix: str, call: Call) -> list[StoredTe
 
 def _copy_out(held: _Held, call: Call, remaining: deque[Part], target: torch.Tensor) -> None:
     """Copies parts one after the other, and takes each off `remaining`; the next ones are on their way meanwhile."""
-    arena = held.link.arena
-    assert arena is not None
     under_way: deque[Any] = deque()
     start = 0
     try:
@@ -266,8 +264,7 @@ def _copy_out(held: _Held, call: Call, remaining: deque[Part], target: torch.Ten
             while len(under_way) < min(_PARTS_UNDER_WAY, len(remaining)):
                 under_way.append(held.lease(remaining[len(under_way)], call.left_seconds))
             (lease,) = result_of(under_way[0]).leases
-            with call.at_memory():
-                target[start : start + lease.size_bytes] = arena.view(lease.arena_offset, lease.size_bytes)
+            held.link.copy_out(call, lease, target[start : start + lease.size_bytes])
             held.give_back(under_way.popleft())
             remaining.popleft()
             start += lease.size_bytes

@@ -332,12 +332,7 @@ class StoreWriterSync:
     def _fill(self, link: Link, call: Call, lease: pb.Lease, source: torch.Tensor) -> Any:
         """Puts bytes into a write lease, and begins its publication."""
         try:
-            assert link.arena is not None
-            with call.at_memory():
-                target = link.arena.view(lease.arena_offset, lease.size_bytes)
-                target[: source.numel()] = source
-                # The padding of the last shard: not somebody else's bytes.
-                target[source.numel() :] = 0
+            link.copy_in(call, lease, source)
         except BaseException:
             release(link, [lease.lease_id])
             raise

@@ -116,10 +116,10 @@ class _Reading:
         opened.CopyFrom(self._source)
         opened.session_id = self._session_id
         opened.first_byte = self.moved_bytes
-        # A source of no bytes is read, too: for its header.
-        opened.credit_bytes = max(1, min(READ_WINDOW_BYTES, len(self._target) - self.moved_bytes))
-        ungranted = len(self._target) - self.moved_bytes - opened.credit_bytes
-        consumed = 0
+        missing = len(self._target) - self.moved_bytes
+        # Not all at once, however little: the first further credit shows the store that we read, and from then on it
+        # sends whole chunks. A source of no bytes is read, too: for its header.
+        outstanding = opened.credit_bytes = max(1, min(READ_WINDOW_BYTES, -(-missing // 2)))
         requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         requests.put(pb.ReadRequest(open=opened).SerializeToString())
         call = self._method(iter(requests.get, None), timeout=timeout_seconds)
@@ -129,13 +129,15 @@ class _Reading:
                 if not isinstance(received, Chunk):
                     self._check_header(received.header)
                     continue
+                has_begun = received.first_byte > opened.first_byte
                 self._take(received)
-                consumed += len(received.data)
-                if consumed >= _CREDIT_BYTES and ungranted > 0:
-                    granted = min(consumed, ungranted)
+                outstanding -= len(received.data)
+                missing = len(self._target) - self.moved_bytes
+                granted = min(READ_WINDOW_BYTES, missing) - outstanding
+                # Few messages: at the beginning, at each part of the window, and once for all of the end.
+                if granted and (not has_begun or granted >= _CREDIT_BYTES or missing <= READ_WINDOW_BYTES):
                     requests.put(pb.ReadRequest(credit=pb.Credit(bytes=granted)).SerializeToString())
-                    ungranted -= granted
-                    consumed = 0
+                    outstanding += granted
         finally:
             requests.put(None)
             call.cancel()

@@ -130,18 +130,11 @@ class Rank(Client):
 
     def open(self, resume: pb.ResumePolicy = pb.RESUME_POLICY_AUTO, **changes: Any) -> Sequence[pb.CommittedStep]:
         """The committed steps; `changes` are fields of the request."""
-        spec = self.layout.job()
-        fields: dict[str, Any] = {
-            "job": spec.name,
+        fields = job_fields(self.layout) | {
             "run_id": self.run_id,
             "rank": self.rank,
             "world_size": self.ranks,
             "attached_ranks": self.ranks,
-            "parameters": [
-                pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=wire.DTYPE_TO_WIRE[p.dtype], trainable=True)
-                for p in spec.parameters
-            ],
-            "durability": wire.durability_to_wire(spec.durability),
             "resume": resume,
         }
         committed: Sequence[pb.CommittedStep] = self.call("OpenJob", **(fields | changes)).committed
@@ -259,6 +252,22 @@ class Clients:
         client = Client(self._address, **fields)
         self._opened.append(client)
         return client
+
+
+def job_fields(layout: Layout) -> dict[str, Any]:
+    """Fields of OpenJobRequest for a layout that one rank trains."""
+    spec = layout.job()
+    return {
+        "job": spec.name,
+        "rank": 0,
+        "world_size": 1,
+        "attached_ranks": 1,
+        "parameters": [
+            pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=wire.DTYPE_TO_WIRE[p.dtype], trainable=True)
+            for p in spec.parameters
+        ],
+        "durability": wire.durability_to_wire(spec.durability),
+    }
 
 
 def group_to_wire(spec: GroupSpec) -> pb.ShardGroup:

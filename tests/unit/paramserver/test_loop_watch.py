@@ -108,7 +108,7 @@ def test_the_log_says_what_blocked_and_cannot_be_flooded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(loop_watch.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     log = StallLog()
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
