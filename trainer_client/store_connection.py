@@ -276,7 +276,7 @@ def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]
             return attempt(link)
         except (StoreUnavailableError, StoreNotFoundError) as error:
             # Of a session that has ended everything is unknown.
-            if isinstance(error, StoreNotFoundError) and (link is None or link.is_alive):
+            if isinstance(error, StoreNotFoundError) and (link is None or link.is_alive_within(call)):
                 raise
             failure = error
         try:
