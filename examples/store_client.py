@@ -1,7 +1,7 @@
 """An embedding table that is learned in one place and searched in another, through a store daemon.
 
-A writer moves vectors towards each other, and publishes the table now and then as a new step. A searcher is woken by each
-commit, holds the step, and finds the nearest neighbours in it while the writer goes on. Run it with the address of a
+A writer moves vectors towards each other, and publishes the table now and then as a new step. A searcher is woken by
+each commit, holds the step, and finds nearest neighbours in it while the writer goes on. Run it with the address of a
 daemon, or with a directory in which it starts one of its own.
 """
 
@@ -22,6 +22,7 @@ from trainer_client import StoreClient, StoreWriter, TensorSpec
 JOB = "embeddings"
 ITEMS, WIDTH = 2000, 32
 TOPICS = 8
+ASKED = 200  # items whose neighbours are looked for
 STEPS = 5
 TENSORS = {
     "vectors": TensorSpec(shape=(ITEMS, WIDTH), dtype=torch.float32),
@@ -30,7 +31,7 @@ TENSORS = {
 
 
 def learn(vectors: torch.Tensor, generator: torch.Generator, pairs: int = 4000) -> None:
-    """Pulls together items that were seen together: those of the same topic, which is an item's number modulo TOPICS."""
+    """Pulls together items that were seen together: those of one topic, which is an item's number modulo TOPICS."""
     first = torch.randint(ITEMS, (pairs,), generator=generator)
     other = torch.randint(ITEMS // TOPICS, (pairs,), generator=generator) * TOPICS + first % TOPICS
     pull = 0.3 * (vectors[other] - vectors[first])
@@ -52,17 +53,15 @@ async def write(job: StoreWriter) -> None:
 
 
 async def search(store: StoreClient, last: int) -> None:
-    """Looks for neighbours of item 0 in each step that it gets to see, up to `last`."""
+    """Looks for neighbours in each step that it gets to see, up to `last`."""
     async for commit in store.watch(JOB):
         async with await store.read(JOB) as reader:
             await reader.prefetch(TENSORS)
             vectors, seen = await reader.get("vectors"), await reader.get("seen")
-            query = await reader.get("vectors", offset=0, numel=WIDTH)
-        nearest = (vectors @ query).topk(20).indices
-        same = (nearest % TOPICS == 0).double().mean()
-        print(
-            f"searcher: step {reader.step}, {int(seen)} pairs seen: {same:.0%} of the neighbours are of item 0's topic"
-        )
+            asked = await reader.get("vectors", offset=0, numel=ASKED * WIDTH)
+        nearest = (asked.view(ASKED, WIDTH) @ vectors.T).topk(20).indices
+        same = (nearest % TOPICS == torch.arange(ASKED)[:, None] % TOPICS).double().mean()
+        print(f"searcher: step {reader.step}, {int(seen)} pairs seen: {same:.0%} of neighbours are of the same topic")
         if max(commit.step, reader.step) >= last:
             return
 
