@@ -18,8 +18,11 @@ SLOW_BYTES = 64 << 10
 SLOW_PAUSE_SECONDS = 0.1
 
 
-async def _open(channel: grpc.aio.Channel, session_id: str, lease_id: int, credit_bytes: int) -> grpc.aio.Call:
-    call = channel.stream_stream(f"/{SERVICE_NAME}/Read")()
+RawCall = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+async def _open(channel: grpc.aio.Channel, session_id: str, lease_id: int, credit_bytes: int) -> RawCall:
+    call: RawCall = channel.stream_stream(f"/{SERVICE_NAME}/Read")()
     opened = pb.ReadRequest.Open(session_id=session_id, lease_id=lease_id, credit_bytes=credit_bytes)
     await call.write(pb.ReadRequest(open=opened).SerializeToString())
     # The header, and a chunk as large as the credit.

@@ -1,4 +1,4 @@
-"""The data plane between nodes, on one machine: a lease's bytes over gRPC, against a bare TCP connection in the same run.
+"""The data plane between nodes, on one machine: a lease's bytes over gRPC, against a bare TCP connection in turns.
 
 `run` gives one JSON-able object:
 
@@ -80,6 +80,7 @@ def run(
         result: dict[str, object] = {
             "read": _contest("read", lambda: tcp.get(view), lambda: remote.get(view), size_bytes, pairs, progress)
         }
+        remote.get(view)
         if not torch.equal(buffer, values):
             raise BenchmarkError("a read gave other bytes than were stored")
         result["write"] = _contest(
