@@ -60,7 +60,7 @@ def make_certificates(directory: Path, hosts: Sequence[str], clients: Sequence[s
     else:
         authority = _make_authority()
         written += _write(directory, "ca", authority)
-    server = _sign(authority, hosts[0], days, ExtendedKeyUsageOID.SERVER_AUTH, hosts)
+    server = _sign(authority, "paramserver", days, ExtendedKeyUsageOID.SERVER_AUTH, hosts)
     written += _write(directory, "server", server)
     for client in clients:
         written += _write(directory, client, _sign(authority, client, days, ExtendedKeyUsageOID.CLIENT_AUTH, ()))
@@ -139,10 +139,7 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _name(common_name: str) -> x509.Name:
-    try:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-    except ValueError as error:
-        raise ConfigError(f"host name {common_name!r}: {error}") from error
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
 def _general_name(host: str) -> x509.GeneralName:
