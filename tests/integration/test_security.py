@@ -201,16 +201,17 @@ def test_a_session_is_its_principals_alone(guarded: Guarded, others: Rank) -> No
 
 def test_a_flood_of_refusals_is_logged_as_a_number(guarded: Guarded) -> None:
     time.sleep(REFUSAL_WINDOW_SECONDS)
-    since = len(guarded.daemon.log)
+    since, started = len(guarded.daemon.log), time.monotonic()
     with guarded.channel(None, tcp=False) as channel:
         for _ in range(300):
             answer(channel, f"/{ADMIN.full_name}/GetTiers")
+    windows = (time.monotonic() - started) / REFUSAL_WINDOW_SECONDS + 1
     guarded.wait_for_log(" more calls in the last second", since)
     time.sleep(REFUSAL_WINDOW_SECONDS)
     lines = [line for line in guarded.daemon.log[since:].splitlines() if "refused" in line]
     suppressed = sum(int(line.split("refused ")[1].split()[0]) for line in lines if "more calls" in line)
     logged = sum("GetTiers" in line for line in lines)
-    assert logged + suppressed == 300 and logged % MAX_REFUSALS_LOGGED == 0 and logged < 150
+    assert logged + suppressed == 300 and logged <= windows * MAX_REFUSALS_LOGGED
 
 
 def test_the_token_file_is_followed_and_a_broken_one_is_not(guarded: Guarded) -> None:
