@@ -82,6 +82,17 @@ class DaemonConfig(BaseModel):
     heartbeat_timeout_seconds: float = Field(
         default=15.0, ge=1.0, le=600.0, description="silence after which a client's session is void"
     )
+    session_grace_seconds: float = Field(
+        default=2.0,
+        ge=0.0,
+        le=600.0,
+        description="how long a session outlives its broken stream",
+    )
+    # Each takes 16 bytes of the arena's header: within the least host_budget, that is a small part.
+    max_sessions: int = Field(default=4096, ge=1, le=16_384, description="most sessions at once")
+    arena_file: Path | None = Field(
+        default=None, description="name of the shared memory, on a tmpfs, for clients in other containers"
+    )
 
     stream_budget: ByteSize = Field(
         default=ByteSize(64 << 20),
@@ -103,6 +114,11 @@ class DaemonConfig(BaseModel):
             raise ValueError(
                 f"socket: the path {self.arena_socket_path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that the "
                 "kernel allows; set `socket` to a shorter one"
+            )
+        if self.arena_file is not None and self.huge_pages:
+            raise ValueError(
+                f"huge_pages: memory with a name (arena_file = {self.arena_file}) is in ordinary pages; leave out "
+                "huge_pages or arena_file"
             )
         return self
 

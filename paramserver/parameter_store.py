@@ -11,11 +11,13 @@ import grpc.aio
 
 from paramserver import wire
 from paramserver.host_quota import HostQuota, lease_bytes
+from paramserver.leases import Lease, LeaseMode
 from paramserver.quotas import Quotas
 from paramserver.readers import Readers, describe_job, version_info
 from paramserver.security import Gate, check_job, check_owner
-from paramserver.sessions import Lease, LeaseMode, Sessions
+from paramserver.session_service import SessionService
 from paramserver.sessions import Session as ClientSession
+from paramserver.sessions import Sessions
 from paramserver.status import answering_errors
 from paramserver.streams import RawContext, Streams
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -34,24 +36,19 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self,
         engine: Engine,
         sessions: Sessions,
+        session_service: SessionService,
         streams: Streams,
-        welcome: pb.SessionResponse.Welcome,
         gate: Gate,
         quotas: Quotas,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._session_service = session_service
         self._streams = streams
-        self._welcome = welcome
         self._gate = gate
         self._quotas = quotas
         self._host_quota = HostQuota(quotas, engine, sessions)
         self._readers = Readers(engine, sessions, quotas, self._host_quota)
-        self._stopping = asyncio.Event()
-
-    def announce_stop(self) -> None:
-        """Tells every client, and ends its session."""
-        self._stopping.set()
 
     async def Session(
         self,
@@ -59,54 +56,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
     ) -> None:
         async with answering_errors(context):
-            owner = self._gate.principal(context)
-            hello = await anext(aiter(request_iterator), None)
-            if hello is None or hello.WhichOneof("message") != "hello":
-                raise InvalidRequestError("the first message of a session must be hello")
-            session = self._sessions.open(wire.name(hello.hello.client, "hello.client"), owner)
-            reason = "stopped by the daemon"
-            try:
-                welcome = pb.SessionResponse.Welcome()
-                welcome.CopyFrom(self._welcome)
-                welcome.session_id = session.session_id
-                await context.write(pb.SessionResponse(welcome=welcome))
-                reason = await self._keep_alive(session, request_iterator, context)
-            except asyncio.CancelledError:
-                reason = "connection lost"
-                raise
-            finally:
-                await asyncio.shield(self._sessions.end(session, reason))
-
-    async def _keep_alive(
-        self,
-        session: ClientSession,
-        requests: AsyncIterator[pb.SessionRequest],
-        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
-    ) -> str:
-        """Answers heartbeats until the session ends; returns why it did."""
-        timeout = self._welcome.heartbeat_timeout_millis / 1000
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        heartbeats = aiter(requests)
-        try:
-            while True:
-                heartbeat = asyncio.ensure_future(anext(heartbeats, None))
-                try:
-                    await asyncio.wait([heartbeat, stopping], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                    if stopping.done():
-                        notice = pb.SessionResponse.Notice(text="the store daemon is shutting down")
-                        await context.write(pb.SessionResponse(notice=notice))
-                        return "the daemon shuts down"
-                    if not heartbeat.done():
-                        return f"no heartbeat for {timeout:g} s"
-                    if heartbeat.result() is None:
-                        return "closed by the client"
-                finally:
-                    heartbeat.cancel()
-                # A token that has expired, or was taken away, ends the sessions that it has opened.
-                check_owner(self._gate.principal(context), session.owner)
-                await context.write(pb.SessionResponse(heartbeat=pb.Heartbeat()))
-        finally:
-            stopping.cancel()
+            await self._session_service.serve(request_iterator, context)
 
     def _session(self, session_id: str, context: grpc.aio.ServicerContext[Any, Any]) -> ClientSession:
         """The caller's session; raises NotFoundError where it is none of the caller's."""

@@ -25,7 +25,8 @@ from paramserver.parameter_store import ParameterStore
 from paramserver.quotas import Quotas
 from paramserver.reflection import Reflection
 from paramserver.security import Gate
-from paramserver.sessions import Sessions
+from paramserver.session_service import SessionService
+from paramserver.sessions import SessionLimits, Sessions
 from paramserver.store_admin import StoreAdmin
 from paramserver.streams import Streams
 from paramserver.tls import CertificateFiles, server_credentials
@@ -79,6 +80,8 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             io_write_threads=config.io_write_threads,
             optimizer_threads=config.optimizer_threads,
             admission_timeout_seconds=config.admission_timeout_seconds,
+            arena_slots=config.max_sessions,
+            arena_file=config.arena_file.absolute() if config.arena_file else None,
             huge_pages=config.huge_pages,
             lock_memory=config.lock_memory,
         )
@@ -108,14 +111,25 @@ async def _serve(
         stall_seconds=config.stream_stall_seconds,
         weight_of=lambda job: quotas.of(job).weight,
     )
-    sessions = Sessions(engine, on_end=transfers.end_session)
+    sessions = Sessions(
+        engine,
+        SessionLimits(
+            heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+            grace_seconds=config.session_grace_seconds,
+            max_sessions=config.max_sessions,
+        ),
+        on_end=transfers.end_session,
+    )
+    cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
     gate = Gate(tokens)
+    session_service = SessionService(engine, sessions, gate, welcome)
+    cleanup.callback(session_service.close)
     if tokens is not None:
         following = asyncio.ensure_future(tokens.follow())
         cleanup.callback(following.cancel)
     streams = Streams(engine, transfers, config.stream_window)
-    store = ParameterStore(engine, sessions, streams, welcome, gate, quotas)
+    store = ParameterStore(engine, sessions, session_service, streams, gate, quotas)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -147,7 +161,7 @@ async def _serve(
     finally:
         log.info("stopping")
         await health_service.enter_graceful_shutdown()
-        store.announce_stop()
+        session_service.announce_stop()
         await server.stop(STOP_GRACE_SECONDS)
         config.socket_path.unlink(missing_ok=True)
 
@@ -189,8 +203,12 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
         epoch=secrets.token_hex(16),
         heartbeat_interval_millis=timeout // 5,
         heartbeat_timeout_millis=timeout,
+        grace_millis=int(config.session_grace_seconds * 1000),
         arena=pb.Arena(
-            socket_path=str(config.arena_socket_path), nonce=engine.arena.nonce, size_bytes=engine.arena.size_bytes
+            socket_path=str(config.arena_socket_path),
+            nonce=engine.arena.nonce,
+            size_bytes=engine.arena.size_bytes,
+            file_path=str(engine.arena.path or ""),
         ),
         version=__version__,
     )

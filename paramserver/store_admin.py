@@ -1,4 +1,4 @@
-"""The StoreAdmin service: readings of the tiers, jobs and shards for operators."""
+"""The StoreAdmin service: readings of the tiers, jobs, shards and sessions for operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paramserver import wire
 from paramserver.loop_watch import LoopWatch
 from paramserver.paging import page
 from paramserver.security import Gate
-from paramserver.sessions import Sessions
+from paramserver.sessions import Session, Sessions, SessionState
 from paramserver.status import answering_errors
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -108,6 +108,15 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             listed, token = page(shards, request.page_size, request.page_token)
             return admin_pb.ListShardsResponse(shards=listed, next_page_token=token)
 
+    async def ListSessions(
+        self,
+        request: admin_pb.ListSessionsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.ListSessionsRequest, admin_pb.ListSessionsResponse],
+    ) -> admin_pb.ListSessionsResponse:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            return admin_pb.ListSessionsResponse(sessions=[self._describe_session(s) for s in self._sessions])
+
     async def DeleteJob(
         self,
         request: admin_pb.DeleteJobRequest,
@@ -136,6 +145,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             used_bytes=engine.host.used_bytes,
             leased_bytes=engine.residents.leased_bytes + engine.loose_bytes,
             evictable_bytes=engine.residents.evictable_bytes,
+            quarantined_bytes=self._sessions.quarantine.nbytes,
             queue_depth=engine.host.queue_depth + engine.queue.depth,
             detail=engine.host.detail,
         )
@@ -164,6 +174,24 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             longest_loop_stall_seconds=self._watch.longest_stall_seconds,
             transfer_bytes=self._transfers.used_bytes,
             transfer_budget_bytes=self._transfers.budget_bytes,
+        )
+
+    def _describe_session(self, session: Session) -> admin_pb.SessionInfo:
+        writing = sum(lease.mode.is_for_writing for lease in session.leases.values())
+        return admin_pb.SessionInfo(
+            client=session.client,
+            peer=session.peer,
+            job=session.run.spec.name if session.run else "",
+            rank=max(0, session.rank),
+            maps_arena=session.slot is not None and self._engine.arena.slots.is_held(session.slot),
+            read_leases=len(session.leases) - writing,
+            write_leases=writing,
+            leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
+            readers=len(session.readers),
+            transfers=self._transfers.count(session.session_id),
+            opened_at_unix_seconds=session.opened_at_unix_seconds,
+            heard_seconds_ago=asyncio.get_running_loop().time() - session.heard_at,
+            detached=session.state is SessionState.DETACHED,
         )
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:

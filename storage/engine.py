@@ -119,6 +119,8 @@ class Engine:
             host = HostTier(
                 config.host_budget_bytes,
                 admission_timeout_seconds=config.admission_timeout_seconds,
+                slots=config.arena_slots,
+                arena_file=config.arena_file,
                 huge_pages=config.huge_pages,
                 lock_memory=config.lock_memory,
             )
@@ -390,6 +392,18 @@ class Engine:
         """Gives the room of a gradient, of staged bytes or of a tensor's range back."""
         del self._loose[region]
         self.host.free(region)
+
+    # What a process may still write to is not given back, but let go of: from here on the caller owns the range, until
+    # it gives it to `HostTier.free`.
+
+    def abandon_stage(self, pin: Pin) -> ArenaRange:
+        """Takes a slab's staged bytes away from it, as if they had never been."""
+        return self.residents.surrender(pin.slab, pin.copy)
+
+    def abandon_loose(self, region: ArenaRange) -> ArenaRange:
+        """The room of a gradient, or of staged bytes, that nobody will use."""
+        del self._loose[region]
+        return region
 
     @property
     def loose_bytes(self) -> int:

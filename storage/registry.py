@@ -15,7 +15,7 @@ from storage.placement import Residents
 from storage.reader import StepReader
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
-from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import host_budget_for
@@ -226,7 +226,7 @@ class Registry:
         buffers. `job` is the one that asks: the others are named to nobody."""
         jobs = [j for j in self.jobs.values() if j.spec.local_ranks or any(s.copy for s in j.slabs())]
         need = _host_need(jobs)
-        others = PAGE_BYTES + need.total
+        others = self._host.arena.header_bytes + need.total
         if others + self._tile_bytes > self._host.budget_bytes:
             beside = f" and {len(jobs) - 1} other jobs" if len(jobs) > 1 else ""
             raise BudgetExceededError(

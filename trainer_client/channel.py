@@ -58,8 +58,6 @@ _ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
     grpc.StatusCode.NOT_FOUND: StoreNotFoundError,
     grpc.StatusCode.UNAVAILABLE: StoreUnavailableError,
     grpc.StatusCode.CANCELLED: StoreUnavailableError,
-    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeoutError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: StoreBudgetError,
     grpc.StatusCode.FAILED_PRECONDITION: JobConflictError,

@@ -59,6 +59,14 @@ class StoreUnavailableError(StoreError):
     """The daemon cannot be reached, or the session with it has ended."""
 
 
+class SessionEndedError(StoreUnavailableError):
+    """The store has ended the session, and all its leases are void: nothing of it can be used or finished any more."""
+
+
+class DaemonRestartedError(StoreUnavailableError):
+    """Another daemon answers at the address: what was not committed is gone, with the session and its leases."""
+
+
 class StoreTimeoutError(StoreError):
     """The deadline passed while the store waited for bytes, budget or other ranks."""
 

@@ -211,7 +211,7 @@ class StoreClientSync:
                         yield commit
             except grpc.RpcError as error:
                 failure = translate(error)
-                if not isinstance(failure, StoreUnavailableError) and link.is_alive:
+                if not isinstance(failure, StoreUnavailableError) and link.is_alive_within(call):
                     raise failure from error
             finally:
                 responses.cancel()

@@ -145,8 +145,21 @@ class Link:
             return False
         return True
 
+    def is_alive_within(self, call: Call) -> bool:
+        """The same, known for sure: waits while a broken stream is being taken up again. Raises StoreTimeoutError."""
+        try:
+            self._session.wait_until_attached(call.left_seconds)
+        except StoreTimeoutError:
+            raise
+        except StoreError:
+            return False
+        return True
+
     def close(self) -> None:
         """Ends the session, and with it its leases and readers."""
+        if self._arena is not None:
+            # First: what this process could still write to is not used again until it has let go.
+            self._arena.close()
         self._session.close()
 
     def copy_out(self, call: Call, lease: pb.Lease, target: torch.Tensor) -> None:
@@ -154,7 +167,7 @@ class Link:
         with call.at_memory():
             if self._arena is not None:
                 target.copy_(self._arena.view(lease.arena_offset, lease.size_bytes))
-                self._session.check()
+                self._arena.check()
             else:
                 source = pb.ReadRequest.Open(lease_id=lease.lease_id)
                 self._streams(call).read(source, target.numpy().data, call.left_seconds)
@@ -167,6 +180,7 @@ class Link:
                 view[: source.numel()] = source
                 # Not somebody else's old bytes.
                 view[source.numel() :] = 0
+                self._arena.check()
             else:
                 padding = lease.size_bytes - source.numel()
                 padded = torch.nn.functional.pad(source, (0, padding)) if padding else source
@@ -262,7 +276,7 @@ def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]
             return attempt(link)
         except (StoreUnavailableError, StoreNotFoundError) as error:
             # Of a session that has ended everything is unknown.
-            if isinstance(error, StoreNotFoundError) and (link is None or link.is_alive):
+            if isinstance(error, StoreNotFoundError) and (link is None or link.is_alive_within(call)):
                 raise
             failure = error
         try:

@@ -10,11 +10,12 @@ import typer
 from paramserver.admin.connection import ACCESS, Access
 from paramserver.admin.delete_job import delete_job
 from paramserver.admin.jobs import jobs
+from paramserver.admin.sessions import sessions
 from paramserver.admin.shards import shards
 from paramserver.admin.tiers import tiers
 
 app = typer.Typer(
-    help="Shows what a store daemon holds, tier by tier, job by job, shard by shard.",
+    help="Shows what a store daemon holds, tier by tier, job by job, shard by shard, and for whom.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,6 +45,7 @@ def _root(
 app.command()(tiers)
 app.command()(jobs)
 app.command()(shards)
+app.command()(sessions)
 app.command("delete-job")(delete_job)
 
 

@@ -52,7 +52,13 @@ class Daemon:
         self.address = f"unix:{self.socket}"
         self._log_path = state_dir.with_name(f"{state_dir.name}.log")
         config_path = state_dir.with_name(f"{state_dir.name}.toml")
-        values = {"state_dir": str(state_dir), "host_budget": "16MiB", "nvme_budget": "64MiB"} | dict(config or {})
+        values = {
+            "state_dir": str(state_dir),
+            "host_budget": "16MiB",
+            "nvme_budget": "64MiB",
+            # As many as fit into one page of the arena: tests know what the rest of the budget holds.
+            "max_sessions": 200,
+        } | dict(config or {})
         config_path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
         with self._log_path.open("w") as log:
             self.process = subprocess.Popen(

@@ -27,6 +27,7 @@ from tests.integration.daemon import CHANNEL_OPTIONS
 from tests.unit.storage.builders import GRAD_SCALE, Layout, Reference, reference_of
 
 CALL_SECONDS = 20.0
+CLOSE_SECONDS = 2.0
 
 
 class Client:
@@ -58,6 +59,8 @@ class Client:
     def close(self) -> None:
         """Ends the session; idempotent."""
         self._outgoing.put(None)
+        # A channel that is closed before the daemon has seen the end of the stream is one that broke.
+        self.ended.wait(CLOSE_SECONDS)
         self.channel.close()
         self.ended.set()
         for thread in self._threads:

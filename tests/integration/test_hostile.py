@@ -289,8 +289,8 @@ def test_bytes_that_are_no_message_are_refused_without_a_stack_in_the_log(daemon
 
 def test_a_refusal_is_short_however_long_the_name_is(clients: Clients) -> None:
     client = clients.client()
-    for name in ("x" * 100_000, "\N{SNOWMAN}" * 30_000):
-        with refused(CODE.NOT_FOUND, name[:400], "..."):
+    for name, named in (("x" * 1024, "x..."), ("\N{SNOWMAN}" * 341, "\N{SNOWMAN}" * 341)):
+        with refused(CODE.NOT_FOUND, named):
             client.admin.DeleteJob(admin_pb.DeleteJobRequest(job=name), timeout=20)
 
 
