@@ -78,9 +78,8 @@ class FairQueue(Generic[ItemT]):
 
     def remove(self, item: ItemT) -> None:
         """Takes an item out that is not wanted any more; it costs its flows nothing."""
-        path, _ = self._entries.pop(item)
-        for flow in path:
-            flow.waiting -= 1
+        path = self._leave(item)
+        self._reset_idle(path)
 
     def peek(self) -> ItemT | None:
         """The next item; it stays."""
@@ -97,9 +96,8 @@ class FairQueue(Generic[ItemT]):
         item = self.peek()
         if item is None:
             raise IndexError("the queue is empty")
-        path, _ = self._entries[item]
+        path = self._leave(item)
         heapq.heappop(path[-1].items)
-        self.remove(item)
         for parent, flow in itertools.pairwise(path):
             heapq.heappop(parent.heap)
             flow.in_heap = False
@@ -107,7 +105,23 @@ class FairQueue(Generic[ItemT]):
             flow.finish = flow.start + cost / flow.weight
             if flow.waiting:
                 self._wait(parent, flow, flow.finish)
+        self._reset_idle(path)
         return item
+
+    def _leave(self, item: ItemT) -> tuple[_Flow[ItemT], ...]:
+        path, _ = self._entries.pop(item)
+        for flow in path:
+            flow.waiting -= 1
+        return path
+
+    def _reset_idle(self, path: tuple[_Flow[ItemT], ...]) -> None:
+        """Where nobody waits any more, all are equal again."""
+        for flow in path:
+            if not flow.waiting:
+                flow.now = 0.0
+                flow.flows.clear()
+                flow.heap.clear()
+                flow.items.clear()
 
     def _wait(self, parent: _Flow[ItemT], flow: _Flow[ItemT], start: float) -> None:
         flow.start, flow.in_heap = start, True

@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from tests.integration.store_client import CALL_SECONDS, Client
 
 MIB = 1 << 20
@@ -20,13 +21,21 @@ def seal(first_byte: int, data: bytes) -> pb.Chunk:
 
 
 class Reading:
-    """A Read under way, which grants credit when it is told to."""
+    """A Read of a client's under way, which grants credit when it is told to; over `store`, if it is given."""
 
-    def __init__(self, client: Client, *, credit_bytes: int, seconds: float = CALL_SECONDS, **fields: Any) -> None:
+    def __init__(
+        self,
+        client: Client,
+        store: pb_grpc.ParameterStoreStub | None = None,
+        *,
+        credit_bytes: int,
+        seconds: float = CALL_SECONDS,
+        **fields: Any,
+    ) -> None:
         self._requests: queue.SimpleQueue[pb.ReadRequest | None] = queue.SimpleQueue()
         opened = pb.ReadRequest.Open(session_id=client.session_id, credit_bytes=credit_bytes, **fields)
         self._requests.put(pb.ReadRequest(open=opened))
-        self.call = client.store.Read(iter(self._requests.get, None), timeout=seconds)
+        self.call = (store or client.store).Read(iter(self._requests.get, None), timeout=seconds)
         self._responses = iter(self.call)
 
     def header(self) -> pb.ReadHeader:

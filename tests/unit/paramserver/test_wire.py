@@ -90,11 +90,11 @@ def test_a_job_is_taken_as_it_is_described() -> None:
         ),
         (
             {"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32, shape=[HUGE, HUGE])]},
-            rf"parameter 'w': shape \[{HUGE}, {HUGE}\] is above {1 << 48} elements",
+            rf"parameter 'w' of shape \[{HUGE}, {HUGE}\] has more than {1 << 48} elements",
         ),
         (
             {"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32, shape=[1 << 24, (1 << 24) + 1])]},
-            "is above 281474976710656 elements",
+            "has more than 281474976710656 elements",
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_steps_and_positions_that_are_not_exact_everywhere_are_refused(value: in
 
 def test_batches_and_client_states_are_bounded() -> None:
     assert len(wire.batch(range(wire.MAX_BATCH), "wants")) == wire.MAX_BATCH
-    with pytest.raises(InvalidRequestError, match="wants has 16385 entries; at most 16384 are allowed in one request"):
+    with pytest.raises(InvalidRequestError, match="wants has 16385 entries; at most 16384 are allowed"):
         wire.batch(range(wire.MAX_BATCH + 1), "wants")
     assert len(wire.client_state(bytes(wire.MAX_CLIENT_STATE_BYTES))) == 2 << 20
     with pytest.raises(InvalidRequestError, match="client_state has 2097153 bytes; at most 2097152"):
