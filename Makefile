@@ -14,7 +14,7 @@ CODE := paramserver storage trainer_client benchmarks
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo faults bench-storage bench-commits bench-dataplane proto lock clean distclean
+.PHONY: help venv test lint format demo faults fuzz bench-storage bench-commits bench-dataplane proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ SEED ?=
 faults: N ?= 1000
 faults: venv ## Kill the engine N times and check it (N=1000 SEED=...)
 	$(BIN)/python -m tests.faults.campaign --rounds $(N) $(if $(SEED),--seed $(SEED))
+
+fuzz: N ?= 100000
+fuzz: venv ## Send a daemon N requests that no honest client sends (N=100000 SEED=...)
+	$(BIN)/python -m tests.faults.fuzz --calls $(N) $(if $(SEED),--seed $(SEED))
 
 bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates benchmarks/RESULTS.md (needs fio)
 	$(BIN)/python -m benchmarks.storage --results

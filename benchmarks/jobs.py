@@ -107,7 +107,7 @@ class Training:
         step = self.job.next_step
         for spec, gradient in zip(self._specs, gradients, strict=True):
             self.engine.update(self.job, step, spec.name, gradient, kernel_of(spec, step))
-        await asyncio.gather(*self.job.open_pending(step).updates.values())
+        await asyncio.gather(*self.job.open_pending(step).writes.values())
 
     async def commit(self) -> None:
         """Makes the step that was updated durable."""

@@ -1,4 +1,8 @@
-"""Hands the arena's file descriptor to clients of this node, over a UNIX socket that only this user can open."""
+"""Hands the arena's file descriptor to clients of this node, over a UNIX socket that only this user can open.
+
+The kernel says who is at the other end: whoever is neither the daemon's user nor root gets nothing, also where the mode
+of the socket was changed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import struct
 from pathlib import Path
 
 from storage.errors import ConflictError, DeviceError
@@ -64,8 +69,18 @@ class ArenaDoor:
         while True:
             connection, _ = await loop.sock_accept(self._listener)
             with connection:
+                if (uid := _peer_uid(connection)) not in (os.getuid(), 0):
+                    log.warning("refused the arena to user %d: it is for user %d and root only", uid, os.getuid())
+                    continue
                 try:
                     # One byte into an empty socket buffer: this cannot block.
                     socket.send_fds(connection, [b"a"], [self._fd])
                 except OSError as error:
                     log.warning("a client left before it got the arena: %s", os.strerror(error.errno or 0))
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    """Who connected; see SO_PEERCRED in man 7 unix."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)

@@ -1,4 +1,4 @@
-"""The `paramserver` command: runs a store daemon."""
+"""The `paramserver` command: runs a store daemon, and makes what its clients need to be let in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paramserver import __version__
+from paramserver import __version__, security_cli
 from paramserver.config import ConfigError, load_config
 
 app = typer.Typer(
@@ -16,6 +16,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.command()(security_cli.certs)
+app.add_typer(security_cli.tokens, name="tokens")
 
 
 def _print_version(wanted: bool) -> None:
@@ -47,7 +50,11 @@ def serve(
     ] = None,
     socket: Annotated[Path | None, typer.Option(help="UNIX socket. [STATE_DIR/paramserver.sock]")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT for TCP besides the UNIX socket. [none]")] = None,
-    insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow TCP beyond loopback.")] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="Allow TCP beyond loopback without TLS.")] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM certificate for TCP. [none: no TLS]")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="PEM authorities that sign clients.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File of `paramserver tokens`; every call needs one.")] = None,
     huge_pages: Annotated[
         bool | None, typer.Option("--huge-pages", help="Shared memory in pages of 2 MiB where there are enough.")
     ] = None,
@@ -72,6 +79,10 @@ def serve(
         "socket": socket,
         "listen": listen,
         "insecure": insecure,
+        "tls_certificate": tls_certificate,
+        "tls_key": tls_key,
+        "tls_client_ca": tls_client_ca,
+        "token_file": token_file,
         "huge_pages": huge_pages,
         "lock_memory": lock_memory,
         "log_level": log_level,
@@ -96,6 +107,9 @@ def serve(
     configure_logging(settings.log_level, settings.log_format)
     try:
         uvloop.run(serve_until_stopped(settings, exit_with_stdin=exit_with_stdin))
+    except ConfigError as error:
+        typer.echo(f"paramserver: bad configuration: {error}", err=True)
+        raise typer.Exit(2) from None
     except (StorageError, OSError) as error:
         typer.echo(f"paramserver: {error}", err=True)
         raise typer.Exit(1) from None

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from paramserver.quotas import QuotasSection
 from paramserver.transfers import MIN_BUDGET_BYTES
 from paramserver.v1.chunks import MAX_CHUNK_BYTES
 
@@ -47,7 +48,18 @@ class DaemonConfig(BaseModel):
         default=None, description="UNIX socket; default: paramserver.sock in the state directory"
     )
     listen: str | None = Field(default=None, description="HOST:PORT to listen on over TCP besides the UNIX socket")
-    insecure: bool = Field(default=False, description="allow TCP on addresses that other machines can reach")
+    insecure: bool = Field(
+        default=False, description="allow TCP that is neither encrypted nor authenticated beyond loopback"
+    )
+    tls_certificate: Path | None = Field(default=None, description="PEM file: certificate (and chain) for `listen`")
+    tls_key: Path | None = Field(default=None, description="PEM file: its private key, without a password")
+    tls_client_ca: Path | None = Field(
+        default=None, description="PEM file: authorities that sign clients' certificates"
+    )
+    token_file: Path | None = Field(
+        default=None, description="TOML file of tokens (`paramserver tokens`); with it every call needs one"
+    )
+    quotas: QuotasSection = Field(default=QuotasSection(), description="limits of single jobs")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     io_read_threads: int = Field(default=4, ge=1, le=64, description="threads that read from nvme")
@@ -69,6 +81,17 @@ class DaemonConfig(BaseModel):
     )
     heartbeat_timeout_seconds: float = Field(
         default=15.0, ge=1.0, le=600.0, description="silence after which a client's session is void"
+    )
+    session_grace_seconds: float = Field(
+        default=2.0,
+        ge=0.0,
+        le=600.0,
+        description="how long a session outlives its broken stream",
+    )
+    # Each takes 16 bytes of the arena's header: within the least host_budget, that is a small part.
+    max_sessions: int = Field(default=4096, ge=1, le=16_384, description="most sessions at once")
+    arena_file: Path | None = Field(
+        default=None, description="name of the shared memory, on a tmpfs, for clients in other containers"
     )
 
     stream_budget: ByteSize = Field(
@@ -92,10 +115,28 @@ class DaemonConfig(BaseModel):
                 f"socket: the path {self.arena_socket_path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that the "
                 "kernel allows; set `socket` to a shorter one"
             )
-        if self.listen is not None and not self.insecure and not _is_loopback(self.listen):
+        if self.arena_file is not None and self.huge_pages:
+            raise ValueError(
+                f"huge_pages: memory with a name (arena_file = {self.arena_file}) is in ordinary pages; leave out "
+                "huge_pages or arena_file"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_security(self) -> DaemonConfig:
+        tls = {key: getattr(self, key) for key in ("tls_certificate", "tls_key", "tls_client_ca")}
+        missing = [key for key, path in tls.items() if path is None]
+        if 0 < len(missing) < len(tls):
+            raise ValueError(f"{', '.join(missing)}: missing; TLS needs all of {', '.join(tls)}")
+        if not missing and self.listen is None:
+            raise ValueError("tls_certificate: TLS is for TCP, and `listen` (--listen) is not set")
+        if not missing and self.insecure:
+            raise ValueError("insecure: true, beside tls_certificate; remove one of them")
+        if self.listen is not None and missing and not self.insecure and not is_loopback(self.listen):
             raise ValueError(
                 f"listen: {self.listen} can be reached from other machines, and connections would be neither encrypted "
-                "nor authenticated; listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
+                "nor authenticated; set tls_certificate, tls_key and tls_client_ca (`paramserver certs` makes them), "
+                "listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
             )
         return self
 
@@ -147,7 +188,8 @@ def _explain(location: tuple[str, ...], kind: str, message: str, value: object) 
     return f"{key} = {value!r}: {message}"
 
 
-def _is_loopback(listen: str) -> bool:
+def is_loopback(listen: str) -> bool:
+    """Whether only this machine can reach HOST:PORT."""
     host = listen.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True

@@ -9,7 +9,10 @@ import structlog
 
 
 def configure_logging(level: str, log_format: str) -> None:
-    """Routes structlog and the standard library's loggers through the same format."""
+    """Routes structlog and the standard library's loggers through the same format.
+
+    Tracebacks come without local variables, which structlog would add: they hold session ids and tokens.
+    """
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -18,10 +21,13 @@ def configure_logging(level: str, log_format: str) -> None:
     ]
     renderer: structlog.typing.Processor
     if log_format == "json":
-        shared.append(structlog.processors.dict_tracebacks)
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        shared.append(structlog.processors.ExceptionRenderer(frames))
         renderer = structlog.processors.JSONRenderer()
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),

@@ -10,14 +10,21 @@ import grpc
 import grpc.aio
 
 from paramserver import wire
-from paramserver.sessions import Lease, Sessions
+from paramserver.host_quota import HostQuota, lease_bytes
+from paramserver.leases import Lease, LeaseMode
+from paramserver.quotas import Quotas
+from paramserver.readers import Readers, describe_job, version_info
+from paramserver.security import Gate, check_job, check_owner
+from paramserver.session_service import SessionService
 from paramserver.sessions import Session as ClientSession
+from paramserver.sessions import Sessions
 from paramserver.status import answering_errors
 from paramserver.streams import RawContext, Streams
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError
+from storage.registry import JobLimits
 from storage.shard import Kind
 from storage.slab import NEVER
 
@@ -26,17 +33,22 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     """See parameter_store.proto for what each call does."""
 
     def __init__(
-        self, engine: Engine, sessions: Sessions, streams: Streams, welcome: pb.SessionResponse.Welcome
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        session_service: SessionService,
+        streams: Streams,
+        gate: Gate,
+        quotas: Quotas,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._session_service = session_service
         self._streams = streams
-        self._welcome = welcome
-        self._stopping = asyncio.Event()
-
-    def announce_stop(self) -> None:
-        """Tells every client, and ends its session."""
-        self._stopping.set()
+        self._gate = gate
+        self._quotas = quotas
+        self._host_quota = HostQuota(quotas, engine, sessions)
+        self._readers = Readers(engine, sessions, quotas, self._host_quota)
 
     async def Session(
         self,
@@ -44,66 +56,33 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
     ) -> None:
         async with answering_errors(context):
-            hello = await anext(aiter(request_iterator), None)
-            if hello is None or hello.WhichOneof("message") != "hello":
-                raise InvalidRequestError("the first message of a session must be hello")
-            session = self._sessions.open(wire.name(hello.hello.client, "hello.client"))
-            reason = "stopped by the daemon"
-            try:
-                welcome = pb.SessionResponse.Welcome()
-                welcome.CopyFrom(self._welcome)
-                welcome.session_id = session.session_id
-                await context.write(pb.SessionResponse(welcome=welcome))
-                reason = await self._keep_alive(request_iterator, context)
-            except asyncio.CancelledError:
-                reason = "connection lost"
-                raise
-            finally:
-                await asyncio.shield(self._sessions.end(session, reason))
-
-    async def _keep_alive(
-        self,
-        requests: AsyncIterator[pb.SessionRequest],
-        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
-    ) -> str:
-        """Answers heartbeats until the session ends; returns why it did."""
-        timeout = self._welcome.heartbeat_timeout_millis / 1000
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        heartbeats = aiter(requests)
-        try:
-            while True:
-                heartbeat = asyncio.ensure_future(anext(heartbeats, None))
-                try:
-                    await asyncio.wait([heartbeat, stopping], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                    if stopping.done():
-                        notice = pb.SessionResponse.Notice(text="the store daemon is shutting down")
-                        await context.write(pb.SessionResponse(notice=notice))
-                        return "the daemon shuts down"
-                    if not heartbeat.done():
-                        return f"no heartbeat for {timeout:g} s"
-                    if heartbeat.result() is None:
-                        return "closed by the client"
-                finally:
-                    heartbeat.cancel()
-                await context.write(pb.SessionResponse(heartbeat=pb.Heartbeat()))
-        finally:
-            stopping.cancel()
+            await self._session_service.serve(request_iterator, context)
 
     def _session(self, session_id: str, context: grpc.aio.ServicerContext[Any, Any]) -> ClientSession:
         """The caller's session; raises NotFoundError where it is none of the caller's."""
-        return self._sessions.get(session_id)
+        caller = self._gate.principal(context)
+        session = self._sessions.get(session_id)
+        check_owner(caller, session.owner)
+        return session
 
     async def OpenJob(
         self, request: pb.OpenJobRequest, context: grpc.aio.ServicerContext[pb.OpenJobRequest, pb.OpenJobResponse]
     ) -> pb.OpenJobResponse:
         async with answering_errors(context):
             session = self._session(request.session_id, context)
+            check_job(session.owner, request.job)
             if request.resume not in (pb.RESUME_POLICY_AUTO, pb.RESUME_POLICY_NEVER, pb.RESUME_POLICY_MUST):
                 raise InvalidRequestError(f"resume has the value {request.resume}; allowed are AUTO, NEVER and MUST")
+            run_id = wire.name(request.run_id, "run_id")
+            # In a thread: a large model's takes tenths of a second, which everybody else would wait for.
+            spec = await asyncio.to_thread(wire.job_spec, request)
+            # It may have ended meanwhile.
+            session = self._session(request.session_id, context)
+            self._quotas.of(spec.name).check_sessions(spec.name, self._sessions.attached(spec.name))
             job = await self._sessions.join(
                 session,
-                wire.job_spec(request),
-                wire.name(request.run_id, "run_id"),
+                spec,
+                run_id,
                 request.rank,
                 may_exist=request.resume != pb.RESUME_POLICY_NEVER,
                 must_exist=request.resume == pb.RESUME_POLICY_MUST,
@@ -122,7 +101,11 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     ) -> pb.RegisterShardsResponse:
         async with answering_errors(context):
             session = self._session(request.session_id, context)
-            await self._engine.register(await session.job(), [wire.group_spec(group) for group in request.groups])
+            job = await session.job()
+            quota = self._quotas.of(job.spec.name)
+            limits = JobLimits(host_bytes=quota.host_bytes, nvme_bytes=quota.nvme_bytes)
+            specs = await asyncio.to_thread(wire.group_specs, job.spec, request.groups)
+            await self._engine.register(job, specs, limits)
             return pb.RegisterShardsResponse()
 
     async def Prefetch(
@@ -131,7 +114,10 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         async with answering_errors(context):
             session = self._session(request.session_id, context)
             job = await session.job()
-            wants = [(want.slab.group, wire.kind(want.slab.kind), float(want.position)) for want in request.wants]
+            wants = [
+                (want.slab.group, wire.kind(want.slab.kind), wire.position(want.position, "wants.position"))
+                for want in wire.batch(request.wants, "wants")
+            ]
             self._engine.prefetch(session.session_id, job, wants)
             return pb.PrefetchResponse()
 
@@ -144,7 +130,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             session = self._session(request.session_id, context)
             granted: list[Lease] = []
             try:
-                for want in request.wants:
+                for want in wire.batch(request.wants, "wants"):
                     granted.append(await self._acquire(session, want))
             except BaseException:
                 for lease in granted:
@@ -154,20 +140,32 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease) for lease in granted])
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
+        if want.HasField("range"):
+            return await self._acquire_range(session, want)
         kind, group = wire.kind(want.slab.kind), want.slab.group
         session.require_run().check_whole()
+        job = await session.job()
+        async with self._host_quota.room_for(job, lease_bytes(job, group, kind)):
+            return await self._grant(session, want, group, kind)
+
+    async def _grant(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want, group: str, kind: Kind) -> Lease:
         if want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
-            return await self._sessions.lease_for_reading(session, group, kind, float(want.position))
+            return await self._sessions.lease_for_reading(
+                session, group, kind, wire.position(want.position, "wants.position")
+            )
         if want.mode == pb.LEASE_MODE_WRITE and kind is Kind.GRAD:
             return await self._sessions.lease_for_gradient(session, group)
-        if want.mode == pb.LEASE_MODE_WRITE:
-            if want.step != 0:
-                raise InvalidRequestError(
-                    f"a write lease on kind {kind.value} is for step 0 only, not for step {want.step}: later bytes "
-                    "come from ApplyGradients"
-                )
+        step = wire.step(want.step, "wants.step")
+        if want.mode == pb.LEASE_MODE_WRITE and step == 0:
             return await self._sessions.lease_for_staging(session, group, kind)
+        if want.mode == pb.LEASE_MODE_WRITE:
+            return await self._sessions.lease_for_putting(session, step, group, kind)
         raise InvalidRequestError(f"lease mode {want.mode} is not possible for kind {kind.value}")
+
+    async def _acquire_range(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
+        if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
+            raise InvalidRequestError("a range is leased for reading, and instead of a slab")
+        return await self._readers.lease(session, want.range)
 
     async def ReleaseLeases(
         self,
@@ -176,8 +174,8 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     ) -> pb.ReleaseLeasesResponse:
         async with answering_errors(context):
             session = self._session(request.session_id, context)
-            for release in request.releases:
-                next_use = float(release.next_use) if release.HasField("next_use") else NEVER
+            for release in wire.batch(request.releases, "releases"):
+                next_use = wire.position(release.next_use, "next_use") if release.HasField("next_use") else NEVER
                 lease = session.lease(release.lease_id)
                 # A publication that has begun is finished: the lease is gone either way.
                 await asyncio.shield(self._sessions.release(session, lease, publish=release.publish, next_use=next_use))
@@ -186,11 +184,14 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     async def Read(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
         """Of raw messages; see `raw_handlers`."""
         async with answering_errors(context):
+            # Before anything is taken in: only the first message names a session.
+            self._gate.principal(context)
             await self._streams.read(lambda session_id: self._session(session_id, context), context)
 
     async def Write(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
         """Of raw messages; see `raw_handlers`."""
         async with answering_errors(context):
+            self._gate.principal(context)
             await self._streams.write(lambda session_id: self._session(session_id, context), context)
 
     def raw_handlers(self) -> Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]:
@@ -209,20 +210,23 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             session = self._session(request.session_id, context)
             job = await session.job()
             session.require_run().check_whole()
-            hyper_parameters = [wire.adamw_hyper_parameters(h) for h in request.hyper_parameters]
+            step = wire.step(request.step, "step")
+            hyper_parameters = [
+                wire.adamw_hyper_parameters(h) for h in wire.batch(request.hyper_parameters, "hyper_parameters")
+            ]
             checked = []
-            for update in request.updates:
+            for update in wire.batch(request.updates, "updates"):
                 lease = session.lease(update.grad_lease_id)
-                if lease.pin is not None or lease.group != update.group:
+                if lease.mode is not LeaseMode.GRADIENT or lease.group != update.group:
                     raise ConflictError(f"lease {lease.lease_id} is not for the gradient of group {update.group!r}")
                 kernel = wire.adamw_update(job.group(update.group).spec, update, hyper_parameters)
-                self._engine.check_update(job, request.step, update.group)
+                self._engine.check_update(job, step, update.group)
                 checked.append((lease, kernel))
             if len({lease.group for lease, _ in checked}) != len(checked):
                 raise InvalidRequestError("a group is updated twice in one request")
             for lease, kernel in checked:
                 region = self._sessions.consume_gradient(session, lease)
-                self._engine.update(job, request.step, lease.group, region, kernel)
+                self._engine.update(job, step, lease.group, region, kernel)
             return pb.ApplyGradientsResponse()
 
     async def CommitStep(
@@ -234,7 +238,9 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             session = self._session(request.session_id, context)
             if request.settled_step > request.step:
                 raise InvalidRequestError(f"settled_step {request.settled_step} is above step {request.step}")
-            durable = await self._sessions.vote(session, request.step, request.client_state, request.settled_step)
+            durable = await self._sessions.vote(
+                session, wire.step(request.step, "step"), wire.client_state(request.client_state), request.settled_step
+            )
             return pb.CommitStepResponse(durable=durable)
 
     async def RollBack(
@@ -243,7 +249,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         async with answering_errors(context):
             session = self._session(request.session_id, context)
             # Finished even if the client goes: a half-done roll-back would be a state that nobody asked for.
-            await asyncio.shield(self._engine.roll_back(await session.job(), request.step))
+            await asyncio.shield(self._engine.roll_back(await session.job(), wire.step(request.step, "step")))
             return pb.RollBackResponse()
 
     async def ListVersions(
@@ -253,18 +259,60 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     ) -> pb.ListVersionsResponse:
         async with answering_errors(context):
             job = await self._session(request.session_id, context).job()
-            return pb.ListVersionsResponse(
-                versions=[
-                    pb.VersionInfo(
-                        step=step, durable=step in job.durable, committed_at_unix_seconds=commit.committed_at
-                    )
-                    for step, commit in sorted(job.retained.items())
-                ]
-            )
+            return pb.ListVersionsResponse(versions=[version_info(job, step) for step in sorted(job.retained)])
+
+    async def OpenReader(
+        self,
+        request: pb.OpenReaderRequest,
+        context: grpc.aio.ServicerContext[pb.OpenReaderRequest, pb.OpenReaderResponse],
+    ) -> pb.OpenReaderResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            check_job(session.owner, request.job)
+            return await self._readers.open(session, self._engine.job(request.job), request)
+
+    async def CloseReader(
+        self,
+        request: pb.CloseReaderRequest,
+        context: grpc.aio.ServicerContext[pb.CloseReaderRequest, pb.CloseReaderResponse],
+    ) -> pb.CloseReaderResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            self._sessions.let_go(session, request.reader_id)
+            return pb.CloseReaderResponse()
+
+    async def ListStoredJobs(
+        self,
+        request: pb.ListStoredJobsRequest,
+        context: grpc.aio.ServicerContext[pb.ListStoredJobsRequest, pb.ListStoredJobsResponse],
+    ) -> pb.ListStoredJobsResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            allowed = (job for name, job in self._engine.jobs.items() if session.owner.allows(name))
+            jobs = sorted(allowed, key=lambda job: job.spec.name)
+            return pb.ListStoredJobsResponse(jobs=[describe_job(job) for job in jobs])
+
+    async def ListStoredTensors(
+        self,
+        request: pb.ListStoredTensorsRequest,
+        context: grpc.aio.ServicerContext[pb.ListStoredTensorsRequest, pb.ListStoredTensorsResponse],
+    ) -> pb.ListStoredTensorsResponse:
+        async with answering_errors(context):
+            check_job(self._session(request.session_id, context).owner, request.job)
+            return self._readers.list_tensors(self._engine.job(request.job), request)
+
+    async def WatchJob(
+        self, request: pb.WatchJobRequest, context: grpc.aio.ServicerContext[pb.WatchJobRequest, pb.WatchJobResponse]
+    ) -> AsyncIterator[pb.WatchJobResponse]:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            check_job(session.owner, request.job)
+            async for response in self._readers.watch(session, self._engine.job(request.job)):
+                yield response
 
 
 def _lease_to_wire(lease: Lease) -> pb.Lease:
-    version = lease.pin.copy.step if lease.pin is not None else None
+    version = lease.pin.copy.step if lease.pin is not None else lease.step
     return pb.Lease(
         lease_id=lease.lease_id,
         version=version or 0,

@@ -14,15 +14,23 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from paramserver import __version__
 from paramserver.arena_door import ArenaDoor, clear_socket
-from paramserver.config import DaemonConfig
+from paramserver.config import DaemonConfig, is_loopback
+from paramserver.handlers import CheckingServer
+from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
-from paramserver.sessions import Sessions
+from paramserver.quotas import Quotas
+from paramserver.reflection import Reflection
+from paramserver.security import Gate
+from paramserver.session_service import SessionService
+from paramserver.sessions import SessionLimits, Sessions
 from paramserver.store_admin import StoreAdmin
 from paramserver.streams import Streams
+from paramserver.tls import CertificateFiles, server_credentials
+from paramserver.tokens import TokenFile
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
@@ -45,6 +53,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     """Runs a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
 
     Raises:
+        ConfigError: a certificate or the token file cannot be used.
         StorageError: the state directory, its files or the budgets do not allow to start.
     """
     stop = asyncio.Event()
@@ -54,6 +63,9 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     if exit_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
 
+    # Before anything is made: what is wrong with them is wrong with the configuration.
+    credentials = _credentials(config)
+    tokens = TokenFile(config.token_file) if config.token_file is not None else None
     # Sockets and files are this user's alone.
     os.umask(0o077)
     engine = await Engine.open(
@@ -68,25 +80,56 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             io_write_threads=config.io_write_threads,
             optimizer_threads=config.optimizer_threads,
             admission_timeout_seconds=config.admission_timeout_seconds,
+            arena_slots=config.max_sessions,
+            arena_file=config.arena_file.absolute() if config.arena_file else None,
             huge_pages=config.huge_pages,
             lock_memory=config.lock_memory,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.push_async_callback(engine.close)
-        await _serve(config, engine, stop, cleanup)
+        await _serve(config, engine, credentials, tokens, stop, cleanup)
     log.info("stopped")
 
 
-async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, cleanup: contextlib.AsyncExitStack) -> None:
+async def _serve(
+    config: DaemonConfig,
+    engine: Engine,
+    credentials: grpc.ServerCredentials | None,
+    tokens: TokenFile | None,
+    stop: asyncio.Event,
+    cleanup: contextlib.AsyncExitStack,
+) -> None:
     for path in (config.socket_path, config.arena_socket_path):
         clear_socket(path)
     door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
     cleanup.push_async_callback(door.close)
-    transfers = Transfers(config.stream_budget, stall_seconds=config.stream_stall_seconds)
-    sessions = Sessions(engine, on_end=transfers.end_session)
+    watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
+    quotas = Quotas(config.quotas)
+    transfers = Transfers(
+        config.stream_budget,
+        stall_seconds=config.stream_stall_seconds,
+        weight_of=lambda job: quotas.of(job).weight,
+    )
+    sessions = Sessions(
+        engine,
+        SessionLimits(
+            heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+            grace_seconds=config.session_grace_seconds,
+            max_sessions=config.max_sessions,
+        ),
+        on_end=transfers.end_session,
+    )
+    cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
-    store = ParameterStore(engine, sessions, Streams(engine, transfers, config.stream_window), welcome)
+    gate = Gate(tokens)
+    session_service = SessionService(engine, sessions, gate, welcome)
+    cleanup.callback(session_service.close)
+    if tokens is not None:
+        following = asyncio.ensure_future(tokens.follow())
+        cleanup.callback(following.cancel)
+    streams = Streams(engine, transfers, config.stream_window)
+    store = ParameterStore(engine, sessions, session_service, streams, gate, quotas)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -95,19 +138,20 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
             ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
         ]
     )
-    parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, server)
+    checking = CheckingServer(server)
+    parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, checking)
     server.add_registered_method_handlers(STORE_SERVICE, store.raw_handlers())
     store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
-        StoreAdmin(engine, sessions, transfers, welcome.epoch, config.state_dir), server
+        StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir, gate), checking
     )
     health_service = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    reflection.enable_server_reflection(
-        [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server
-    )
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, checking)
+    described = [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(gate, described), checking)
     _bind(server, f"unix:{config.socket_path}", f"socket {config.socket_path}")
     if config.listen is not None:
-        _bind(server, config.listen, f"listen address {config.listen}")
+        _bind(server, config.listen, f"listen address {config.listen}", credentials)
+        _tell_who_is_trusted(config)
     await server.start()
     for service in ("", STORE_SERVICE, ADMIN_SERVICE):
         await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -117,14 +161,34 @@ async def _serve(config: DaemonConfig, engine: Engine, stop: asyncio.Event, clea
     finally:
         log.info("stopping")
         await health_service.enter_graceful_shutdown()
-        store.announce_stop()
+        session_service.announce_stop()
         await server.stop(STOP_GRACE_SECONDS)
         config.socket_path.unlink(missing_ok=True)
 
 
-def _bind(server: grpc.aio.Server, address: str, what: str) -> None:
+def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
+    if config.tls_certificate is None or config.tls_key is None or config.tls_client_ca is None:
+        return None
+    return server_credentials(
+        CertificateFiles(certificate=config.tls_certificate, key=config.tls_key, client_ca=config.tls_client_ca)
+    )
+
+
+def _tell_who_is_trusted(config: DaemonConfig) -> None:
+    """What an operator may not have meant."""
+    if config.token_file is None:
+        who = "whoever has a certificate" if config.tls_certificate else "whoever can reach it"
+        log.warning("%s may do everything at %s: there is no token_file", who, config.listen)
+    elif config.tls_certificate is None and not is_loopback(config.listen or ""):
+        log.warning("tokens cross the network in the clear to %s: there is no tls_certificate", config.listen)
+
+
+def _bind(server: grpc.aio.Server, address: str, what: str, credentials: grpc.ServerCredentials | None = None) -> None:
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise DeviceError(f"cannot listen on {what}: it is in use or not an address of this machine") from error
     if bound == 0:
@@ -139,8 +203,12 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
         epoch=secrets.token_hex(16),
         heartbeat_interval_millis=timeout // 5,
         heartbeat_timeout_millis=timeout,
+        grace_millis=int(config.session_grace_seconds * 1000),
         arena=pb.Arena(
-            socket_path=str(config.arena_socket_path), nonce=engine.arena.nonce, size_bytes=engine.arena.size_bytes
+            socket_path=str(config.arena_socket_path),
+            nonce=engine.arena.nonce,
+            size_bytes=engine.arena.size_bytes,
+            file_path=str(engine.arena.path or ""),
         ),
         version=__version__,
     )

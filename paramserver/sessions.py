@@ -1,7 +1,9 @@
-"""Sessions, their leases, and the runs that they form.
+"""Sessions: connected clients, how they live and end, and the leases that they hold.
 
-A *session* is one connected client. A *run* is one launch of a job: the sessions of its ranks. A session's end voids
-its leases, and breaks its run: the step under way can then not be committed, unless every rank had voted for it.
+A session is attached while its stream is open. When the stream breaks it is detached, and ends after a grace time
+unless a new stream takes it up; it ends at once when the client closes it, and when nothing is heard of an attached one
+for too long. Its end voids its leases: the word in the arena changes first, then the ranges are used for something
+else. Owns the sessions and their timers; the streams are session_service's.
 """
 
 from __future__ import annotations
@@ -11,69 +13,62 @@ import enum
 import itertools
 import logging
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from paramserver.leases import Lease, LeaseMode
+from paramserver.quarantine import Quarantine
+from paramserver.runs import Run, Runs
+from paramserver.tokens import Principal
+from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
-from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StepAbortedError, StorageError
-from storage.shard import JobSpec, Kind
-from storage.slab import NEVER
+from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError, StorageError
+from storage.reader import StepReader
+from storage.shard import DType, JobSpec, Kind
+from storage.slab import NEVER, Slab
 from storage.tiers.arena import ArenaRange
+from storage.tiers.slots import Slot
 from storage.versions import Job
 
 log = logging.getLogger(__name__)
 
-
-class LeaseMode(enum.Enum):
-    """What a lease allows."""
-
-    READ = "read"
-    STAGE = "stage"  # write the initial bytes of a slab
-    GRADIENT = "gradient"  # write a gradient
+UNKNOWN_SESSION = "the session is unknown or has ended; open a new one"
+# A timer that comes later than this says that the daemon itself did not run: what clients sent meanwhile is read first.
+LATE_SECONDS = 1.0
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A session's right to a range of the arena."""
+class Stream(Protocol):
+    """The stream of an attached session."""
 
-    lease_id: int
-    group: str
-    mode: LeaseMode
-    nbytes: int
-    region: ArenaRange
-    pin: Pin | None  # None: a gradient, which has no slab
-    void: bool = False
+    def post(self, subject: object, message: pb.SessionResponse) -> None:
+        """Sends a message soon, without waiting; the newest of a subject counts."""
+
+    def end(self, error: StorageError | None) -> None:
+        """Ends the stream, with the error's status; None: in order."""
 
 
-@dataclass(slots=True, eq=False)
-class Vote:
-    """A step on its way to its commit. `done` gives whether it is durable."""
+class SessionState(enum.Enum):
+    """Where in its life a session is."""
 
-    step: int
-    done: asyncio.Future[bool]
-    client_states: dict[int, bytes] = field(default_factory=dict)
-    settled: int | None = None
+    ATTACHED = enum.auto()
+    """Its stream is open."""
+
+    DETACHED = enum.auto()
+    """Its stream broke; it has everything that it had until the grace time is over."""
+
+    ENDED = enum.auto()
+    """It has nothing."""
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """One launch of a job."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """The configuration of sessions; see config.py."""
 
-    run_id: str
-    spec: JobSpec
-    job: asyncio.Task[Job]
-    ranks: dict[int, Session] = field(default_factory=dict)
-    vote: Vote | None = None
-    committing: asyncio.Task[None] | None = None
-    broken_by: str | None = None
-
-    def check_whole(self) -> None:
-        """Raises StepAbortedError once a rank is gone."""
-        if self.broken_by is not None:
-            raise StepAbortedError(
-                f"{self.broken_by} of this run is gone, so no further step can be committed; restart the run: it goes "
-                "on from the last committed step"
-            )
+    heartbeat_timeout_seconds: float
+    grace_seconds: float
+    max_sessions: int
 
 
 @dataclass(slots=True, eq=False)
@@ -82,11 +77,25 @@ class Session:
 
     session_id: str
     client: str
+    # Who opened it: nobody else may use it.
+    owner: Principal
+    peer: str
+    slot: Slot | None  # None: it may not map the arena
+    stream: Stream
+    heard_at: float  # on the loop's clock
+    opened_at_unix_seconds: float = field(default_factory=time.time)
+    state: SessionState = SessionState.ATTACHED
+    timer: asyncio.TimerHandle | None = None
     leases: dict[int, Lease] = field(default_factory=dict)
-    run: Run | None = None
+    readers: dict[int, StepReader] = field(default_factory=dict)
+    run: Run[Session] | None = None
     rank: int = -1
 
-    def require_run(self) -> Run:
+    def heard(self) -> None:
+        """It is alive."""
+        self.heard_at = asyncio.get_running_loop().time()
+
+    def require_run(self) -> Run[Session]:
         """Raises ConflictError before OpenJob."""
         if self.run is None:
             raise ConflictError("this session has not opened a job; call OpenJob first")
@@ -94,7 +103,8 @@ class Session:
 
     async def job(self) -> Job:
         """The job of the session."""
-        return await asyncio.shield(self.require_run().job)
+        opening = self.require_run().job
+        return opening.result() if opening.done() else await asyncio.shield(opening)
 
     def lease(self, lease_id: int) -> Lease:
         """Raises NotFoundError for a lease that the session does not hold."""
@@ -104,37 +114,150 @@ class Session:
             )
         return self.leases[lease_id]
 
+    def reader(self, reader_id: int) -> StepReader:
+        """Raises NotFoundError for a reader that the session does not have."""
+        if reader_id not in self.readers:
+            raise NotFoundError(f"reader {reader_id} is not open in this session; it was closed or never opened")
+        return self.readers[reader_id]
+
 
 class Sessions:
-    """All sessions and runs of the daemon."""
+    """All sessions of the daemon."""
 
-    def __init__(self, engine: Engine, on_end: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, limits: SessionLimits, on_end: Callable[[str], None]) -> None:
         """`on_end` is called with the id of each session that ends."""
-        self._engine = engine
+        self.limits = limits
         self._on_end = on_end
+        self.quarantine = Quarantine(engine.host)
+        self._engine = engine
+        self._slots = engine.arena.slots
+        self._runs: Runs[Session] = Runs(engine)
         self._sessions: dict[str, Session] = {}
-        self._runs: dict[str, Run] = {}
         self._lease_ids = itertools.count(1)
+        self._reader_ids = itertools.count(1)
+        self._cleaning_up: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, client: str) -> Session:
-        """A new session."""
-        session = Session(secrets.token_hex(16), client)
-        self._sessions[session.session_id] = session
-        log.info("session opened by %s", client)
-        return session
+    def __iter__(self) -> Iterator[Session]:
+        """Oldest first; may end sessions on the way."""
+        return iter(list(self._sessions.values()))
 
     def get(self, session_id: str) -> Session:
         """Raises NotFoundError for a session that has ended or never was."""
-        if session_id not in self._sessions:
-            raise NotFoundError("the session is unknown or has ended; open a new one")
-        return self._sessions[session_id]
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise NotFoundError(UNKNOWN_SESSION)
+        return session
+
+    def of_job(self, job: str) -> Collection[Session]:
+        """Sessions attached to a job."""
+        return self._runs.ranks_of(job)
 
     def attached(self, job: str) -> int:
-        """Sessions attached to a job."""
-        return len(self._runs[job].ranks) if job in self._runs else 0
+        """How many sessions are attached to a job."""
+        return len(self.of_job(job))
+
+    def readers_of(self, job: str) -> int:
+        """How many readers hold a step of a job."""
+        held = (reader for session in self._sessions.values() for reader in session.readers.values())
+        return sum(reader.job.spec.name == job for reader in held)
+
+    # --- life
+
+    def open(self, client: str, owner: Principal, peer: str, stream: Stream) -> Session:
+        """A new session, attached.
+
+        Raises:
+            BudgetExceededError: there are as many as may be.
+        """
+        if len(self._sessions) >= self.limits.max_sessions:
+            raise BudgetExceededError(
+                f"max_sessions: {len(self._sessions)} sessions are open, which is the limit; close some, or raise "
+                "max_sessions"
+            )
+        now = asyncio.get_running_loop().time()
+        session = Session(secrets.token_hex(16), client, owner, peer, self._slots.take(), stream, now)
+        self._sessions[session.session_id] = session
+        self._expect(session, self.limits.heartbeat_timeout_seconds)
+        log.info("session opened by %s", client)
+        return session
+
+    def take_up(self, session: Session, peer: str, stream: Stream) -> None:
+        """Attaches a session to a new stream. An older one that seems to be open still is ended: it may be a connection
+        that is dead and does not know."""
+        previous, session.stream, session.peer = session.stream, stream, peer
+        if session.state is SessionState.ATTACHED:
+            previous.end(ConflictError("another stream has taken this session up"))
+        session.state = SessionState.ATTACHED
+        session.heard()
+        self._expect(session, self.limits.heartbeat_timeout_seconds)
+        log.info("session of %s taken up again", session.client)
+
+    def detach(self, session: Session, stream: Stream) -> None:
+        """The stream broke. Unless it has taken the session up elsewhere, the client has the grace time for that."""
+        if session.state is SessionState.ATTACHED and session.stream is stream:
+            session.state = SessionState.DETACHED
+            self._expect(session, self.limits.grace_seconds)
+            log.info("stream of %s broke", session.client)
+
+    def _expect(self, session: Session, seconds: float) -> None:
+        """Something must be heard within this time."""
+        if session.timer is not None:
+            session.timer.cancel()
+        loop = asyncio.get_running_loop()
+        session.timer = loop.call_later(seconds, self._on_timer, session, loop.time() + seconds)
+
+    def _on_timer(self, session: Session, due: float) -> None:
+        now = asyncio.get_running_loop().time()
+        timeout = self.limits.heartbeat_timeout_seconds
+        attached = session.state is SessionState.ATTACHED
+        if attached and now < session.heard_at + timeout:
+            self._expect(session, session.heard_at + timeout - now)
+        elif now - due > LATE_SECONDS:
+            self._expect(session, LATE_SECONDS)
+        elif attached:
+            reason = f"no heartbeat for {timeout:g} s"
+            self.end(session, reason)
+            session.stream.end(NotFoundError(f"{UNKNOWN_SESSION} ({reason})"))
+        else:
+            self.end(session, f"its stream broke, and did not come back within {self.limits.grace_seconds:g} s")
+
+    def end(self, session: Session, reason: str) -> None:
+        """Voids the session: its leases, its prefetch window, and the unfinished step of its run. Idempotent."""
+        if session.state is SessionState.ENDED:
+            return
+        session.state = SessionState.ENDED
+        if session.timer is not None:
+            session.timer.cancel()
+        del self._sessions[session.session_id]
+        self._engine.end_prefetch(session.session_id)
+        self._on_end(session.session_id)
+        held = len(session.leases)
+        self._void_leases(session)
+        for reader in session.readers.values():
+            reader.close()
+        session.readers.clear()
+        log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
+        if session.run is not None:
+            self._runs.leave(session.run, session.rank)
+            cleaning_up = asyncio.ensure_future(self._runs.clean_up(session.run))
+            self._cleaning_up.add(cleaning_up)
+            cleaning_up.add_done_callback(self._on_cleaned_up)
+
+    def _on_cleaned_up(self, cleaning_up: asyncio.Task[None]) -> None:
+        self._cleaning_up.discard(cleaning_up)
+        if not cleaning_up.cancelled() and (error := cleaning_up.exception()) is not None:
+            log.error("what a run left behind could not be cleaned up: %s", error, exc_info=error)
+
+    async def close(self) -> None:
+        """Ends all sessions."""
+        for session in self:
+            self.end(session, "the daemon shuts down")
+        self.quarantine.close()
+        if self._cleaning_up:
+            await asyncio.wait(self._cleaning_up)
 
     # --- runs
 
@@ -155,80 +278,20 @@ class Sessions:
         """
         if session.run is not None:
             raise ConflictError("this session has opened a job already; open another session for another job")
-        run = self._runs.get(spec.name)
-        if run is None or (run.run_id != run_id and not run.ranks):
-            opening = asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist))
-            run = self._runs[spec.name] = Run(run_id, spec, opening)
-        if run.run_id != run_id:
-            clients = ", ".join(member.client for member in run.ranks.values())
-            raise ConflictError(
-                f"job {spec.name!r} is in use by another run ({clients}); stop that one, or use another job name"
-            )
-        if rank in run.ranks:
-            raise ConflictError(f"rank {rank} of this run of job {spec.name!r} is attached already")
-        if spec != run.spec:
-            raise InvalidRequestError(
-                f"rank {rank} describes job {spec.name!r} in another way than the other ranks of its run"
-            )
-        if run.job.done():
-            # Why the job could not be opened, for a rank that comes after the one that tried.
-            run.job.result()
-        run.check_whole()
-        run.ranks[rank] = session
+        run = self._runs.enter(session, spec, run_id, rank, may_exist=may_exist, must_exist=must_exist)
         session.run, session.rank = run, rank
         try:
             return await asyncio.shield(run.job)
         except BaseException:
-            self._leave(session, run)
+            # Unless the session has ended meanwhile, and left with that.
+            if session.state is not SessionState.ENDED:
+                self._runs.leave(run, rank)
+                session.run, session.rank = None, -1
             raise
 
-    async def _open(self, previous: Run | None, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
-        if previous is not None and previous.committing is not None:
-            await asyncio.wait([previous.committing])
-        return await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist)
-
     async def vote(self, session: Session, step: int, client_state: bytes, settled: int) -> bool:
-        """One rank's vote for a step; returns once it is committed, whether it is durable.
-
-        Raises:
-            ConflictError: it is not the next step, or the ranks vote for different ones.
-            StepAbortedError: a rank is gone.
-            StorageError: an update of the step failed.
-        """
-        run, job = session.require_run(), await session.job()
-        run.check_whole()
-        # Before it counts: a vote that stays would hold up the right one.
-        job.open_pending(step)
-        if run.vote is None:
-            run.vote = Vote(step, asyncio.get_running_loop().create_future())
-            run.vote.done.add_done_callback(lambda done: done.cancelled() or done.exception())
-        vote = run.vote
-        if vote.step != step:
-            raise ConflictError(
-                f"rank {session.rank} votes for step {step} while other ranks vote for step {vote.step}"
-            )
-        vote.client_states[session.rank] = client_state
-        vote.settled = settled if vote.settled is None else min(vote.settled, settled)
-        if len(vote.client_states) == run.spec.local_ranks and run.committing is None:
-            run.committing = asyncio.ensure_future(self._commit(run, job, vote))
-        return await asyncio.shield(vote.done)
-
-    async def _commit(self, run: Run, job: Job, vote: Vote) -> None:
-        everywhere = run.spec.local_ranks == run.spec.world_size
-        settled = vote.step if everywhere else vote.settled or 0
-        try:
-            durable = await self._engine.commit(job, vote.step, vote.client_states, settled)
-        except StorageError as error:
-            log.error("step %d of job %s was not committed: %s", vote.step, job.spec.name, error)
-            vote.done.set_exception(error)
-        except Exception as error:
-            log.exception("step %d of job %s was not committed", vote.step, job.spec.name)
-            vote.done.set_exception(error)
-        else:
-            vote.done.set_result(durable)
-        finally:
-            run.vote = None
-            run.committing = None
+        """One rank's vote for a step; see Runs.vote."""
+        return await self._runs.vote(session.require_run(), session.rank, step, client_state, settled)
 
     # --- leases
 
@@ -242,6 +305,23 @@ class Sessions:
         pin = await self._engine.stage(await session.job(), group, kind)
         return self._grant(session, group, LeaseMode.STAGE, pin.slab.nbytes, pin.region, pin)
 
+    async def lease_for_putting(self, session: Session, step: int, group: str, kind: Kind) -> Lease:
+        """An exclusive lease for the bytes of a slab at a later step than 0."""
+        job = await session.job()
+        slab = job.slab(group, kind)
+        if any(lease.slab is slab for lease in session.leases.values()):
+            raise ConflictError(f"{slab.key} is being written by another lease of this session")
+        region = await self._engine.allocate_put(job, step, group, kind)
+        return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
+
+    def lease_range(
+        self, session: Session, reader: StepReader, fqn: str, dtype: DType, nbytes: int, region: ArenaRange
+    ) -> Lease:
+        """A lease on a range of a tensor, of which the arena holds a copy for it."""
+        lease = self._grant(session, fqn, LeaseMode.RANGE, nbytes, region, None, step=reader.step)
+        lease.reader, lease.dtype = reader, dtype
+        return lease
+
     async def lease_for_gradient(self, session: Session, group: str) -> Lease:
         """An exclusive lease for the gradient of a group."""
         job = await session.job()
@@ -252,10 +332,19 @@ class Sessions:
         return self._grant(session, group, LeaseMode.GRADIENT, nbytes, region, None)
 
     def _grant(
-        self, session: Session, group: str, mode: LeaseMode, nbytes: int, region: ArenaRange, pin: Pin | None
+        self,
+        session: Session,
+        group: str,
+        mode: LeaseMode,
+        nbytes: int,
+        region: ArenaRange,
+        pin: Pin | None,
+        *,
+        slab: Slab | None = None,
+        step: int = 0,
     ) -> Lease:
-        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin)
-        if session.session_id not in self._sessions:
+        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin, slab, step)
+        if session.state is SessionState.ENDED:
             self._give_back(lease, NEVER)
             raise NotFoundError("the session ended while it waited for a lease; open a new one")
         session.leases[lease.lease_id] = lease
@@ -268,57 +357,73 @@ class Sessions:
 
     async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
         """Ends a lease; with `publish`, staged bytes become the slab's version."""
-        if publish and lease.mode is not LeaseMode.STAGE:
+        if publish and lease.mode not in (LeaseMode.STAGE, LeaseMode.PUT):
             raise InvalidRequestError(
                 f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
             )
+        # It may have ended since it was looked up: with its session, or with the reader that it is of.
+        session.lease(lease.lease_id)
         lease.void = True
         del session.leases[lease.lease_id]
         if publish and lease.pin is not None:
             await self._engine.publish(lease.pin)
+        elif publish and lease.slab is not None:
+            key = lease.slab.key
+            await self._engine.put(await session.job(), lease.step, key.group, key.kind, lease.region)
         else:
             self._give_back(lease, next_use)
 
     def _give_back(self, lease: Lease, next_use: float) -> None:
         lease.void = True
         if lease.pin is None:
-            self._engine.free_gradient(lease.region)
+            self._engine.free_loose(lease.region)
         else:
             self._engine.unpin(lease.pin, next_use)
 
-    # --- the end
-
-    async def end(self, session: Session, reason: str) -> None:
-        """Voids the session: its leases, its prefetch window, and the unfinished step of its run."""
-        del self._sessions[session.session_id]
-        self._engine.end_prefetch(session.session_id)
-        self._on_end(session.session_id)
-        for lease in session.leases.values():
-            self._give_back(lease, NEVER)
-        held = len(session.leases)
+    def _void_leases(self, session: Session) -> None:
+        """Changes the session's word, then gives its leases back, but for what its process may still write to."""
+        leases = list(session.leases.values())
         session.leases.clear()
-        log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
-        if session.run is not None:
-            self._leave(session, session.run)
-            await self._clean_up(session.run)
+        written = [lease for lease in leases if lease.mode.is_for_writing]
+        held_back: list[ArenaRange] = []
+        if session.slot is not None:
+            self._slots.end(session.slot)
+            if self._slots.is_held(session.slot):
+                held_back = [self._abandon(lease) for lease in written]
+                leases = [lease for lease in leases if not lease.mode.is_for_writing]
+        for lease in leases:
+            self._give_back(lease, NEVER)
+        if session.slot is not None:
+            self.quarantine.hold(session.slot, held_back)
+        if held_back:
+            log.warning(
+                "%d ranges that %s may still write to are held back until its process closes the arena or ends",
+                len(held_back),
+                session.client,
+            )
 
-    def _leave(self, session: Session, run: Run) -> None:
-        run.ranks.pop(session.rank, None)
-        run.broken_by = run.broken_by or f"rank {session.rank} ({session.client})"
-        # Voted by all: the step will be finished. Otherwise it never can be.
-        if run.vote is not None and run.committing is None:
-            try:
-                run.check_whole()
-            except StepAbortedError as error:
-                run.vote.done.set_exception(error)
-            run.vote = None
+    def _abandon(self, lease: Lease) -> ArenaRange:
+        lease.void = True
+        if lease.pin is None:
+            return self._engine.abandon_loose(lease.region)
+        return self._engine.abandon_stage(lease.pin)
 
-    async def _clean_up(self, run: Run) -> None:
-        """After the last rank: what the run left behind is abandoned, and host memory given back."""
-        if run.ranks or run.job.cancelled() or not run.job.done() or run.job.exception() is not None:
-            return
-        job = run.job.result()
-        if run.committing is not None:
-            await asyncio.wait([run.committing])
-        if self._runs.get(run.spec.name) is run:
-            await self._engine.detach(job)
+    # --- readers
+
+    def hold(self, session: Session, reader: StepReader) -> int:
+        """Gives a reader to a session, which closes it at its end; its id."""
+        if session.state is SessionState.ENDED:
+            reader.close()
+            raise NotFoundError("the session ended while it waited for a reader; open a new one")
+        reader_id = next(self._reader_ids)
+        session.readers[reader_id] = reader
+        return reader_id
+
+    def let_go(self, session: Session, reader_id: int) -> None:
+        """Closes a reader, and ends the leases on its ranges. Raises NotFoundError where the session has none such."""
+        reader = session.reader(reader_id)
+        reader.close()
+        del session.readers[reader_id]
+        for lease in [lease for lease in session.leases.values() if lease.reader is reader]:
+            del session.leases[lease.lease_id]
+            self._give_back(lease, NEVER)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paramserver import wire
-from paramserver.sessions import Lease, LeaseMode, Session
+from paramserver.leases import Lease, LeaseMode
+from paramserver.sessions import Session
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError
-from storage.shard import DType
+from storage.reader import StepReader
+from storage.shard import DType, Kind
 
 
 class Source(Protocol):
@@ -106,6 +108,15 @@ class _RangeSource:
 
 
 def _open_lease(engine: Engine, lease: Lease) -> Source:
+    if lease.reader is not None and lease.dtype is not None:
+        return _LeaseSource(
+            engine=engine,
+            lease=lease,
+            job=lease.reader.job.spec.name,
+            size_bytes=lease.nbytes,
+            version=lease.step,
+            dtype=lease.dtype,
+        )
     if lease.mode is not LeaseMode.READ or lease.pin is None:
         raise ConflictError(f"lease {lease.lease_id} is for writing ({lease.mode.value}) and cannot be read")
     slab = lease.pin.slab
@@ -120,9 +131,11 @@ def _open_lease(engine: Engine, lease: Lease) -> Source:
 
 
 async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) -> Source:
-    if range_.numel == 0 or max(range_.offset, range_.numel) > wire.MAX_ELEMENTS:
-        raise InvalidRequestError(f"range of {range_.fqn!r}: offset {range_.offset}, numel {range_.numel} is no range")
-    job, kind = await session.job(), wire.kind(range_.kind)
+    wire.check_range(range_)
+    kind = wire.kind(range_.kind)
+    if range_.reader_id:
+        return _open_held_range(session.reader(range_.reader_id), range_, kind)
+    job = await session.job()
     dtype, version = engine.reader.describe(job, range_.fqn, kind, range_.offset, range_.numel)
 
     def check() -> None:
@@ -137,4 +150,17 @@ async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) 
         dtype=dtype,
         read=lambda first, count: engine.reader.read(job, range_.fqn, kind, range_.offset + first, count),
         check=check,
+    )
+
+
+def _open_held_range(reader: StepReader, range_: pb.TensorRange, kind: Kind) -> Source:
+    dtype = reader.describe(range_.fqn, kind, range_.offset, range_.numel)
+    return _RangeSource(
+        job=reader.job.spec.name,
+        size_bytes=range_.numel * dtype.itemsize,
+        version=reader.step,
+        dtype=dtype,
+        read=lambda first, count: reader.read(range_.fqn, kind, range_.offset + first, count),
+        # A reader's step does not change.
+        check=lambda: None,
     )

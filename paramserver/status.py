@@ -11,10 +11,16 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from paramserver.security import RefusalLog, RefusedError
 from paramserver.transfers import TransferStalledError
 from storage import errors
 
 log = logging.getLogger(__name__)
+_refusals = RefusalLog()
+
+# A status travels in HTTP headers, which clients limit to 8 KiB; a character may take twelve bytes there. A name in a
+# text is as long as the client has made it.
+MAX_TEXT = 600
 
 _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -35,11 +41,8 @@ def status_code(error: errors.StorageError) -> grpc.StatusCode:
 
 
 async def answer(context: grpc.aio.ServicerContext[Any, Any], error: errors.StorageError) -> NoReturn:
-    """Ends the call with the status of an error; returns when the client has it, or is gone."""
-    try:
-        await context.abort(status_code(error), str(error))
-    except grpc.aio.InternalError as gone:
-        raise asyncio.CancelledError from gone
+    """Ends the call with the status of an error, when the client has it, or is gone."""
+    await _abort(context, status_code(error), str(error))
 
 
 @asynccontextmanager
@@ -49,8 +52,28 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
         yield
     except errors.StorageError as error:
         await answer(context, error)
+    except RefusedError as error:
+        _refusals.note(context, error)
+        await _abort(context, error.code, error.text)
     except (grpc.aio.AbortError, GeneratorExit):
         raise
+    except grpc.aio.InternalError as error:
+        raise _call_is_over() from error
     except Exception as error:
         log.exception("a request failed in an unforeseen way")
-        await context.abort(grpc.StatusCode.INTERNAL, f"internal error ({type(error).__name__}); see the daemon's log")
+        text = f"internal error ({type(error).__name__}); see the daemon's log"
+        await _abort(context, grpc.StatusCode.INTERNAL, text)
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}..."
+    try:
+        await context.abort(code, text)
+    except grpc.aio.InternalError as error:
+        raise _call_is_over() from error
+
+
+def _call_is_over() -> asyncio.CancelledError:
+    """gRPC could not send: the client has gone. Cancellation is what ends a method then without a stack in the log."""
+    return asyncio.CancelledError("the client has gone")

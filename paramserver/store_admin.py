@@ -1,4 +1,4 @@
-"""The StoreAdmin service: readings of the tiers, jobs and shards for operators."""
+"""The StoreAdmin service: readings of the tiers, jobs, shards and sessions for operators."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pathlib import Path
 import grpc.aio
 
 from paramserver import wire
-from paramserver.sessions import Sessions
+from paramserver.loop_watch import LoopWatch
+from paramserver.paging import page
+from paramserver.security import Gate
+from paramserver.sessions import Session, Sessions, SessionState
 from paramserver.status import answering_errors
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError
+from storage.errors import ConflictError, InvalidRequestError, NotFoundError
 from storage.shard import Kind, TierName
 from storage.slab import Slab
 from storage.tiers.base import TierCounters
@@ -26,19 +29,28 @@ from storage.tiers.data_file import DataFile
 from storage.versions import Job
 
 MIN_WATCH_SECONDS = 0.1
-DEFAULT_PAGE = 1000
-MAX_PAGE = 10_000
 
 
 class StoreAdmin(admin_grpc.StoreAdminServicer):
     """See store_admin.proto."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, transfers: Transfers, epoch: str, state_dir: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        transfers: Transfers,
+        watch: LoopWatch,
+        epoch: str,
+        state_dir: Path,
+        gate: Gate,
+    ) -> None:
         self._engine = engine
         self._sessions = sessions
         self._transfers = transfers
+        self._watch = watch
         self._epoch = epoch
         self._state_dir = state_dir
+        self._gate = gate
 
     async def GetTiers(
         self,
@@ -46,6 +58,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.GetTiersRequest, admin_pb.GetTiersResponse],
     ) -> admin_pb.GetTiersResponse:
         async with answering_errors(context):
+            self._gate.require_admin(context)
             return self._read_tiers()
 
     async def WatchTiers(
@@ -54,12 +67,15 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.WatchTiersRequest, admin_pb.GetTiersResponse],
     ) -> AsyncIterator[admin_pb.GetTiersResponse]:
         async with answering_errors(context):
+            self._gate.require_admin(context)
             interval = request.interval_seconds
             if not math.isfinite(interval) or interval < MIN_WATCH_SECONDS:
                 raise InvalidRequestError(f"interval_seconds {interval} must be at least {MIN_WATCH_SECONDS}")
             while True:
                 yield self._read_tiers()
                 await asyncio.sleep(interval)
+                # The token may have been taken away meanwhile.
+                self._gate.require_admin(context)
 
     async def ListJobs(
         self,
@@ -67,6 +83,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.ListJobsRequest, admin_pb.ListJobsResponse],
     ) -> admin_pb.ListJobsResponse:
         async with answering_errors(context):
+            self._gate.require_admin(context)
             jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
             return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) for job in jobs])
 
@@ -76,13 +93,8 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.ListShardsRequest, admin_pb.ListShardsResponse],
     ) -> admin_pb.ListShardsResponse:
         async with answering_errors(context):
-            job = self._engine.job(request.job)
-            if request.page_size > MAX_PAGE:
-                raise InvalidRequestError(f"page_size {request.page_size} is above {MAX_PAGE}")
-            if request.page_token and not (request.page_token.isdecimal() and len(request.page_token) < 20):
-                raise InvalidRequestError(f"page_token {request.page_token[:40]!r} was not given out by this store")
-            start = int(request.page_token or 0)
-            stop = start + (request.page_size or DEFAULT_PAGE)
+            self._gate.require_admin(context)
+            job = self._job(request.job)
             kinds = set(Kind) if request.kind == pb.KIND_UNSPECIFIED else {wire.kind(request.kind)}
             shards = [
                 _describe_shard(slab, shard.fqn, shard.offset, shard.numel)
@@ -93,9 +105,17 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
                 if shard.fqn.startswith(request.fqn_prefix)
             ]
             shards.sort(key=lambda shard: (shard.fqn, shard.kind, shard.offset))
-            return admin_pb.ListShardsResponse(
-                shards=shards[start:stop], next_page_token=str(stop) if stop < len(shards) else ""
-            )
+            listed, token = page(shards, request.page_size, request.page_token)
+            return admin_pb.ListShardsResponse(shards=listed, next_page_token=token)
+
+    async def ListSessions(
+        self,
+        request: admin_pb.ListSessionsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.ListSessionsRequest, admin_pb.ListSessionsResponse],
+    ) -> admin_pb.ListSessionsResponse:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            return admin_pb.ListSessionsResponse(sessions=[self._describe_session(s) for s in self._sessions])
 
     async def DeleteJob(
         self,
@@ -103,10 +123,19 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.DeleteJobRequest, admin_pb.DeleteJobResponse],
     ) -> admin_pb.DeleteJobResponse:
         async with answering_errors(context):
+            self._gate.require_admin(context)
             if attached := self._sessions.attached(request.job):
                 raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
-            await asyncio.shield(self._engine.delete_job(request.job))
+            await asyncio.shield(self._engine.delete_job(self._job(request.job).spec.name))
             return admin_pb.DeleteJobResponse()
+
+    def _job(self, name: str) -> Job:
+        """Raises NotFoundError, which tells an operator what there is."""
+        wire.name(name, "job")
+        if name not in self._engine.jobs:
+            known = ", ".join(sorted(self._engine.jobs)) or "none"
+            raise NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+        return self._engine.job(name)
 
     def _read_tiers(self) -> admin_pb.GetTiersResponse:
         engine = self._engine
@@ -114,8 +143,9 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             tier=pb.TIER_HOST,
             budget_bytes=engine.host.budget_bytes,
             used_bytes=engine.host.used_bytes,
-            leased_bytes=engine.residents.leased_bytes + engine.gradient_bytes,
+            leased_bytes=engine.residents.leased_bytes + engine.loose_bytes,
             evictable_bytes=engine.residents.evictable_bytes,
+            quarantined_bytes=self._sessions.quarantine.nbytes,
             queue_depth=engine.host.queue_depth + engine.queue.depth,
             detail=engine.host.detail,
         )
@@ -140,8 +170,28 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             state_dir=str(self._state_dir.absolute()),
             sessions=len(self._sessions),
             unix_seconds=time.time(),
+            loop_stalls=self._watch.stalls,
+            longest_loop_stall_seconds=self._watch.longest_stall_seconds,
             transfer_bytes=self._transfers.used_bytes,
             transfer_budget_bytes=self._transfers.budget_bytes,
+        )
+
+    def _describe_session(self, session: Session) -> admin_pb.SessionInfo:
+        writing = sum(lease.mode.is_for_writing for lease in session.leases.values())
+        return admin_pb.SessionInfo(
+            client=session.client,
+            peer=session.peer,
+            job=session.run.spec.name if session.run else "",
+            rank=max(0, session.rank),
+            maps_arena=session.slot is not None and self._engine.arena.slots.is_held(session.slot),
+            read_leases=len(session.leases) - writing,
+            write_leases=writing,
+            leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
+            readers=len(session.readers),
+            transfers=self._transfers.count(session.session_id),
+            opened_at_unix_seconds=session.opened_at_unix_seconds,
+            heard_seconds_ago=asyncio.get_running_loop().time() - session.heard_at,
+            detached=session.state is SessionState.DETACHED,
         )
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:

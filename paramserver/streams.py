@@ -15,7 +15,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from paramserver import wire
-from paramserver.sessions import Lease, LeaseMode, Session
+from paramserver.leases import Lease, LeaseMode
+from paramserver.sessions import Session
 from paramserver.sources import Source, check_held, open_source
 from paramserver.status import answer
 from paramserver.transfers import FIRST_STRIDE_BYTES, Transfer, Transfers
@@ -98,7 +99,7 @@ class Streams:
         session = find_session(header.session_id)
         urgency = wire.urgency(header.urgency)
         lease = session.lease(header.lease_id)
-        if lease.mode is LeaseMode.READ:
+        if lease.mode in (LeaseMode.READ, LeaseMode.RANGE):
             raise ConflictError(f"lease {lease.lease_id} is for reading and cannot be written")
         end = header.first_byte + header.size_bytes
         if end > lease.nbytes:

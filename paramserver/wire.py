@@ -25,6 +25,19 @@ from storage.shard import (
 MAX_NAME_BYTES = 1024
 # Above this a signed 64-bit offset overflows somewhere below; no tensor is that large.
 MAX_ELEMENTS = 1 << 48
+# torch's own limit.
+MAX_DIMENSIONS = 64
+# Steps and positions are also floating-point numbers and JSON's: beyond this two of them would be one.
+MAX_STEP = (1 << 53) - 1
+# The largest models have some ten thousand parameters; mixtures of experts with a parameter per expert ten times that.
+MAX_PARAMETERS = 1 << 17
+# Of one rank. A shard is at most a parameter of a unit, and padding makes none.
+MAX_GROUPS = 1 << 16
+MAX_SHARDS = 1 << 18
+# Leases, wants, releases or updates in one request, which is for a unit or a few: all of a large model's fit.
+MAX_BATCH = 1 << 14
+# Random states, a schedule, a data cursor. OpenJob sends those of all retained steps in one message.
+MAX_CLIENT_STATE_BYTES = 2 << 20
 
 _KINDS = {
     pb.KIND_PARAM: Kind.PARAM,
@@ -51,6 +64,7 @@ TIER_TO_WIRE = {value: key for key, value in _TIERS.items()}
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
+ItemT = TypeVar("ItemT")
 
 
 def kind(value: pb.Kind) -> Kind:
@@ -72,6 +86,35 @@ def name(value: str, field: str) -> str:
     return value
 
 
+def step(value: int, field: str) -> int:
+    """Raises InvalidRequestError for a number that no step can have."""
+    return _at_most(value, MAX_STEP, field)
+
+
+def position(value: int, field: str) -> float:
+    """A position in the trace; raises InvalidRequestError for one that is not exact as a floating-point number."""
+    return float(_at_most(value, MAX_STEP, field))
+
+
+def batch(items: Sequence[ItemT], field: str, limit: int = MAX_BATCH) -> Sequence[ItemT]:
+    """Raises InvalidRequestError where there are more items than one request may have."""
+    if len(items) > limit:
+        raise InvalidRequestError(
+            f"{field} has {len(items)} entries; at most {limit} are allowed: send several requests"
+        )
+    return items
+
+
+def client_state(value: bytes) -> bytes:
+    """Raises InvalidRequestError for more bytes than a commit may carry."""
+    if len(value) > MAX_CLIENT_STATE_BYTES:
+        raise InvalidRequestError(
+            f"client_state has {len(value)} bytes; at most {MAX_CLIENT_STATE_BYTES} are allowed: keep large things in "
+            "tensors or files of their own"
+        )
+    return value
+
+
 def job_spec(request: pb.OpenJobRequest) -> JobSpec:
     """The job that a client wants to open."""
     if not 0 < request.world_size < 1 << 20 or not 0 < request.attached_ranks <= request.world_size:
@@ -84,11 +127,11 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
     parameters = tuple(
         ParameterSpec(
             fqn=name(p.fqn, "parameters.fqn"),
-            shape=tuple(p.shape),
+            shape=_shape(p),
             dtype=_lookup(_DTYPES, p.dtype, f"dtype of parameter {p.fqn!r}"),
             trainable=p.trainable,
         )
-        for p in request.parameters
+        for p in batch(request.parameters, "parameters", MAX_PARAMETERS)
     )
     if len({p.fqn for p in parameters}) != len(parameters):
         raise InvalidRequestError("a parameter is listed twice in `parameters`")
@@ -99,6 +142,24 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
         parameters=parameters,
         durability=durability(request.durability),
     )
+
+
+def parameter_to_wire(parameter: ParameterSpec) -> pb.Parameter:
+    """A parameter as a client declared it."""
+    return pb.Parameter(
+        fqn=parameter.fqn,
+        shape=parameter.shape,
+        dtype=DTYPE_TO_WIRE[parameter.dtype],
+        trainable=parameter.trainable,
+    )
+
+
+def check_range(message: pb.TensorRange) -> None:
+    """Raises InvalidRequestError for one that no tensor can have."""
+    if message.numel == 0 or max(message.offset, message.numel) > MAX_ELEMENTS:
+        raise InvalidRequestError(
+            f"range of {message.fqn!r}: offset {message.offset}, numel {message.numel} is no range"
+        )
 
 
 def durability(message: pb.Durability) -> Durability:
@@ -125,11 +186,33 @@ def durability_to_wire(value: Durability) -> pb.Durability:
     return pb.Durability(snapshot=pb.Durability.Snapshot(every_steps=value.every_steps))
 
 
+def group_specs(job: JobSpec, groups: Sequence[pb.ShardGroup]) -> list[GroupSpec]:
+    """The shard groups of a request, which must lie inside the parameters of the job."""
+    batch(groups, "groups", MAX_GROUPS)
+    if (shards := sum(len(group.shards) for group in groups)) > MAX_SHARDS:
+        raise InvalidRequestError(f"groups have {shards} shards; at most {MAX_SHARDS} are allowed")
+    specs = [group_spec(group) for group in groups]
+    sizes = {parameter.fqn: math.prod(parameter.shape) for parameter in job.parameters}
+    for spec in specs:
+        for shard in spec.shards:
+            if shard.fqn not in sizes:
+                raise InvalidRequestError(
+                    f"group {spec.name!r} has a shard of {shard.fqn!r}, which is no parameter of job {job.name!r}"
+                )
+            if shard.offset + shard.numel > sizes[shard.fqn]:
+                raise InvalidRequestError(
+                    f"group {spec.name!r}: {shard.numel} elements from {shard.offset} leave {shard.fqn!r}, which has "
+                    f"{sizes[shard.fqn]}"
+                )
+    return specs
+
+
 def group_spec(message: pb.ShardGroup) -> GroupSpec:
     """A shard group as the client declares it; its geometry is checked."""
     name(message.name, "groups.name")
     if message.numel > MAX_ELEMENTS:
         raise InvalidRequestError(f"group {message.name!r}: numel {message.numel} is above {MAX_ELEMENTS}")
+    batch(message.kinds, f"kinds of group {message.name!r}", len(Kind))
     spec = GroupSpec(
         name=message.name,
         numel=message.numel,
@@ -218,6 +301,21 @@ def adamw_hyper_parameters(message: pb.ApplyGradientsRequest.HyperParameters) ->
         weight_decay=a.weight_decay,
         update_count=a.update_count,
     )
+
+
+def _shape(parameter: pb.Parameter) -> tuple[int, ...]:
+    shape = tuple(batch(parameter.shape, f"shape of parameter {parameter.fqn!r}", MAX_DIMENSIONS))
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise InvalidRequestError(
+            f"parameter {parameter.fqn!r} of shape {list(shape)} has more than {MAX_ELEMENTS} elements"
+        )
+    return shape
+
+
+def _at_most(value: int, limit: int, field: str) -> int:
+    if value > limit:
+        raise InvalidRequestError(f"{field} is {value}; at most {limit} is allowed")
+    return value
 
 
 def _lookup(table: dict[KeyT, ValueT], value: KeyT, field: str) -> ValueT:

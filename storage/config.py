@@ -26,6 +26,10 @@ class EngineConfig:
     prefetch_bytes: int = 256 << 20
     # How long a request waits for room in host memory before it is refused.
     admission_timeout_seconds: float = 60.0
+    # How many processes may map the arena at once, each with a slot in its header.
+    arena_slots: int = 0
+    # A name for the arena, on a tmpfs; none: it has no name.
+    arena_file: Path | None = None
     # Wishes for the arena: where the system does not grant them, it warns and goes on without.
     huge_pages: bool = False
     lock_memory: bool = False

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
-from storage.registry import Registry
+from storage.registry import UNLIMITED, JobLimits, Registry
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
@@ -77,8 +77,9 @@ class Engine:
         self._compute = ThreadPoolExecutor(config.optimizer_threads, "optimizer", initializer=_one_torch_thread)
         transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
-        self._steps = Steps(host, transformer, self._committer)
-        self._gradients: set[ArenaRange] = set()
+        self._steps = Steps(host, nvme, self.residents, transformer, self._committer)
+        # Ranges of the arena that are no slab's, with their job: gradients, staged puts, ranges of tensors.
+        self._loose: dict[ArenaRange, str] = {}
         nvme.on_damage = self._on_damage
         self._notes: set[asyncio.Task[None]] = set()
         self.scrubber = Scrubber(nvme, self._versions, config.scrub_bytes_per_second)
@@ -118,6 +119,8 @@ class Engine:
             host = HostTier(
                 config.host_budget_bytes,
                 admission_timeout_seconds=config.admission_timeout_seconds,
+                slots=config.arena_slots,
+                arena_file=config.arena_file,
                 huge_pages=config.huge_pages,
                 lock_memory=config.lock_memory,
             )
@@ -199,15 +202,15 @@ class Engine:
             await self._in_catalog_thread(lambda: self._catalog.delete_job(name))
         self._registry.discard(job)
 
-    async def register(self, job: Job, specs: Sequence[GroupSpec]) -> None:
+    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits = UNLIMITED) -> None:
         """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.
 
         Raises:
             InvalidRequestError: a group is malformed.
             ConflictError: the job has other groups, or a placement changed that cannot be changed.
-            BudgetExceededError: a budget is too small; nothing new is registered then.
+            BudgetExceededError: a budget or a limit of the job is too small; nothing new is registered then.
         """
-        moved = await self._registry.register(job, specs)
+        moved = await self._registry.register(job, specs, limits)
         if moved and job.durable:
             await self._in_catalog_thread(lambda: self._catalog.set_placements(moved))
 
@@ -236,18 +239,18 @@ class Engine:
         slab = job.slab(group, kind)
         if job.newest is None:
             raise ConflictError(f"{slab.key} cannot be read yet: commit the initial values as step 0 first")
-        update = job.pending.updates.get(group) if job.pending else None
-        if update is None and slab.current_copy is not None:
+        write = job.pending.writes.get(slab) if job.pending else None
+        if write is None and slab.current_copy is not None:
             return Pin(slab, await self.queue.fetch(slab, position))
         copy = await self.nvme.watch.unless_stuck(
-            self._fetch(slab, position, update), give_back=lambda copy: self.residents.unpin(slab, copy)
+            self._fetch(slab, position, write), give_back=lambda copy: self.residents.unpin(slab, copy)
         )
         return Pin(slab, copy)
 
-    async def _fetch(self, slab: Slab, position: float, update: asyncio.Task[None] | None) -> HostCopy:
-        if update is not None:
-            await asyncio.wait([update])
-            if update.cancelled() or update.exception() is not None:
+    async def _fetch(self, slab: Slab, position: float, write: asyncio.Task[None] | None) -> HostCopy:
+        if write is not None:
+            await asyncio.wait([write])
+            if write.cancelled() or write.exception() is not None:
                 raise StepAbortedError(
                     f"the update of group {slab.key.group!r} did not finish; resume from the last committed step"
                 )
@@ -262,10 +265,8 @@ class Engine:
             NotFoundError: for a slab that the job does not have.
         """
         slabs = [(job.slab(group, kind), position) for group, kind, position in wants]
-        updating = job.pending.updates if job.pending else {}
-        self.queue.replace_window(
-            owner, [(s, p) for s, p in slabs if s.key.group not in updating or updating[s.key.group].done()]
-        )
+        writes = job.pending.writes if job.pending else {}
+        self.queue.replace_window(owner, [(s, p) for s, p in slabs if s not in writes or writes[s].done()])
 
     def end_prefetch(self, owner: str) -> None:
         """Drops the prefetch window of `owner`."""
@@ -328,6 +329,46 @@ class Engine:
         finally:
             self.residents.unpin(slab, pin.copy)
 
+    async def allocate_put(self, job: Job, step: int, group: str, kind: Kind) -> ArenaRange:
+        """Room for the bytes that `put` will give a slab at a later step than 0, until then or until it is freed.
+
+        Raises:
+            ConflictError: it is not the next step, or the slab was written in it already.
+            BudgetExceededError: what others hold left no room for it before the deadline.
+        """
+        slab = job.slab(group, kind)
+        self._steps.check_put(job, step, slab)
+        return await self._allocate_loose(job, slab.nbytes)
+
+    async def put(self, job: Job, step: int, group: str, kind: Kind, staged: ArenaRange) -> None:
+        """Makes staged bytes the slab's version of the pending step, which keeps the committed one; consumes the range.
+
+        Returns when they are on NVMe. A slab that is in host memory only gets them when `commit` is called. `commit`
+        reports a failure, too.
+
+        Raises:
+            ConflictError: see `allocate_put`.
+            StepAbortedError: the step was abandoned.
+            BudgetExceededError: nvme_budget or the disk has no room for them.
+            DeviceError: they cannot be written.
+            DeviceStuckError: a device does not answer; they are the slab's when it does.
+        """
+        slab = job.slab(group, kind)
+        try:
+            write = self._steps.put(job, step, slab, staged)
+        except StorageError:
+            self.free_loose(staged)
+            raise
+        write.add_done_callback(lambda done: self._end_put(staged, done))
+        if slab.backed:
+            await self.nvme.watch.unless_stuck(_outcome(write))
+
+    def _end_put(self, staged: ArenaRange, write: asyncio.Task[None]) -> None:
+        if write.cancelled() or write.exception() is not None:
+            self.free_loose(staged)
+        else:
+            del self._loose[staged]
+
     async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
         """Room for the gradient of a group, until it is consumed by `update` or freed.
 
@@ -340,19 +381,57 @@ class Engine:
             raise ConflictError(
                 f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
             )
-        region = await self.host.allocate(spec.slab_bytes(Kind.GRAD), from_top=True)
-        self._gradients.add(region)
+        return await self._allocate_loose(job, spec.slab_bytes(Kind.GRAD), from_top=True)
+
+    async def _allocate_loose(self, job: Job, nbytes: int, *, from_top: bool = False) -> ArenaRange:
+        region = await self.host.allocate(nbytes, from_top=from_top)
+        self._loose[region] = job.spec.name
         return region
 
-    def free_gradient(self, region: ArenaRange) -> None:
-        """Gives the room of a gradient back."""
-        self._gradients.remove(region)
+    def free_loose(self, region: ArenaRange) -> None:
+        """Gives the room of a gradient, of staged bytes or of a tensor's range back."""
+        del self._loose[region]
         self.host.free(region)
 
+    # What a process may still write to is not given back, but let go of: from here on the caller owns the range, until
+    # it gives it to `HostTier.free`.
+
+    def abandon_stage(self, pin: Pin) -> ArenaRange:
+        """Takes a slab's staged bytes away from it, as if they had never been."""
+        return self.residents.surrender(pin.slab, pin.copy)
+
+    def abandon_loose(self, region: ArenaRange) -> ArenaRange:
+        """The room of a gradient, or of staged bytes, that nobody will use."""
+        del self._loose[region]
+        return region
+
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients in the arena."""
-        return sum(region.nbytes for region in self._gradients)
+    def loose_bytes(self) -> int:
+        """Bytes of gradients, staged bytes and ranges of tensors in the arena."""
+        return sum(region.nbytes for region in self._loose)
+
+    async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
+        """A range of the arena, on account of a job, that `fill` has filled (see StepReader.fill), until it is freed.
+
+        Raises:
+            BudgetExceededError: what others hold left no room for it before the deadline.
+            DeviceStuckError: a device does not answer.
+            StorageError: what `fill` raises.
+        """
+        return await self.nvme.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.free_loose)
+
+    async def _load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
+        region = await self._allocate_loose(job, nbytes)
+        try:
+            await fill(self.host.view(region))
+        except BaseException:
+            self.free_loose(region)
+            raise
+        return region
+
+    def loose_bytes_of(self, job: str) -> int:
+        """The part of them that is a job's."""
+        return sum(region.nbytes for region, owner in self._loose.items() if owner == job)
 
     async def open_reader(self, job: Job, step: int | None = None) -> StepReader:
         """A committed step (the newest one), held whole until the reader is closed, while training goes on.
@@ -396,10 +475,10 @@ class Engine:
         """
         update = self._steps.update(job, step, group, gradient, kernel)
         # Not at its end: one that is cancelled before it begins never gets there.
-        update.add_done_callback(lambda _: self.free_gradient(gradient))
+        update.add_done_callback(lambda _: self.free_loose(gradient))
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
-        """Waits for the step's updates and makes it the newest committed one; returns whether it is durable already.
+        """Waits for what the step writes and makes it the newest committed one; returns whether it is durable already.
 
         From here on the step is finished whoever dies. `settled` is the newest step that all ranks everywhere have.
 
@@ -425,12 +504,22 @@ class Engine:
         await self.nvme.watch.unless_stuck(self._steps.roll_back(job, step))
 
     async def abandon_pending(self, job: Job) -> None:
-        """Stops the updates of an unfinished step and discards what they wrote. A commit under way is waited for."""
+        """Stops the writes of an unfinished step and discards what they wrote. A commit under way is waited for."""
         await self._steps.abandon(job)
 
     async def _in_catalog_thread(self, work: Callable[[], ResultT]) -> ResultT:
         # Not cancellable: a transaction that has begun must be known to have ended.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._catalog_thread, work))
+
+
+async def _outcome(write: asyncio.Task[None]) -> None:
+    """Waits for a write of a step, which goes on by itself when this is cancelled; raises its failure."""
+    await asyncio.wait([write])
+    if write.cancelled():
+        raise StepAbortedError(
+            "the step was abandoned while its bytes were written; resume from the last committed one"
+        )
+    write.result()
 
 
 def _one_torch_thread() -> None:

@@ -10,6 +10,7 @@ import heapq
 import itertools
 
 from storage.slab import NEVER, HostCopy, Slab
+from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
 
 
@@ -58,6 +59,22 @@ class Residents:
             self._evictable[copy] = slab
             self._rank(copy)
             self._host.room_made()
+
+    def surrender(self, slab: Slab, copy: HostCopy) -> ArenaRange:
+        """Takes back the only pin of a copy that holds nothing, and the copy from its slab; the range is the
+        caller's."""
+        copy.pins -= 1
+        copy.idle.set()
+        self._pinned.discard(copy)
+        if slab.copy is copy:
+            slab.copy = None
+        return copy.region
+
+    def adopt(self, slab: Slab, copy: HostCopy) -> None:
+        """Makes a copy that nobody uses yet that of a slab without one."""
+        slab.copy = copy
+        self.pin(copy)
+        self.unpin(slab, copy)
 
     def detach(self, slab: Slab) -> None:
         """Lets the slab's copy go, at home or not: now if it is idle, else when its last pin is taken back."""

@@ -201,6 +201,11 @@ class PrefetchQueue:
             slab.copy = copy
         try:
             while copy.step is None or copy.step != slab.latest:
+                if slab.copy is not copy and (newer := slab.current_copy):
+                    # A put has brought another copy meanwhile.
+                    self._residents.pin(newer)
+                    self._residents.unpin(slab, copy)
+                    return newer
                 latest = slab.latest
                 await self._read(slab, latest, self._host.view(copy.region), fetch.priority)
                 copy.step = latest

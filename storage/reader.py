@@ -10,7 +10,7 @@ from storage.errors import ConflictError, NotFoundError
 from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
 from storage.slab import Slab
-from storage.tiers.base import round_up
+from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import TilePool
@@ -114,6 +114,35 @@ class StepReader:
     def nbytes(self) -> int:
         """Bytes on NVMe that it holds."""
         return sum(region.nbytes for region in self.regions.values() if region is not None)
+
+    def describe(self, fqn: str, kind: Kind, offset: int, numel: int) -> DType:
+        """Element type of elements `[offset, offset + numel)` of one tensor.
+
+        Raises:
+            NotFoundError: this store does not have all of them.
+        """
+        return self._ranges.describe(self.job, fqn, kind, offset, numel)[0]
+
+    async def fill(self, fqn: str, kind: Kind, offset: int, numel: int, view: memoryview) -> None:
+        """Reads that range into whole pages of the arena, without a copy where its blocks lie as they do on NVMe.
+
+        Raises:
+            NotFoundError, DataLossError, DeviceError: as `read`.
+        """
+        end, at = offset + numel, 0
+        while offset < end:
+            slab, position, count = _locate(self.job, fqn, kind, offset, end)
+            start, stop = (n * slab.spec.dtype.itemsize for n in (position, position + count))
+            while start < stop:
+                length = (stop - start) // BLOCK_BYTES * BLOCK_BYTES
+                if length and start % BLOCK_BYTES == 0 and at % PAGE_BYTES == 0:
+                    await self._read_held(slab, start, view[at : at + length])
+                else:
+                    piece = await self._ranges.piece(slab, start, stop, functools.partial(self._read_held, slab))
+                    length = len(piece)
+                    view[at : at + length] = piece
+                start, at = start + length, at + length
+            offset += count
 
     async def read(self, fqn: str, kind: Kind, offset: int, numel: int) -> AsyncGenerator[bytes, None]:
         """The bytes of elements `[offset, offset + numel)` of one tensor at the step, in pieces.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from weakref import WeakSet
 
 from storage.catalog.records import StoredJob
@@ -14,11 +15,44 @@ from storage.placement import Residents
 from storage.reader import StepReader
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
-from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import host_budget_for
 from storage.versions import Job, check_group, check_layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLimits:
+    """Most bytes that a job's own steps may need of the tiers; None: as much as the budgets hold."""
+
+    host_bytes: int | None = None
+    nvme_bytes: int | None = None
+
+
+UNLIMITED = JobLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNeed:
+    """What cannot be dropped at the worst moment of a step: copies at home, gradients, and for each rank the unit that
+    it uses and the one that it fetches."""
+
+    home_bytes: int
+    gradient_bytes: int
+    units: int
+    unit_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.home_bytes + self.gradient_bytes + self.units * self.unit_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients, {self.units} units of up "
+            f"to {self.unit_bytes} in use or on their way"
+        )
 
 
 class Registry:
@@ -43,8 +77,8 @@ class Registry:
     def job(self, name: str) -> Job:
         """Raises NotFoundError for a job that is not here."""
         if name not in self.jobs:
-            known = ", ".join(sorted(self.jobs)) or "none"
-            raise NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+            # Which ones there are is not for everybody who asks.
+            raise NotFoundError(f"there is no job {name!r}")
         return self.jobs[name]
 
     def find(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job | None:
@@ -97,12 +131,13 @@ class Registry:
     def discard(self, job: Job) -> None:
         """Takes a job out of memory, and frees what it has in all tiers: the catalog must not name it any more."""
         del self.jobs[job.spec.name]
+        job.announce()
         for slab in job.slabs():
             self._residents.detach(slab)
             for region in slab.versions.values():
                 self._nvme.free(region)
 
-    async def register(self, job: Job, specs: Sequence[GroupSpec]) -> dict[SlabKey, TierName]:
+    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits) -> dict[SlabKey, TierName]:
         """See Engine.register; returns the slabs that have a new home."""
         new: list[Group] = []
         moved: dict[SlabKey, TierName] = {}
@@ -119,7 +154,8 @@ class Registry:
                 new.append(_new_group(job.spec, spec))
         job.groups.update({group.spec.name: group for group in new})
         try:
-            self._check_host_budget()
+            self._check_limits(job, limits)
+            self._check_host_budget(job)
             self._nvme.reserve(self._nvme_need())
             await self._settle_at_home(job, [job.groups[spec.name] for spec in specs])
         except BaseException:
@@ -170,24 +206,32 @@ class Registry:
         group.spec = wanted
         return moved
 
-    def _check_host_budget(self) -> None:
-        """What cannot be dropped at the worst moment of a step must fit: copies at home, gradients, the optimizer's
-        buffers, and for each rank the unit that it uses and the one that it fetches."""
-        jobs = [job for job in self.jobs.values() if job.spec.local_ranks or any(s.copy for s in job.slabs())]
-        slabs = [slab for job in jobs for slab in job.slabs()]
-        groups = [group.spec for job in jobs if job.spec.local_ranks for group in job.groups.values()]
-        home = sum(round_up(slab.nbytes) for slab in slabs if slab.at_home_in_host)
-        gradients = sum(round_up(group.slab_bytes(Kind.GRAD)) for group in groups if Kind.GRAD in group.slab_of_kind)
-        passing = [round_up(s.nbytes) for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
-        unit = max(passing, default=0)
-        units = 2 * sum(job.spec.local_ranks for job in jobs)
-        others = PAGE_BYTES + home + gradients + unit * units
-        if others + self._tile_bytes > self._host.budget_bytes:
-            names = ", ".join(sorted(job.spec.name for job in jobs))
+    def _check_limits(self, job: Job, limits: JobLimits) -> None:
+        """Raises BudgetExceededError where a step of the job needs more than the job may have."""
+        name, host = job.spec.name, _host_need([job])
+        nvme = sum(_nvme_need(job.spec, s) + len(s.versions) * round_up(s.nbytes) for s in job.slabs())
+        if limits.nvme_bytes is not None and nvme > limits.nvme_bytes:
             raise BudgetExceededError(
-                f"host_budget {self._host.budget_bytes} is too small for {names}: {home} bytes placed on the host, "
-                f"{gradients} of gradients, {units} units of up to {unit} in use or on their way, {self._tile_bytes} "
-                f"of optimizer buffers; raise host_budget to at least {host_budget_for(others)}, "
+                f"the quota of job {name!r}, nvme_bytes = {limits.nvme_bytes}, is too small: its steps need {nvme} "
+                "bytes; raise it, choose durability 'none', or place less on nvme"
+            )
+        if limits.host_bytes is not None and host.total > limits.host_bytes:
+            raise BudgetExceededError(
+                f"the quota of job {name!r}, host_bytes = {limits.host_bytes}, is too small: a step needs {host.total} "
+                f"bytes at once ({host}); raise it, or place less on the host"
+            )
+
+    def _check_host_budget(self, job: Job) -> None:
+        """What cannot be dropped at the worst moment of a step must fit, of all jobs together, with the optimizer's
+        buffers. `job` is the one that asks: the others are named to nobody."""
+        jobs = [j for j in self.jobs.values() if j.spec.local_ranks or any(s.copy for s in j.slabs())]
+        need = _host_need(jobs)
+        others = self._host.arena.header_bytes + need.total
+        if others + self._tile_bytes > self._host.budget_bytes:
+            beside = f" and {len(jobs) - 1} other jobs" if len(jobs) > 1 else ""
+            raise BudgetExceededError(
+                f"host_budget {self._host.budget_bytes} is too small for {job.spec.name}{beside}: {need}, "
+                f"{self._tile_bytes} of optimizer buffers; raise host_budget to at least {host_budget_for(others)}, "
                 "place less on the host, or use more nodes"
             )
 
@@ -203,6 +247,20 @@ class Registry:
                         raise ConflictError(f"job {job.spec.name!r} was deleted while its groups were registered")
                     slab.copy = HostCopy(region, step=None, at_home=True)
                     slab.copy.idle.set()
+
+
+def _host_need(jobs: Sequence[Job]) -> HostNeed:
+    slabs = [slab for job in jobs for slab in job.slabs()]
+    groups = [group.spec for job in jobs if job.spec.local_ranks for group in job.groups.values()]
+    passing = [round_up(s.nbytes) for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
+    return HostNeed(
+        home_bytes=sum(round_up(slab.nbytes) for slab in slabs if slab.at_home_in_host),
+        gradient_bytes=sum(
+            round_up(group.slab_bytes(Kind.GRAD)) for group in groups if Kind.GRAD in group.slab_of_kind
+        ),
+        units=2 * sum(job.spec.local_ranks for job in jobs),
+        unit_bytes=max(passing, default=0),
+    )
 
 
 def _is_backed(job: JobSpec, slab: SlabSpec) -> bool:

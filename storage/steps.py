@@ -1,4 +1,4 @@
-"""The life of the step under way: its updates, the seal, its commit or its end.
+"""The life of the step under way: its updates and puts, the seal, its commit or its end.
 
 A step is open while gradients come in, sealed when its commit begins, and then finished whoever dies. What is in host
 memory only is not touched before the seal: until then the step can be abandoned, and its old bytes are nowhere else.
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
 
 from storage.catalog.records import CommitRecord
 from storage.commit import Committer
 from storage.errors import ConflictError, StepAbortedError
+from storage.placement import Residents
 from storage.shard import Kind
-from storage.slab import Group
+from storage.slab import Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
+from storage.tiers.nvme import NvmeTier
 from storage.transform import Kernel, Transformer
 from storage.versions import Job, PendingStep
 
@@ -24,8 +27,12 @@ from storage.versions import Job, PendingStep
 class Steps:
     """Prepares and finishes steps; what a method raises is said at the engine's of the same name."""
 
-    def __init__(self, host: HostTier, transformer: Transformer, committer: Committer) -> None:
+    def __init__(
+        self, host: HostTier, nvme: NvmeTier, residents: Residents, transformer: Transformer, committer: Committer
+    ) -> None:
         self._host = host
+        self._nvme = nvme
+        self._residents = residents
         self._transformer = transformer
         self._committer = committer
 
@@ -33,19 +40,58 @@ class Steps:
         """Raises ConflictError unless `update` would take this group in this step now."""
         pending = job.open_pending(step)
         pending.check_open()
-        if group in pending.updates:
-            raise ConflictError(f"group {group!r} was updated in step {step} already")
+        if any(slab in pending.writes for slab in job.group(group).slabs):
+            raise ConflictError(f"group {group!r} was updated in step {step} already, or a part of it was put")
         if Kind.GRAD not in job.group(group).spec.slab_of_kind:
             raise ConflictError(f"group {group!r} is frozen: it was registered without a gradient")
 
     def update(self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel) -> asyncio.Task[None]:
         """Begins the update of a group, which uses the gradient until it is done."""
         self.check_update(job, step, group)
-        update = asyncio.ensure_future(self._update(job, job.group(group), step, gradient, kernel))
+        slabs = job.group(group).slabs
+        return self._begin(job, step, slabs, self._update(job, job.group(group), step, gradient, kernel))
+
+    def check_put(self, job: Job, step: int, slab: Slab) -> None:
+        """Raises ConflictError unless `put` would take this slab in this step now."""
+        pending = job.open_pending(step)
+        pending.check_open()
+        if slab in pending.writes:
+            raise ConflictError(f"{slab.key} was put in step {step} already, or its group was updated")
+
+    def put(self, job: Job, step: int, slab: Slab, staged: ArenaRange) -> asyncio.Task[None]:
+        """Begins to make staged bytes the slab's version `step`; the range is the slab's once that is done."""
+        self.check_put(job, step, slab)
+        return self._begin(job, step, [slab], self._put(job, step, slab, staged))
+
+    def _begin(
+        self, job: Job, step: int, slabs: Sequence[Slab], writing: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(writing)
         # `commit` raises the first failure; asyncio must not call the others unhandled.
-        update.add_done_callback(lambda done: done.cancelled() or done.exception())
-        job.open_pending(step).updates[group] = update
-        return update
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        job.open_pending(step).writes.update(dict.fromkeys(slabs, task))
+        return task
+
+    async def _put(self, job: Job, step: int, slab: Slab, staged: ArenaRange) -> None:
+        pending = job.pending
+        assert pending is not None
+        if not slab.backed:
+            # As for an update: until the seal the step can be abandoned, and the old bytes are nowhere else.
+            await pending.sealed.wait()
+        while slab.snapshot is not None:
+            await slab.snapshot.wait()
+        if slab.backed:
+            region = await self._nvme.allocate(slab.nbytes, slab.label(step))
+            try:
+                await self._nvme.write_from(region, 0, self._host.view(staged))
+            except BaseException:
+                self._nvme.free(region)
+                raise
+            slab.versions[step] = region
+        slab.latest = step
+        # The staged range takes the place of the copy, whose readers keep what they have.
+        self._residents.detach(slab)
+        self._residents.adopt(slab, HostCopy(staged, step=step, at_home=slab.at_home_in_host))
 
     async def _update(self, job: Job, group: Group, step: int, gradient: ArenaRange, kernel: Kernel) -> None:
         pending = job.pending
@@ -73,23 +119,24 @@ class Steps:
             # Before the seal: when this raises, nothing has been overwritten, and the commit can be tried again.
             await self._committer.finish_snapshot(job, step)
             pending.sealed.set()
-            await self._finish_updates(job, pending)
+            await self._finish_writes(job, pending)
             record = CommitRecord(step=step, committed_at=time.time(), client_states=dict(client_states))
             durable = await self._committer.commit(job, record, settled)
             job.pending = None
+            job.announce()
             return durable
         finally:
             pending.at_rest.set()
 
-    async def _finish_updates(self, job: Job, pending: PendingStep) -> None:
+    async def _finish_writes(self, job: Job, pending: PendingStep) -> None:
         """Returns when the step has all its bytes; raises what prevents that."""
         step = pending.step
-        if pending.updates:
-            await asyncio.wait(pending.updates.values())
-            for update in pending.updates.values():
-                if update.cancelled():
+        if pending.writes:
+            await asyncio.wait(pending.writes.values())
+            for write in pending.writes.values():
+                if write.cancelled():
                     raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
-                if error := update.exception():
+                if error := write.exception():
                     raise error
         for slab in job.slabs() if step == 0 else ():
             if slab.key.kind in (Kind.PARAM, Kind.MASTER) and slab.latest is None:
@@ -101,18 +148,18 @@ class Steps:
         await self._committer.roll_back(job, step)
 
     async def abandon(self, job: Job) -> None:
-        """Stops the updates of an unfinished step and discards what they wrote. A commit under way is waited for."""
+        """Stops the writes of an unfinished step and discards what they wrote. A commit under way is waited for."""
         pending = job.pending
         if pending is None:
             return
         if not pending.sealed.is_set() and not pending.abandoned:
             # Once only: a second cancellation would break into the undoing that the first one began.
-            for update in pending.updates.values():
-                update.cancel()
+            for write in set(pending.writes.values()):
+                write.cancel()
         await pending.at_rest.wait()
         pending.abandoned = True
-        if pending.updates:
-            await asyncio.wait(pending.updates.values())
+        if pending.writes:
+            await asyncio.wait(pending.writes.values())
         await self._committer.settle()
         if job.pending is pending:
             job.pending = None

@@ -12,7 +12,10 @@ import fcntl
 import mmap
 import os
 import resource
+import stat
+import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from storage.errors import ConflictError, DeviceError, DiskFullError
@@ -25,6 +28,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+_MOUNTS = Path("/proc/self/mountinfo")
+# struct flock: type, whence, start, length, pid, padded to its alignment.
+_FLOCK = "hhqqi0q"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -43,13 +49,7 @@ def create_shared_memory(name: str, size: int) -> int:
         DiskFullError: the machine has not that much memory to give.
         DeviceError: the kernel gives none at all, or does not tell how much there is.
     """
-    # Asked first: the kernel does not refuse such an allocation, it kills processes until it fits.
-    available = available_memory()
-    if size > available:
-        raise DiskFullError(
-            f"host_budget: {size} bytes of shared memory are asked for and {available} are available; "
-            "lower host_budget or free memory on this machine"
-        )
+    _check_available(size)
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
     except OSError as error:
@@ -57,15 +57,106 @@ def create_shared_memory(name: str, size: int) -> int:
             f"host_budget: cannot create shared memory (memfd_create: {error.strerror}); "
             "allow this process to use it: a sandbox may forbid it"
         ) from error
+    _allocate(fd, size, "the machine")
+    return fd
+
+
+def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: int) -> int:
+    """The same as a file of mode 0600 on a tmpfs, known by `mark` at byte `mark_at`, its first byte locked (POSIX) for
+    as long as this process lives. Takes the place of one that was left behind.
+
+    Raises:
+        DiskFullError: the machine or the tmpfs has not that much memory to give.
+        DeviceError: `path` is not on a tmpfs, is something else, or cannot be made.
+        ConflictError: a living process has locked the file that is there.
+    """
+    if (kind := _file_system_of(path.parent)) != "tmpfs":
+        raise DeviceError(
+            f"arena_file: {path} would be on {kind}, whose pages are written to a disk; choose a path on a tmpfs, such "
+            "as /dev/shm"
+        )
+    _check_available(size)
+    try:
+        # Without a name until it is whole: nobody ever sees half of one, and nothing is left when this fails.
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DeviceError(f"arena_file: cannot create {path}: {error.strerror}; choose another path") from error
+    _allocate(fd, size, f"the file system of arena_file {path}")
+    try:
+        os.pwrite(fd, mark, mark_at)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+        try:
+            os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+        except FileExistsError:
+            _remove_abandoned(path, mark, mark_at)
+            os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+    except OSError as error:
+        os.close(fd)
+        raise DeviceError(f"arena_file: cannot name {path}: {error.strerror}; choose another path") from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_abandoned(path: Path, mark: bytes, mark_at: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or os.pread(fd, len(mark), mark_at) != mark:
+            raise DeviceError(f"arena_file: {path} is there and is no arena; choose another path, or remove it")
+        if is_locked_elsewhere(fd, 0):
+            raise ConflictError(f"arena_file: {path} is in use by another daemon; choose another path")
+        path.unlink()
+    finally:
+        os.close(fd)
+
+
+def unlink_shared_memory(path: Path, fd: int) -> None:
+    """Takes the name away from the open file `fd`, if it still has it."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(path.stat(), os.fstat(fd)):
+            path.unlink()
+
+
+def is_locked_elsewhere(fd: int, offset: int) -> bool:
+    """Whether another process has a POSIX record lock on the byte at `offset`."""
+    wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+    found: int = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, wanted))[0]
+    return found != fcntl.F_UNLCK
+
+
+def _check_available(size: int) -> None:
+    # Asked first: the kernel does not refuse such an allocation, it kills processes until it fits.
+    available = available_memory()
+    if size > available:
+        raise DiskFullError(
+            f"host_budget: {size} bytes of shared memory are asked for and {available} are available; "
+            "lower host_budget or free memory on this machine"
+        )
+
+
+def _allocate(fd: int, size: int, where: str) -> None:
+    """All bytes of the file now; closes it where they are not to be had."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         os.close(fd)
         raise DiskFullError(
             f"host_budget: cannot allocate {size} bytes of shared memory ({error.strerror}); "
-            "lower host_budget or free memory on this machine"
+            f"lower host_budget or free memory on {where}"
         ) from error
-    return fd
+
+
+def _file_system_of(directory: Path) -> str:
+    """The type of the file system that holds a directory."""
+    try:
+        number = directory.stat().st_dev
+        mounts = _MOUNTS.read_text().splitlines()
+    except OSError as error:
+        raise DeviceError(f"arena_file: cannot use {directory}: {error.strerror}; choose another path") from error
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    types = (line.split(" - ", 1)[1].split()[0] for line in mounts if line.split()[2] == wanted)
+    return next(types, "an unknown file system")
 
 
 def create_huge_shared_memory(name: str, size: int) -> int:

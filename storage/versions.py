@@ -21,11 +21,12 @@ class PendingStep:
     """The step under way. `sealed` is set when every rank has voted for it: it will then be finished, whoever dies."""
 
     step: int
-    updates: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    # What writes each slab in this step: the update of its group, or a put.
+    writes: dict[Slab, asyncio.Task[None]] = field(default_factory=dict)
     sealed: asyncio.Event = field(default_factory=asyncio.Event)
     # Clear while a commit is under way: what it records must be neither discarded nor replaced.
     at_rest: asyncio.Event = field(default_factory=asyncio.Event)
-    # Its updates are being stopped.
+    # Its writes are being stopped.
     abandoned: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +55,13 @@ class Job:
     # The snapshot under way, or the last one, and the step whose versions it needs.
     snapshot: asyncio.Task[None] | None = None
     snapshot_step: int | None = None
+    # Set, and replaced by another, when a step is committed and when the job is deleted; see `announce`.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def announce(self) -> None:
+        """Wakes those who wait for the next step."""
+        event, self.changed = self.changed, asyncio.Event()
+        event.set()
 
     @property
     def newest(self) -> int | None:

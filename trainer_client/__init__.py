@@ -1,37 +1,65 @@
-"""paramserver's training library: DeepSpeed's `initialize` over a store that owns parameters and optimizer states."""
+"""paramserver's libraries: DeepSpeed's `initialize` over a store that owns parameters and optimizer states, and a
+client of that store for everything else."""
 
 from __future__ import annotations
 
+from trainer_client.credentials import Credentials
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
     ConfigError,
     DataLossError,
+    InvalidRequestError,
     JobConflictError,
     LocalDaemonError,
+    PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
+    StoreNotFoundError,
     StoreTimeoutError,
     StoreUnavailableError,
     TrainerClientError,
+    UnauthenticatedError,
 )
 from trainer_client.initialization import initialize
 from trainer_client.optimizer import StoreOptimizer
+from trainer_client.store_client import StoreClient, StoreReader, StoreWriter
+from trainer_client.store_client_sync import StoreClientSync
+from trainer_client.store_reader import StoreReaderSync
+from trainer_client.store_types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store_writer import StoreWriterSync
 
 __all__ = [
     "ClientStateError",
+    "Commit",
     "ConfigError",
+    "Credentials",
     "DataLossError",
     "Engine",
+    "InvalidRequestError",
     "JobConflictError",
+    "Kind",
     "LocalDaemonError",
+    "PermissionDeniedError",
+    "Placement",
     "StepAbortedError",
     "StoreBudgetError",
+    "StoreClient",
+    "StoreClientSync",
     "StoreError",
+    "StoreNotFoundError",
     "StoreOptimizer",
+    "StoreReader",
+    "StoreReaderSync",
     "StoreTimeoutError",
     "StoreUnavailableError",
+    "StoreWriter",
+    "StoreWriterSync",
+    "StoredJob",
+    "StoredTensor",
+    "TensorSpec",
     "TrainerClientError",
+    "UnauthenticatedError",
     "initialize",
 ]

@@ -1,4 +1,4 @@
-"""The way to the daemon: addresses, channel options, deadlines, and the one place where gRPC errors become ours.
+"""The way to the daemon: addresses, channels, deadlines, and the one place where gRPC errors become ours.
 
 Owns no state. Must never retry a call that could have been executed: the caller knows what a repetition means.
 """
@@ -12,15 +12,20 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from trainer_client.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.errors import (
     ConfigError,
     DataLossError,
+    InvalidRequestError,
     JobConflictError,
+    PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
+    StoreNotFoundError,
     StoreTimeoutError,
     StoreUnavailableError,
+    UnauthenticatedError,
 )
 
 SERVICE_NAME = "paramserver.v1.ParameterStore"
@@ -47,6 +52,10 @@ _OPTIONS = (
 )
 
 _ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.NOT_FOUND: StoreNotFoundError,
     grpc.StatusCode.UNAVAILABLE: StoreUnavailableError,
     grpc.StatusCode.CANCELLED: StoreUnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeoutError,
@@ -82,35 +91,47 @@ def check_address(address: str) -> str:
     return address
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A channel to the daemon, without encryption; connects on first use."""
-    return grpc.insecure_channel(check_address(address), options=_OPTIONS)
+def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.Channel:
+    """A channel to the daemon; connects on first use.
+
+    Raises:
+        ConfigError: the address is none, a file of the credentials cannot be used, or a token would cross the network
+            in the clear.
+    """
+    return credentials.connect(check_address(address), _OPTIONS)
 
 
 def is_serving(channel: grpc.Channel, timeout_seconds: float) -> bool:
     """Whether the daemon answers SERVING for the parameter store."""
+    return _why_not_serving(channel, timeout_seconds) is None
+
+
+def _why_not_serving(channel: grpc.Channel, timeout_seconds: float) -> str | None:
     health = health_pb2_grpc.HealthStub(channel)
     try:
         answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=timeout_seconds)
-    except grpc.RpcError:
-        return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    except grpc.RpcError as error:
+        assert isinstance(error, grpc.Call)
+        return error.details() or str(error.code())
+    return None if answer.status == health_pb2.HealthCheckResponse.SERVING else "it is not ready"
 
 
-def wait_until_serving(address: str, timeout_seconds: float) -> None:
+def wait_until_serving(address: str, timeout_seconds: float, credentials: Credentials = NO_CREDENTIALS) -> None:
     """Returns when the daemon serves.
 
     Raises:
+        ConfigError: see `open_channel`.
         StoreUnavailableError: it did not within the time.
     """
     deadline = time.monotonic() + timeout_seconds
-    with open_channel(address) as channel:
-        while not is_serving(channel, timeout_seconds=min(1.0, timeout_seconds)):
+    with open_channel(address, credentials) as channel:
+        while (reason := _why_not_serving(channel, timeout_seconds=min(1.0, timeout_seconds))) is not None:
             if time.monotonic() > deadline:
                 raise StoreUnavailableError(
                     grpc.StatusCode.UNAVAILABLE,
-                    f"no store daemon serves at {address} (waited {timeout_seconds:g} s): start one with "
-                    "`paramserver serve`, or correct paramserver.address or $PARAMSERVER_ADDRESS",
+                    f"no store daemon serves at {address} (waited {timeout_seconds:g} s; {reason}): start one with "
+                    "`paramserver serve`, or correct paramserver.address or $PARAMSERVER_ADDRESS; where it has "
+                    "tls_certificate set, set paramserver.tls",
                 )
             time.sleep(0.05)
 

@@ -2,7 +2,7 @@
 
 Owns the names, types and defaults of the keys, and the messages for those that are refused. A key is honoured with
 DeepSpeed's meaning or refused by its full dotted name: nothing is parsed and ignored. Must never read the environment
-on its own: `store_address` gets it as an argument.
+on its own: who needs it gets it as an argument.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import ValidationError as PydanticError
 
+from trainer_client.credentials import Credentials
 from trainer_client.errors import ConfigError
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
@@ -24,6 +25,8 @@ DEFAULT_STATE_DIR = "paramserver-state"
 
 # Keys that belong to the daemon's own config as soon as it is not this job's child.
 _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
+# And these are for a daemon that is not.
+_CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -72,15 +75,26 @@ class ZeroSection(Section):
     offload_optimizer: OffloadSection
 
 
+class TlsSection(Section):
+    """PEM files for a daemon that has `tls_certificate`: all three, or none."""
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
 class ParamserverSection(Section):
     """Where the store is and how the job uses it.
 
     `address` is `unix:/path` or `host:port` of a daemon that an operator runs. Without it (and without
     $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
-    ./paramserver-state) with these budgets per node.
+    ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials.
     """
 
     address: str | None = None
+    token_file: Path | None = None
+    tls: TlsSection = TlsSection()
+    insecure: bool = False
     job: Annotated[str, Field(min_length=1)] = "default"
     state_dir: Path | None = None
     host_budget: ByteSize = ByteSize(1 << 30)
@@ -105,6 +119,17 @@ class TrainingConfig(Section):
         """The address of a daemon that is not ours to start; None: start one for the job."""
         return self.paramserver.address or environ.get(ADDRESS_VARIABLE) or None
 
+    def credentials(self, environ: Mapping[str, str]) -> Credentials:
+        """What to show to that daemon; the config goes before the environment. Raises ConfigError for half of TLS."""
+        section, fallback = self.paramserver, Credentials.from_environment(environ)
+        return Credentials(
+            token_file=section.token_file or fallback.token_file,
+            tls_ca=section.tls.ca or fallback.tls_ca,
+            tls_certificate=section.tls.certificate or fallback.tls_certificate,
+            tls_key=section.tls.key or fallback.tls_key,
+            insecure=section.insecure,
+        )
+
     def state_dir(self) -> Path:
         """The state directory of the job's own daemon."""
         zero = self.zero_optimization
@@ -126,7 +151,7 @@ def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, st
 
     Args:
         source: the config as a dict, or the path of a JSON file.
-        environ: the process environment (only $PARAMSERVER_ADDRESS matters).
+        environ: the process environment (the variables of PARAMSERVER_ matter).
 
     Raises:
         ConfigError: names each refused key in full, its value, and what to write instead.
@@ -238,7 +263,13 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
         raise ConfigError(f"the store has one directory, but {listed}: write the same path in both")
     address = config.store_address(environ)
     if address is None:
+        if unused := [f"paramserver.{key}" for key in _CREDENTIAL_KEYS if key in config.paramserver.model_fields_set]:
+            raise ConfigError(
+                f"{', '.join(unused)}: the job starts a daemon of its own, which asks for none; set "
+                "paramserver.address, or remove it"
+            )
         return
+    config.credentials(environ)
     origin = "paramserver.address" if config.paramserver.address else f"${ADDRESS_VARIABLE}"
     ours = [f"paramserver.{key}" for key in _DAEMON_KEYS if key in config.paramserver.model_fields_set]
     if refused := [*paths, *ours]:

@@ -342,6 +342,7 @@ class Engine:
         stored = leases[0].data.view(torch.float32 if group.has_master else group.dtype)
         whole = torch.empty(group.layout.numel, dtype=stored.dtype, device=self.device)
         self._collectives.all_gather_flat(whole, stored)
+        self._store.check_leases()
         self._store.release(leases)
         return whole.float().cpu()
 

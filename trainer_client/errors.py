@@ -39,8 +39,32 @@ class StoreError(TrainerClientError):
         self.message = message
 
 
+class InvalidRequestError(StoreError):
+    """The store refused the request as malformed, whatever its state."""
+
+
+class UnauthenticatedError(StoreError):
+    """The daemon asks for a token, and was given none that it knows."""
+
+
+class PermissionDeniedError(StoreError):
+    """The token does not allow the job or the call."""
+
+
+class StoreNotFoundError(StoreError):
+    """The store does not have the job, step, tensor or range that was asked for."""
+
+
 class StoreUnavailableError(StoreError):
     """The daemon cannot be reached, or the session with it has ended."""
+
+
+class SessionEndedError(StoreUnavailableError):
+    """The store has ended the session, and all its leases are void: nothing of it can be used or finished any more."""
+
+
+class DaemonRestartedError(StoreUnavailableError):
+    """Another daemon answers at the address: what was not committed is gone, with the session and its leases."""
 
 
 class StoreTimeoutError(StoreError):

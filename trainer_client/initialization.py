@@ -27,6 +27,7 @@ from trainer_client import client_state
 from trainer_client.channel import wait_until_serving
 from trainer_client.collectives import Collectives
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
+from trainer_client.credentials import NO_CREDENTIALS
 from trainer_client.engine import Engine, Scheduler
 from trainer_client.errors import ConfigError, JobConflictError, LocalDaemonError
 from trainer_client.gradients import Gradients
@@ -319,6 +320,7 @@ def _connect(
 ) -> RankStore:
     """A session with the operator's daemon, or with one that the first rank of this node starts. A collective."""
     address = settings.store_address(os.environ)
+    credentials = NO_CREDENTIALS if address is None else settings.credentials(os.environ)
     if address is None:
         failure: LocalDaemonError | None = None
         if local_rank == 0:
@@ -333,9 +335,9 @@ def _connect(
         if failed_somewhere:
             raise LocalDaemonError("the rank that starts a node's store daemon has failed: see its message")
         address = local_address(settings.state_dir())
-    wait_until_serving(address, _SERVING_SECONDS)
+    wait_until_serving(address, _SERVING_SECONDS, credentials)
     client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
-    store = RankStore(address, client, prefer_streams=prefer_streams)
+    store = RankStore(address, client, credentials, prefer_streams=prefer_streams)
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store

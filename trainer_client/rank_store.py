@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from trainer_client.channel import (
     open_channel,
     translate,
 )
+from trainer_client.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.errors import StoreError
 from trainer_client.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
 from trainer_client.session import Session
@@ -54,15 +56,20 @@ class RankStore:
     """Args:
     address: `unix:/path` or `host:port`.
     client: who we are, for people.
+    credentials: what to show to the daemon.
     prefer_streams: leave the arena alone even where it can be mapped.
 
     Raises:
-        StoreError: the daemon cannot be reached.
+        ConfigError: the address or the credentials cannot be used.
+        StoreError: the daemon cannot be reached, or lets nobody in with them.
     """
 
-    def __init__(self, address: str, client: str, *, prefer_streams: bool = False) -> None:
+    def __init__(
+        self, address: str, client: str, credentials: Credentials = NO_CREDENTIALS, *, prefer_streams: bool = False
+    ) -> None:
         self._failure: StoreError | None = None
-        self._channel = open_channel(address)
+        self._arena: Arena | None = None
+        self._channel = open_channel(address, credentials)
         try:
             self._stub = pb_grpc.ParameterStoreStub(self._channel)
             self._session = Session(self._stub, client)
@@ -72,12 +79,19 @@ class RankStore:
         self.session_id = self._session.welcome.session_id
         self.epoch = self._session.welcome.epoch
         self.arena_bytes = self._session.welcome.arena.size_bytes
-        arena = None if prefer_streams else Arena.map(self._session.welcome.arena)
+        try:
+            self._arena = None if prefer_streams else Arena.map(self._session.welcome.arena)
+        except BaseException:
+            self.close()
+            raise
         streams = Streams(self._channel, self.session_id, self._session.check)
-        self.plane: Plane = ArenaPlane(arena) if arena else StreamPlane(streams)
+        self.plane: Plane = ArenaPlane(self._arena) if self._arena else StreamPlane(streams)
 
     def close(self) -> None:
         """Ends the session, and with it all leases; idempotent."""
+        if self._arena is not None:
+            # First: what this process could still write to is not used again until it has let go.
+            self._arena.close()
         self._session.close()
         self._channel.close()
 
@@ -94,13 +108,27 @@ class RankStore:
     def roll_back(self, step: int) -> None:
         self._call(self._stub.RollBack, pb.RollBackRequest(session_id=self.session_id, step=step))
 
+    def check_leases(self) -> None:
+        """To be called after bytes were copied out of a lease, before they are used.
+
+        Raises:
+            SessionEndedError: the leases are void, and what was copied may be somebody else's bytes.
+        """
+        if self._arena is not None:
+            self._arena.check()
+
     def prefetch(self, wants: Iterable[tuple[Slab, int]]) -> None:
-        """Replaces the prefetch window by slabs with their positions. Does not wait."""
+        """Replaces the prefetch window by slabs with their positions. Does not wait.
+
+        One that is lost with a broken connection is not missed: the next one replaces it.
+        """
         request = pb.PrefetchRequest(
             session_id=self.session_id,
             wants=[pb.PrefetchRequest.Want(slab=slab.to_proto(), position=position) for slab, position in wants],
         )
-        self._send(self._stub.Prefetch, request)
+        self._check()
+        future = self._stub.Prefetch.future(request, timeout=CONTROL_DEADLINE_SECONDS)
+        future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.UNAVAILABLE))
 
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
         """Read leases on the newest versions, all or none, in the order of the slabs."""
@@ -135,6 +163,7 @@ class RankStore:
         """Returns write leases and stages their bytes as the version of their step."""
         for leased in leases:
             self.plane.flush(leased)
+        self.check_leases()
         releases = [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, publish=True) for leased in leases]
         request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
         self._call(self._stub.ReleaseLeases, request)
@@ -143,6 +172,7 @@ class RankStore:
         """Hands gradients over, in this order; returns when the store has accepted them. Consumes their leases."""
         for update in updates:
             self.plane.flush(update.gradient)
+        self.check_leases()
         request = pb.ApplyGradientsRequest(
             session_id=self.session_id,
             step=step,
@@ -178,6 +208,9 @@ class RankStore:
         try:
             return method(request, timeout=CONTROL_DEADLINE_SECONDS)
         except grpc.RpcError as error:
+            # Why it failed, where that is the end of the session.
+            self._session.check()
+            self.check_leases()
             raise translate(error) from error
 
     def _send(self, method: Any, request: Any) -> Pending[None]:
@@ -187,14 +220,14 @@ class RankStore:
         future.add_done_callback(self._note_failure)
         return Pending(future, lambda _: None)
 
-    def _note_failure(self, future: Any) -> None:
+    def _note_failure(self, future: Any, besides: grpc.StatusCode | None = None) -> None:
         if future.cancelled():
             return
         error = future.exception()
-        if isinstance(error, grpc.RpcError):
+        if isinstance(error, grpc.RpcError) and future.code() is not besides:
             self._failure = translate(error)
 
     def _check(self) -> None:
-        self._session.check()
+        self._session.wait_until_attached()
         if self._failure is not None:
             raise self._failure

@@ -301,6 +301,7 @@ class Unit:
         if leases := self._take_leases():
             for group, leased in zip(self.groups, leases, strict=True):
                 group.fill(leased.data.view(group.dtype))
+            self._store.check_leases()
             self._store.release(leases, next_use)
         self.state = UnitState.GATHERED
 

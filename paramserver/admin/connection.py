@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import grpc
 import typer
 
+from paramserver.config import is_loopback
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
@@ -22,13 +26,42 @@ Address = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What the tool shows to the daemon: the options before the verb."""
+
+    token_file: Path | None = None
+    tls_ca: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+
+    def channel(self, address: str) -> grpc.Channel:
+        """Ends the program where a file cannot be used, or the token would cross the network in the clear."""
+        token = None if self.token_file is None else _read(self.token_file).decode(errors="replace").strip()
+        local = address.startswith("unix:")
+        tls = [path for path in (self.tls_ca, self.tls_key, self.tls_certificate) if path is not None]
+        if tls and len(tls) < 3:
+            _fail("TLS needs all of --tls-ca, --tls-certificate and --tls-key")
+        if tls and not local:
+            channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*map(_read, tls)))
+        elif token is not None and not (local or self.insecure or is_loopback(address)):
+            _fail(f"a token for {address} would cross the network in the clear: give --tls-ca and so on, or --insecure")
+        else:
+            channel = grpc.insecure_channel(address)
+        return channel if token is None else grpc.intercept_channel(channel, _TokenBearer(token))
+
+
+# Set by the options before the verb.
+ACCESS: ContextVar[Access] = ContextVar("access")
+
+
 @contextmanager
 def connect(address: str | None) -> Iterator[StoreAdminStub]:
     """A stub for the daemon at `address`. What goes wrong inside ends the program with one line and status 1."""
     if not address:
-        typer.echo(f"paramserver-admin: give the daemon's address with --address or ${ADDRESS_VARIABLE}", err=True)
-        raise typer.Exit(2)
-    channel = grpc.insecure_channel(address)
+        _fail(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
+    channel = ACCESS.get().channel(address)
     try:
         yield StoreAdminStub(channel)
     except grpc.RpcError as error:
@@ -45,3 +78,47 @@ def connect(address: str | None) -> Iterator[StoreAdminStub]:
         raise typer.Exit(130) from None
     finally:
         channel.close()
+
+
+class _CallDetails(NamedTuple):
+    method: str
+    timeout: float | None
+    metadata: Any
+    credentials: Any
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _TokenBearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Adds the token to the metadata of every call."""
+
+    def __init__(self, token: str) -> None:
+        self._metadata = [("authorization", f"Bearer {token}")]
+
+    def intercept_unary_unary(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_token(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_token(client_call_details), request)
+
+    def _with_token(self, details: Any) -> _CallDetails:
+        return _CallDetails(
+            method=details.method,
+            timeout=details.timeout,
+            metadata=self._metadata,
+            credentials=details.credentials,
+            wait_for_ready=details.wait_for_ready,
+            compression=details.compression,
+        )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        _fail(f"cannot read {path}: {error.strerror}")
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"paramserver-admin: {message}", err=True)
+    raise typer.Exit(2)

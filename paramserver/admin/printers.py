@@ -44,7 +44,17 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
         )
     # Paths are long: below the table, where they do not squeeze the figures.
     lines = [f"{tier_name(tier.tier)}: {tier.detail}" for tier in response.tiers]
+    lines += [
+        f"{tier_name(tier.tier)}: {decimal(tier.quarantined_bytes)} held back: processes whose sessions ended map them"
+        for tier in response.tiers
+        if tier.quarantined_bytes
+    ]
     lines += [f"[red]{escape(problem)}[/red]" for tier in response.tiers for problem in tier.problems]
+    if response.loop_stalls:
+        longest = response.longest_loop_stall_seconds
+        lines.append(
+            f"[yellow]event loop: blocked {response.loop_stalls} times, up to {longest:.2f} s (see the log)[/yellow]"
+        )
     table.caption = "\n".join(lines)
     table.caption_justify = "left"
     return table
@@ -71,6 +81,35 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
             f"{max(0.0, time.time() - committed_at):.0f} s" if job.HasField("committed_at_unix_seconds") else "-",
             decimal(size.get(pb.TIER_HOST, 0)),
             decimal(size.get(pb.TIER_NVME, 0)),
+        )
+    return table
+
+
+def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
+    """Who is connected, and what they hold."""
+    table = _table(
+        "Sessions",
+        [
+            *("client", "peer", "job", "rank", "state", "bytes by", "reads", "writes", "leased", "readers"),
+            *("transfers", "age", "heard"),
+        ],
+        left=("client", "peer", "job", "state", "bytes by"),
+    )
+    for session in sessions:
+        table.add_row(
+            escape(session.client),
+            escape(session.peer),
+            escape(session.job) or "-",
+            str(session.rank) if session.job else "-",
+            "[yellow]detached[/yellow]" if session.detached else "attached",
+            "arena" if session.maps_arena else "streams",
+            str(session.read_leases),
+            str(session.write_leases),
+            decimal(session.leased_bytes),
+            str(session.readers),
+            str(session.transfers),
+            f"{max(0.0, time.time() - session.opened_at_unix_seconds):.0f} s",
+            f"{session.heard_seconds_ago:.1f} s ago",
         )
     return table
 
@@ -128,7 +167,7 @@ def _durability(durability: pb.Durability) -> str:
 def _numbers(value: object) -> object:
     """protobuf's JSON writes 64-bit integers as strings; programs want numbers."""
     if isinstance(value, dict):
-        text = {"name", "fqn", "job", "group", "epoch", "state_dir", "detail", "path", "problems"}
+        text = {"name", "fqn", "job", "group", "epoch", "state_dir", "detail", "path", "problems", "client", "peer"}
         return {k: v if k in text else _numbers(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_numbers(item) for item in value]

@@ -10,19 +10,21 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from storage.errors import BudgetExceededError
 from storage.shard import DType, TierName
 from storage.tiers.arena import Arena, ArenaRange
-from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
+from storage.tiers.base import TierCounters, round_up
 
 
 @dataclass(slots=True)
 class _Waiter:
     nbytes: int
     from_top: bool
+    since: float
     granted: asyncio.Future[ArenaRange]
 
 
@@ -36,16 +38,19 @@ class HostTier:
         budget_bytes: int,
         *,
         admission_timeout_seconds: float = 60.0,
+        slots: int = 0,
+        arena_file: Path | None = None,
         huge_pages: bool = False,
         lock_memory: bool = False,
     ) -> None:
-        """Allocates the whole budget; see Arena for `huge_pages` and `lock_memory`.
+        """Allocates the whole budget; see Arena for `slots`, `huge_pages` and `lock_memory`.
 
         Raises:
             DiskFullError: the machine has not that much shared memory.
-            DeviceError: it has none at all.
+            DeviceError: it has none at all, or none can be named `arena_file`.
+            ConflictError: another daemon has `arena_file`.
         """
-        self.arena = Arena(budget_bytes, huge_pages=huge_pages, lock_memory=lock_memory)
+        self.arena = Arena(budget_bytes, slots=slots, path=arena_file, huge_pages=huge_pages, lock_memory=lock_memory)
         self.counters = TierCounters()
         self._admission_timeout_seconds = admission_timeout_seconds
         # Drops one clean copy whose next use comes after the given position (None: any); False where there is none.
@@ -62,13 +67,18 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in allocated ranges, with the arena's own first page."""
+        """Bytes in allocated ranges, with the arena's own header."""
         return self.arena.used_bytes
 
     @property
     def queue_depth(self) -> int:
         """Allocations that wait for room."""
         return len(self._waiters)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """For how long the first allocation in the queue has waited; 0 where none waits."""
+        return asyncio.get_running_loop().time() - self._waiters[0].since if self._waiters else 0.0
 
     @property
     def detail(self) -> str:
@@ -79,7 +89,8 @@ class HostTier:
             (collapsed, self.arena.collapsed_bytes > 0),
             ("locked", self.arena.locked),
         )
-        return ", ".join(["shared memory", *(name for name, is_so in granted if is_so)])
+        named = f"shared memory {self.arena.path}" if self.arena.path else "shared memory"
+        return ", ".join([named, *(name for name, is_so in granted if is_so)])
 
     async def allocate(self, nbytes: int, *, from_top: bool = False) -> ArenaRange:
         """Waits in turn until clean copies that were dropped, or ranges that were freed, make room.
@@ -87,15 +98,15 @@ class HostTier:
         Raises:
             BudgetExceededError: more than the whole arena is asked for, or there was no room before the deadline.
         """
-        if round_up(nbytes) > self.budget_bytes - PAGE_BYTES:
+        if round_up(nbytes) > self.budget_bytes - self.arena.header_bytes:
             raise BudgetExceededError(
                 f"host_budget {self.budget_bytes} cannot hold one range of {nbytes} bytes; "
-                f"raise host_budget to more than {round_up(nbytes) + PAGE_BYTES}"
+                f"raise host_budget to more than {round_up(nbytes) + self.arena.header_bytes}"
             )
         if not self._waiters and (range_ := self._allocate(nbytes, from_top=from_top, later_than=None)):
             return range_
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(nbytes, from_top, loop.create_future())
+        waiter = _Waiter(nbytes, from_top, loop.time(), loop.create_future())
         self._waiters.append(waiter)
         deadline = loop.call_later(self._admission_timeout_seconds, self._give_up, waiter)
         try:

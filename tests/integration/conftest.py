@@ -13,15 +13,20 @@ from tests.integration.daemon import Daemon, admin_of
 from tests.integration.store_client import Clients
 
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
+GRACE_SECONDS = 0.5
 
 
 @pytest.fixture(scope="session")
 def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    config = {"heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS, "nvme_budget": "256MiB"}
+    config = {
+        "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS,
+        "session_grace_seconds": GRACE_SECONDS,
+        "nvme_budget": "256MiB",
+    }
     with Daemon(tmp_path_factory.mktemp("shared") / "state", config) as daemon:
         yield daemon
         assert daemon.stop() == 0
-        assert "Traceback" not in daemon.log
+        assert "Traceback" not in daemon.log, daemon.log
 
 
 @pytest.fixture

@@ -52,8 +52,14 @@ class Daemon:
         self.address = f"unix:{self.socket}"
         self._log_path = state_dir.with_name(f"{state_dir.name}.log")
         config_path = state_dir.with_name(f"{state_dir.name}.toml")
-        values = {"state_dir": str(state_dir), "host_budget": "16MiB", "nvme_budget": "64MiB"} | dict(config or {})
-        config_path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+        values = {
+            "state_dir": str(state_dir),
+            "host_budget": "16MiB",
+            "nvme_budget": "64MiB",
+            # As many as fit into one page of the arena: tests know what the rest of the budget holds.
+            "max_sessions": 200,
+        } | dict(config or {})
+        config_path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
         with self._log_path.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "paramserver", "serve", "--config", str(config_path), *flags],
@@ -127,6 +133,14 @@ class Daemon:
     def _close_stdin(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
 
 
 @contextmanager

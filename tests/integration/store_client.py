@@ -27,13 +27,19 @@ from tests.integration.daemon import CHANNEL_OPTIONS
 from tests.unit.storage.builders import GRAD_SCALE, Layout, Reference, reference_of
 
 CALL_SECONDS = 20.0
+CLOSE_SECONDS = 2.0
 
 
 class Client:
-    """One session. Sends heartbeats unless it is told to be silent."""
+    """One session. Sends heartbeats unless it is told to be silent.
 
-    def __init__(self, address: str, name: str = "test", *, silent: bool = False) -> None:
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    `channel`: the way to the daemon, where `address` alone does not tell it.
+    """
+
+    def __init__(
+        self, address: str, name: str = "test", *, silent: bool = False, channel: grpc.Channel | None = None
+    ) -> None:
+        self.channel = channel or grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.store = pb_grpc.ParameterStoreStub(self.channel)
         self.admin = admin_grpc.StoreAdminStub(self.channel)
         self.notices: list[str] = []
@@ -53,6 +59,8 @@ class Client:
     def close(self) -> None:
         """Ends the session; idempotent."""
         self._outgoing.put(None)
+        # A channel that is closed before the daemon has seen the end of the stream is one that broke.
+        self.ended.wait(CLOSE_SECONDS)
         self.channel.close()
         self.ended.set()
         for thread in self._threads:
@@ -92,9 +100,17 @@ class Rank(Client):
     """A session that trains a layout, `groups` of it, as one rank."""
 
     def __init__(
-        self, address: str, layout: Layout, *, rank: int = 0, ranks: int = 1, run_id: str = "run", name: str = "test"
+        self,
+        address: str,
+        layout: Layout,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        run_id: str = "run",
+        name: str = "test",
+        channel: grpc.Channel | None = None,
     ) -> None:
-        super().__init__(address, name)
+        super().__init__(address, name, channel=channel)
         self.layout = layout
         self.rank, self.ranks, self.run_id = rank, ranks, run_id
         self.groups = layout.groups[rank::ranks]
@@ -117,18 +133,11 @@ class Rank(Client):
 
     def open(self, resume: pb.ResumePolicy = pb.RESUME_POLICY_AUTO, **changes: Any) -> Sequence[pb.CommittedStep]:
         """The committed steps; `changes` are fields of the request."""
-        spec = self.layout.job()
-        fields: dict[str, Any] = {
-            "job": spec.name,
+        fields = job_fields(self.layout) | {
             "run_id": self.run_id,
             "rank": self.rank,
             "world_size": self.ranks,
             "attached_ranks": self.ranks,
-            "parameters": [
-                pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=wire.DTYPE_TO_WIRE[p.dtype], trainable=True)
-                for p in spec.parameters
-            ],
-            "durability": wire.durability_to_wire(spec.durability),
             "resume": resume,
         }
         committed: Sequence[pb.CommittedStep] = self.call("OpenJob", **(fields | changes)).committed
@@ -246,6 +255,22 @@ class Clients:
         client = Client(self._address, **fields)
         self._opened.append(client)
         return client
+
+
+def job_fields(layout: Layout) -> dict[str, Any]:
+    """Fields of OpenJobRequest for a layout that one rank trains."""
+    spec = layout.job()
+    return {
+        "job": spec.name,
+        "rank": 0,
+        "world_size": 1,
+        "attached_ranks": 1,
+        "parameters": [
+            pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=wire.DTYPE_TO_WIRE[p.dtype], trainable=True)
+            for p in spec.parameters
+        ],
+        "durability": wire.durability_to_wire(spec.durability),
+    }
 
 
 def group_to_wire(spec: GroupSpec) -> pb.ShardGroup:

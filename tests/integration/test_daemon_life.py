@@ -82,6 +82,14 @@ def test_everything_it_makes_is_for_its_user_alone(tmp_path: Path) -> None:
     [
         (["--host-budget", "lots"], "host_budget = 'lots'"),
         (["--listen", "0.0.0.0:0"], "listen: 0.0.0.0:0 can be reached from other machines"),
+        (["--token-file", "/nonexistent/t.toml"], "token_file: cannot read /nonexistent/t.toml: No such file"),
+        (
+            [
+                *("--listen", "0.0.0.0:0", "--tls-certificate", "/nonexistent/c.pem"),
+                *("--tls-key", "/nonexistent/k.pem", "--tls-client-ca", "/nonexistent/a.pem"),
+            ],
+            "tls_certificate: cannot read /nonexistent/c.pem: No such file or directory",
+        ),
         (["--config", "/nonexistent/p.toml"], "cannot read config file /nonexistent/p.toml: No such file or directory"),
     ],
 )

@@ -12,7 +12,8 @@ import pytest
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import Kind
-from tests.integration.daemon import Daemon
+from tests.faults.fuzz_calls import METHODS
+from tests.integration.daemon import CHANNEL_OPTIONS, Daemon
 from tests.integration.store_client import Clients, Rank, group_to_wire, refused
 from tests.unit.storage.builders import Layout
 
@@ -31,7 +32,9 @@ def want(**fields: Any) -> dict[str, Any]:
 
 
 def group(**changes: Any) -> dict[str, Any]:
-    message = group_to_wire(Layout().group("extra"))
+    message = group_to_wire(Layout(numels=(5_000, 17)).group("extra"))
+    for shard in message.shards:
+        shard.fqn = shard.fqn.replace("extra", "block.0")
     for field, value in changes.items():
         setattr(message, field, value)
     return {"groups": [message]}
@@ -73,15 +76,47 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
         lambda r: acquire(r, slab=slab(kind=pb.KIND_MASTER)),
     ),
     "write lease for a huge step": (
-        *(CODE.INVALID_ARGUMENT, f"not for step {HUGE}"),
+        *(CODE.INVALID_ARGUMENT, f"wants.step is {HUGE}; at most"),
         lambda r: acquire(r, mode=pb.LEASE_MODE_WRITE, step=HUGE),
     ),
     "one good want, one bad": (CODE.NOT_FOUND, "'nothing'", one_good_one_bad),
     "release of no lease": (CODE.NOT_FOUND, "lease 0 is not held", lambda r: r.release(pb.Lease())),
     "release of a huge lease": (CODE.NOT_FOUND, f"lease {HUGE}", lambda r: r.release(pb.Lease(lease_id=HUGE))),
+    "write lease for a later step": (
+        *(CODE.FAILED_PRECONDITION, "step 7 cannot be prepared, the next one is 1"),
+        lambda r: acquire(r, mode=pb.LEASE_MODE_WRITE, step=7),
+    ),
+    "lease at a huge position": (
+        *(CODE.INVALID_ARGUMENT, f"wants.position is {HUGE}; at most"),
+        lambda r: acquire(r, position=HUGE),
+    ),
+    "too many leases": (
+        *(CODE.INVALID_ARGUMENT, "wants has 16385 entries; at most 16384"),
+        lambda r: r.call("AcquireLeases", wants=want()["wants"] * 16_385),
+    ),
+    "too many releases": (
+        *(CODE.INVALID_ARGUMENT, "releases has 16385 entries; at most 16384"),
+        lambda r: r.call("ReleaseLeases", releases=[pb.ReleaseLeasesRequest.Release()] * 16_385),
+    ),
+    "release until a huge position": (
+        *(CODE.INVALID_ARGUMENT, f"next_use is {HUGE}; at most"),
+        lambda r: r.call("ReleaseLeases", releases=[pb.ReleaseLeasesRequest.Release(next_use=HUGE)]),
+    ),
     "prefetch of nothing": (
         *(CODE.NOT_FOUND, "'nothing'"),
-        lambda r: r.call("Prefetch", wants=[pb.PrefetchRequest.Want(slab=slab("nothing"), position=HUGE)]),
+        lambda r: r.call("Prefetch", wants=[pb.PrefetchRequest.Want(slab=slab("nothing"), position=1)]),
+    ),
+    "prefetch at a huge position": (
+        *(CODE.INVALID_ARGUMENT, f"wants.position is {HUGE}; at most"),
+        lambda r: r.call("Prefetch", wants=[pb.PrefetchRequest.Want(slab=slab(), position=HUGE)]),
+    ),
+    "too large a prefetch window": (
+        *(CODE.INVALID_ARGUMENT, "wants has 16385 entries; at most 16384"),
+        lambda r: r.call("Prefetch", wants=[pb.PrefetchRequest.Want(slab=slab())] * 16_385),
+    ),
+    "group of a parameter that is not there": (
+        *(CODE.INVALID_ARGUMENT, "a shard of 'extra.weight.0', which is no parameter of job"),
+        lambda r: r.call("RegisterShards", groups=[group_to_wire(Layout().group("extra"))]),
     ),
     "group after the job was stored": (
         *(CODE.FAILED_PRECONDITION, "no shard group 'extra'"),
@@ -111,9 +146,22 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
         lambda r: r.call("ApplyGradients", step=1, hyper_parameters=[pb.ApplyGradientsRequest.HyperParameters()]),
     ),
     "commit of the same step": (CODE.FAILED_PRECONDITION, "the next one is 1", lambda r: r.commit(0)),
-    "commit of a huge step": (CODE.FAILED_PRECONDITION, "the next one is 1", lambda r: r.commit(HUGE)),
+    "commit of a huge step": (CODE.INVALID_ARGUMENT, f"step is {HUGE}; at most", lambda r: r.commit(HUGE)),
+    "commit of a later step": (CODE.FAILED_PRECONDITION, "the next one is 1", lambda r: r.commit(1 << 52)),
+    "large client state": (
+        *(CODE.INVALID_ARGUMENT, "client_state has 2097153 bytes; at most 2097152"),
+        lambda r: r.call("CommitStep", step=1, client_state=bytes((2 << 20) + 1)),
+    ),
+    "gradients of a huge step": (
+        *(CODE.INVALID_ARGUMENT, f"step is {HUGE}; at most"),
+        lambda r: r.call("ApplyGradients", step=HUGE),
+    ),
     "settled above the step": (CODE.INVALID_ARGUMENT, "settled_step 9", lambda r: r.commit(1, settled_step=9)),
-    "roll-back to a huge step": (CODE.NOT_FOUND, f"step {HUGE}; it holds: 0", lambda r: r.call("RollBack", step=HUGE)),
+    "roll-back to a later step": (CODE.NOT_FOUND, "step 7; it holds: 0", lambda r: r.call("RollBack", step=7)),
+    "roll-back to a huge step": (
+        *(CODE.INVALID_ARGUMENT, f"step is {HUGE}; at most"),
+        lambda r: r.call("RollBack", step=HUGE),
+    ),
     "page token": (
         *(CODE.INVALID_ARGUMENT, "page_token '-1'"),
         lambda r: r.admin.ListShards(admin_pb.ListShardsRequest(job=r.layout.name, page_token="-1")),
@@ -223,4 +271,32 @@ def test_bytes_that_are_no_grpc_do_no_harm(clients: Clients, daemon: Daemon, job
                 except OSError:
                     pass  # it hung up
     clients.rank(Layout(name=job, numels=(16,), groups=("a",))).begin()
+    assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize("path", METHODS)
+def test_bytes_that_are_no_message_are_refused_without_a_stack_in_the_log(daemon: Daemon, path: str) -> None:
+    method = METHODS[path]
+    kinds = "stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary"
+    with grpc.insecure_channel(daemon.address, options=CHANNEL_OPTIONS) as channel:
+        call = getattr(channel, "_".join(kinds))(path)
+        request = iter([b"\xff" * 9]) if method.client_streaming else b"\xff" * 9
+        with refused(CODE.INVALID_ARGUMENT):
+            answer = call(request, timeout=20)
+            next(answer)
+    assert "Traceback" not in daemon.log
+
+
+def test_a_refusal_is_short_however_long_the_name_is(clients: Clients) -> None:
+    client = clients.client()
+    for name, named in (("x" * 1024, "x..."), ("\N{SNOWMAN}" * 341, "\N{SNOWMAN}" * 341)):
+        with refused(CODE.NOT_FOUND, named):
+            client.admin.DeleteJob(admin_pb.DeleteJobRequest(job=name), timeout=20)
+
+
+def test_a_client_that_goes_while_it_is_refused_leaves_no_stack_in_the_log(daemon: Daemon) -> None:
+    with grpc.insecure_channel(daemon.address, options=CHANNEL_OPTIONS) as channel:
+        session: Any = channel.stream_stream("/paramserver.v1.ParameterStore/Session")
+        for _ in range(200):
+            session(iter([b""])).cancel()
     assert "Traceback" not in daemon.log

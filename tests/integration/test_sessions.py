@@ -234,8 +234,14 @@ def test_leases_are_for_what_they_say(clients: Clients, job: str) -> None:
     group = rank.groups[0]
     with refused(CODE.INVALID_ARGUMENT, "lease mode 1 is not possible for kind grad"):
         rank.acquire(group, Kind.GRAD, READ)
-    with refused(CODE.INVALID_ARGUMENT, "a write lease on kind param is for step 0 only, not for step 1"):
+    with refused(CODE.FAILED_PRECONDITION, "step 2 cannot be prepared, the next one is 1"):
+        rank.acquire(group, Kind.PARAM, WRITE, step=2)
+    put = rank.acquire(group, Kind.PARAM, WRITE, step=1)
+    with refused(CODE.FAILED_PRECONDITION, "is being written by another lease of this session"):
         rank.acquire(group, Kind.PARAM, WRITE, step=1)
+    with refused(CODE.FAILED_PRECONDITION, "is not for the gradient of group"):
+        rank.apply(1, put, group=group)
+    rank.release(put)
     with refused(CODE.FAILED_PRECONDITION, "step 0 cannot be prepared, the next one is 1"):
         rank.acquire(group, Kind.PARAM, WRITE)
     reading = rank.acquire(group, Kind.PARAM, READ)

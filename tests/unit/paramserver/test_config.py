@@ -100,6 +100,58 @@ def test_an_address_that_others_can_reach_must_be_asked_for(listen: str) -> None
     assert load_config(None, {"state_dir": "/d", "listen": listen, "insecure": True}).listen == listen
 
 
+TLS = {"tls_certificate": "/c", "tls_key": "/k", "tls_client_ca": "/a"}
+
+
+def test_tls_allows_tcp_beyond_loopback() -> None:
+    config = load_config(None, {"state_dir": "/d", "listen": "0.0.0.0:1"} | TLS)
+    assert (config.tls_certificate, config.tls_key, config.tls_client_ca) == (Path("/c"), Path("/k"), Path("/a"))
+
+
+@pytest.mark.parametrize("missing", TLS)
+def test_tls_needs_all_of_its_files(missing: str) -> None:
+    values = {"state_dir": "/d", "listen": "127.0.0.1:1"} | TLS
+    del values[missing]
+    with pytest.raises(
+        ConfigError, match=f"{missing}: missing; TLS needs all of tls_certificate, tls_key, tls_client_ca"
+    ):
+        load_config(None, values)
+
+
+def test_tls_without_tcp_and_tls_that_is_insecure_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tls_certificate: TLS is for TCP, and `listen`"):
+        load_config(None, {"state_dir": "/d"} | TLS)
+    with pytest.raises(ConfigError, match="insecure: true, beside tls_certificate"):
+        load_config(None, {"state_dir": "/d", "listen": "0.0.0.0:1", "insecure": True} | TLS)
+
+
+def test_quotas_are_read_from_tables(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        'state_dir = "/d"\n[quotas.default]\nsessions = 8\n[[quotas.job]]\npattern = "a-*"\nhost_bytes = "1GiB"\n',
+    )
+    quotas = load_config(path, {}).quotas
+    assert quotas.default.sessions == 8 and [(j.pattern, j.host_bytes) for j in quotas.job] == [("a-*", 1 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("quotas", "named"),
+    [
+        ({"default": {"host_bytes": 1}}, "quotas.default.host_bytes = 1"),
+        ({"default": {"weight": 0}}, "quotas.default.weight = 0"),
+        ({"default": {"weight": float("nan")}}, "quotas.default.weight = nan"),
+        ({"default": {"sessions": 0}}, "quotas.default.sessions = 0"),
+        ({"default": {"sesions": 1}}, "unknown key 'quotas.default.sesions'"),
+        ({"job": [{"sessions": 1}]}, "'quotas.job.0.pattern' is missing"),
+        ({"jobs": []}, "unknown key 'quotas.jobs'"),
+    ],
+)
+def test_a_bad_quota_is_refused_by_its_key(quotas: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"state_dir": "/d", "quotas": quotas})
+    assert named in str(caught.value)
+
+
 def test_a_socket_path_that_the_kernel_cannot_hold_is_refused_before_anything_starts() -> None:
     room = MAX_SOCKET_PATH_BYTES - len("/paramserver.sock.arena")
     fits = "/" + "d" * (room - 1)

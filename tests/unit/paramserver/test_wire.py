@@ -83,6 +83,19 @@ def test_a_job_is_taken_as_it_is_described() -> None:
         ({"parameters": [pb.Parameter(fqn="w", shape=[1])]}, "dtype of parameter 'w' has the value 0"),
         ({"parameters": [pb.Parameter(fqn="", dtype=pb.DTYPE_FLOAT32)]}, r"parameters\.fqn must be"),
         ({"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32)] * 2}, "listed twice in `parameters`"),
+        ({"parameters": [pb.Parameter()] * (wire.MAX_PARAMETERS + 1)}, "parameters has 131073 entries; at most 131072"),
+        (
+            {"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32, shape=[1] * 65)]},
+            "shape of parameter 'w' has 65 entries; at most 64",
+        ),
+        (
+            {"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32, shape=[HUGE, HUGE])]},
+            rf"parameter 'w' of shape \[{HUGE}, {HUGE}\] has more than {1 << 48} elements",
+        ),
+        (
+            {"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32, shape=[1 << 24, (1 << 24) + 1])]},
+            "has more than 281474976710656 elements",
+        ),
     ],
 )
 def test_a_malformed_job_is_refused(changes: dict[str, Any], named: str) -> None:
@@ -128,6 +141,7 @@ def test_the_kinds_that_a_client_declares_are_accepted(good: list[pb.KindSpec]) 
         ({"shards": [pb.Shard(fqn="w", numel=1, position=HUGE)]}, f"position {HUGE}"),
         ({"shards": [pb.Shard(fqn="w", numel=1, offset=HUGE)]}, f"offset {HUGE}"),
         ({"kinds": []}, "no slab of kind param"),
+        ({"kinds": kinds("PARAM") * 6}, "kinds of group 'unit.0:32.' has 6 entries; at most 5"),
         ({"kinds": kinds("PARAM", "PARAM")}, "names a kind twice"),
         ({"kinds": [pb.KindSpec(kind=99, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_HOST)]}, "kind has the value 99"),  # type: ignore[arg-type]
         ({"kinds": [pb.KindSpec(kind=pb.KIND_PARAM, placement=pb.TIER_HOST)]}, "dtype of group .* value 0"),
@@ -153,6 +167,47 @@ def test_the_kinds_that_a_client_declares_are_accepted(good: list[pb.KindSpec]) 
 def test_a_malformed_group_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         wire.group_spec(shard_group(**changes))
+
+
+def test_groups_lie_inside_the_parameters_of_their_job() -> None:
+    job = wire.job_spec(open_job(parameters=[pb.Parameter(fqn="w", shape=[4, 9], dtype=pb.DTYPE_BFLOAT16)]))
+    assert [spec.name for spec in wire.group_specs(job, [shard_group()])] == ["unit[0:32]"]
+    whole = shard_group(numel=48, shards=[pb.Shard(fqn="w", offset=16, numel=20)])
+    assert wire.group_specs(job, [whole])
+    for shard, named in (
+        (pb.Shard(fqn="v", numel=1), "a shard of 'v', which is no parameter of job 'job'"),
+        (pb.Shard(fqn="w", offset=16, numel=21), "21 elements from 16 leave 'w', which has 36"),
+        (pb.Shard(fqn="w", offset=HUGE - 15, numel=1), f"1 elements from {HUGE - 15} leave 'w'"),
+    ):
+        with pytest.raises(InvalidRequestError, match=named):
+            wire.group_specs(job, [shard_group(numel=48, shards=[shard])])
+
+
+def test_groups_and_shards_of_a_request_are_bounded() -> None:
+    job = wire.job_spec(open_job())
+    with pytest.raises(InvalidRequestError, match="groups has 65537 entries; at most 65536"):
+        wire.group_specs(job, [pb.ShardGroup()] * (wire.MAX_GROUPS + 1))
+    crowded = [pb.ShardGroup(shards=[pb.Shard()] * (1 << 17))] * 2
+    with pytest.raises(InvalidRequestError, match="groups have 262145 shards; at most 262144"):
+        wire.group_specs(job, [*crowded, pb.ShardGroup(shards=[pb.Shard()])])
+
+
+@pytest.mark.parametrize("value", [wire.MAX_STEP + 1, 1 << 63, HUGE])
+def test_steps_and_positions_that_are_not_exact_everywhere_are_refused(value: int) -> None:
+    assert wire.step(wire.MAX_STEP, "step") == wire.position(wire.MAX_STEP, "position") == (1 << 53) - 1
+    with pytest.raises(InvalidRequestError, match=f"settled_step is {value}; at most {(1 << 53) - 1}"):
+        wire.step(value, "settled_step")
+    with pytest.raises(InvalidRequestError, match=f"next_use is {value}"):
+        wire.position(value, "next_use")
+
+
+def test_batches_and_client_states_are_bounded() -> None:
+    assert len(wire.batch(range(wire.MAX_BATCH), "wants")) == wire.MAX_BATCH
+    with pytest.raises(InvalidRequestError, match="wants has 16385 entries; at most 16384 are allowed"):
+        wire.batch(range(wire.MAX_BATCH + 1), "wants")
+    assert len(wire.client_state(bytes(wire.MAX_CLIENT_STATE_BYTES))) == 2 << 20
+    with pytest.raises(InvalidRequestError, match="client_state has 2097153 bytes; at most 2097152"):
+        wire.client_state(bytes(wire.MAX_CLIENT_STATE_BYTES + 1))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
 import struct
@@ -181,15 +182,15 @@ async def test_a_reader_written_from_the_page_finds_every_retained_step(
             await second.step()
             # One at a time: a snapshot that is due while another one is under way waits for it.
             await quiesce(engine)
-        reader = StrangersReader(tmp_path).read()
-        assert_reads(reader, steps, [2, 3], idle=["idle"])
-        assert_reads(reader, snapshots, [2])
+        reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
+        await asyncio.to_thread(assert_reads, reader, steps, [2, 3], idle=["idle"])
+        await asyncio.to_thread(assert_reads, reader, snapshots, [2])
         # While the store is open, the log has what the database does not.
         assert (tmp_path / "catalog.sqlite-wal").stat().st_size > 0
     assert not (tmp_path / "catalog.sqlite-wal").exists()
-    reader = StrangersReader(tmp_path).read()
-    assert_reads(reader, steps, [2, 3], idle=["idle"])
-    assert_reads(reader, snapshots, [2])
+    reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
+    await asyncio.to_thread(assert_reads, reader, steps, [2, 3], idle=["idle"])
+    await asyncio.to_thread(assert_reads, reader, snapshots, [2])
 
 
 # What is in format_1.tar.gz, a directory made by the last engine that wrote format 1.
@@ -253,9 +254,9 @@ async def test_training_goes_on_after_the_migration(format_1: Path) -> None:
         await snapshots.step()
         await snapshots.step()
         await quiesce(engine)
-    reader = StrangersReader(format_1).read()
-    assert_reads(reader, OLD_STEPS, [3, 4], idle=["idle"])
-    assert_reads(reader, OLD_SNAPSHOTS, [4])
+    reader = await asyncio.to_thread(StrangersReader(format_1).read)
+    await asyncio.to_thread(assert_reads, reader, OLD_STEPS, [3, 4], idle=["idle"])
+    await asyncio.to_thread(assert_reads, reader, OLD_SNAPSHOTS, [4])
 
 
 def test_a_crash_during_the_migration_leaves_format_1(format_1: Path, tmp_path: Path) -> None:

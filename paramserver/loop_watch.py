@@ -1,0 +1,130 @@
+"""Sees when something blocks an event loop: a thread that asks the loop for a sign of life, and notes when none comes.
+
+Owns the thread and the counts. Must never call a machine that is short of CPU a blocked loop: time is counted in ticks
+that this thread itself got to run, less the time that the loop's thread waited for a CPU.
+
+An idle loop and its watch wake up once each TICK_SECONDS, which takes 0.4 % of a CPU (measured in a virtual machine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.05
+STALL_SECONDS = 0.1
+INNERMOST_FRAMES = 12
+# A daemon that stalls all the time must not fill the disk with saying so.
+LOG_INTERVAL_SECONDS = 10.0
+
+
+class LoopWatch:
+    """Watches the loop of the thread that enters it, until it is left; enter it once.
+
+    `on_stall` is called from the watching thread, once for each stall while it lasts, with what the loop's thread was
+    doing. A stall longer than `stall_seconds` plus one tick is always seen, a shorter one than `stall_seconds` never.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_stall: Callable[[str], None], *, stall_seconds: float = STALL_SECONDS
+    ) -> None:
+        self.stalls = 0
+        self.longest_stall_seconds = 0.0
+        self._loop = loop
+        self._on_stall = on_stall
+        self._stall_seconds = stall_seconds
+        self._alive = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+        self._loop_thread = 0
+        self._run_queue_delay = RunQueueDelay()
+
+    def __enter__(self) -> LoopWatch:
+        self._loop_thread = threading.get_ident()
+        self._run_queue_delay.open()
+        self._loop.call_soon(self._alive.set)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._run_queue_delay.close()
+
+    def _watch(self) -> None:
+        silent_ticks, noted, delay_seconds = 0, False, self._run_queue_delay.seconds()
+        while not self._stopped.wait(TICK_SECONDS):
+            if self._alive.is_set():
+                silent_ticks, noted, delay_seconds = 0, False, self._run_queue_delay.seconds()
+                self._alive.clear()
+                self._loop.call_soon_threadsafe(self._alive.set)
+                continue
+            silent_ticks += 1
+            starved_ticks = round((self._run_queue_delay.seconds() - delay_seconds) / TICK_SECONDS)
+            silent_seconds = (silent_ticks - starved_ticks) * TICK_SECONDS
+            if silent_seconds < self._stall_seconds:
+                continue
+            self.longest_stall_seconds = max(self.longest_stall_seconds, silent_seconds)
+            if not noted:
+                noted = True
+                self.stalls += 1
+                self._on_stall(self._stack())
+
+    def _stack(self) -> str:
+        frames = traceback.extract_stack(sys._current_frames()[self._loop_thread])
+        return "".join(traceback.format_list(frames[-INNERMOST_FRAMES:]))
+
+
+class StallLog:
+    """For `on_stall`: logs the first stall of each LOG_INTERVAL_SECONDS, with its stack, and counts the others."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._left_out = 0
+
+    def __call__(self, stack: str) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            self._left_out += 1
+            return
+        log.warning(
+            "the event loop has not answered for more than %g s (%d stalls since the last such line); it is here:\n%s",
+            STALL_SECONDS,
+            self._left_out + 1,
+            stack,
+        )
+        self._next, self._left_out = now + LOG_INTERVAL_SECONDS, 0
+
+
+class RunQueueDelay:
+    """How long the thread that opened it has been ready to run without a CPU, as Linux counts it."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+
+    def open(self) -> None:
+        """For the calling thread."""
+        path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        # A kernel without CONFIG_SCHED_INFO has no such file.
+        with contextlib.suppress(FileNotFoundError):
+            self._fd = os.open(path, os.O_RDONLY)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def seconds(self) -> float:
+        """0.0 where the kernel does not count it."""
+        return 0.0 if self._fd is None else int(os.pread(self._fd, 64, 0).split()[1]) / 1e9

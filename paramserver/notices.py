@@ -1,0 +1,60 @@
+"""What the store tells every client: which tier is degraded, and in which requests wait for room.
+
+Looks at the engine and says what has changed since it last looked. Sends nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine
+
+# A wait that is over within this time is the ordinary course of things.
+PRESSURE_SECONDS = 1.0
+
+Response = pb.SessionResponse
+Notice = Response.Notice
+
+
+class NoticeBoard:
+    """What stands, by tier: nothing where all is well."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.standing: dict[pb.Tier, Notice] = {}
+
+    def look(self) -> Iterator[Notice]:
+        """What has changed: a tier that got into trouble, or out of it."""
+        yield from self._compare(
+            pb.TIER_NVME, self._degraded(), Response.EVENT_TIER_RECOVERED, "the nvme tier works again"
+        )
+        yield from self._compare(
+            pb.TIER_HOST,
+            self._pressure(),
+            Response.EVENT_BUDGET_RELIEVED,
+            "host memory has room for all requests again",
+        )
+
+    def _compare(self, tier: pb.Tier, trouble: Notice | None, relief: Response.Event, text: str) -> Iterator[Notice]:
+        if trouble is not None and tier not in self.standing:
+            self.standing[tier] = trouble
+            yield trouble
+        elif trouble is None and self.standing.pop(tier, None) is not None:
+            yield Notice(text=text, event=relief, tier=tier)
+
+    def _degraded(self) -> Notice | None:
+        if not (problems := self._engine.nvme.problems):
+            return None
+        text = f"the nvme tier is degraded: {'; '.join(problems)}"
+        return Notice(text=text, event=Response.EVENT_TIER_DEGRADED, tier=pb.TIER_NVME)
+
+    def _pressure(self) -> Notice | None:
+        host = self._engine.host
+        if host.waiting_seconds <= PRESSURE_SECONDS:
+            return None
+        text = (
+            f"{host.queue_depth} requests wait for room in host memory, the first for {host.waiting_seconds:.1f} s; "
+            f"host_budget is {host.budget_bytes} bytes: return leases sooner, or raise it"
+        )
+        return Notice(text=text, event=Response.EVENT_BUDGET_PRESSURE, tier=pb.TIER_HOST)

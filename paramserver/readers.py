@@ -1,0 +1,166 @@
+"""What is stored, for clients that train nothing: which jobs and tensors there are, their steps as they are committed,
+and readers that hold one of them.
+
+Owns nothing: readers belong to their sessions. Must never change a job, nor cost anything while nothing is committed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
+
+from paramserver import wire
+from paramserver.host_quota import HostQuota
+from paramserver.leases import Lease
+from paramserver.paging import page
+from paramserver.quotas import Quotas
+from paramserver.sessions import Session, Sessions
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine
+from storage.errors import NotFoundError
+from storage.shard import Kind, ParameterSpec
+from storage.slab import Group
+from storage.tiers.base import round_up
+from storage.versions import Job
+
+
+class Readers:
+    """The calls of ParameterStore that need no run."""
+
+    def __init__(self, engine: Engine, sessions: Sessions, quotas: Quotas, host_quota: HostQuota) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._quotas = quotas
+        self._host_quota = host_quota
+        self._opening: Counter[str] = Counter()
+
+    async def open(self, session: Session, job: Job, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
+        """Holds a committed step for a session.
+
+        Raises:
+            NotFoundError: the step is not retained.
+            BudgetExceededError: the job's quota has no reader left.
+            StorageError: see Engine.open_reader.
+        """
+        step = wire.step(request.step, "step") if request.HasField("step") else None
+        name = job.spec.name
+        self._quotas.of(name).check_readers(name, self._sessions.readers_of(name) + self._opening[name])
+        self._opening[name] += 1
+        try:
+            reader = await self._engine.open_reader(job, step)
+        finally:
+            self._opening[name] -= 1
+        return pb.OpenReaderResponse(reader_id=self._sessions.hold(session, reader), step=reader.step)
+
+    async def lease(self, session: Session, source: pb.TensorRange) -> Lease:
+        """A lease on a range of a reader's step, which is brought into the arena for it.
+
+        Raises:
+            NotFoundError: the session has no such reader, or this store does not have all of the range.
+            StorageError: see Engine.load.
+        """
+        reader, kind = session.reader(source.reader_id), wire.kind(source.kind)
+        wire.check_range(source)
+        dtype = reader.describe(source.fqn, kind, source.offset, source.numel)
+        nbytes = source.numel * dtype.itemsize
+
+        async def fill(view: memoryview) -> None:
+            await reader.fill(source.fqn, kind, source.offset, source.numel, view)
+
+        async with self._host_quota.room_for(reader.job, round_up(nbytes)):
+            region = await self._engine.load(reader.job, nbytes, fill)
+            if session.readers.get(source.reader_id) is not reader:
+                self._engine.free_loose(region)
+                raise NotFoundError(f"reader {source.reader_id} was closed while a range was leased from it")
+            return self._sessions.lease_range(session, reader, source.fqn, dtype, nbytes, region)
+
+    def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:
+        """A page of the tensors that this store holds elements of.
+
+        Raises:
+            InvalidRequestError: the page's size or token is none.
+        """
+        held = _held_groups(job.groups.values(), request.fqn_prefix)
+        listed = sorted((p for p in job.spec.parameters if p.fqn in held), key=lambda parameter: parameter.fqn)
+        parameters, token = page(listed, request.page_size, request.page_token)
+        return pb.ListStoredTensorsResponse(
+            tensors=[_describe_tensor(parameter, held[parameter.fqn]) for parameter in parameters],
+            next_page_token=token,
+        )
+
+    async def watch(self, session: Session, job: Job) -> AsyncIterator[pb.WatchJobResponse]:
+        """The newest committed step, then the newest again whenever one was committed.
+
+        Raises:
+            NotFoundError: the job was deleted, or the session has ended.
+        """
+        name = job.spec.name
+        while True:
+            # Before the step is looked at: none that is committed while the client takes this one may be missed.
+            changed = job.changed
+            if job.newest is not None:
+                yield pb.WatchJobResponse(newest=version_info(job, job.newest))
+            await changed.wait()
+            self._sessions.get(session.session_id)
+            current = self._engine.jobs.get(name)
+            if current is None or (current is not job and job.newest is not None):
+                raise NotFoundError(f"job {name!r} was deleted")
+            # A job that never committed anything is made anew by its next run.
+            job = current
+
+
+def describe_job(job: Job) -> pb.StoredJob:
+    """A job, for those who may read it."""
+    return pb.StoredJob(
+        name=job.spec.name,
+        world_size=job.spec.world_size,
+        committed_step=job.newest,
+        durable=job.newest in job.durable,
+    )
+
+
+def version_info(job: Job, step: int) -> pb.VersionInfo:
+    """A committed step of a job."""
+    return pb.VersionInfo(
+        step=step, durable=step in job.durable, committed_at_unix_seconds=job.retained[step].committed_at
+    )
+
+
+def _held_groups(groups: Iterable[Group], fqn_prefix: str) -> dict[str, list[tuple[int, int, Group]]]:
+    """For each tensor its shards here, as (offset, numel, group)."""
+    held: dict[str, list[tuple[int, int, Group]]] = {}
+    for group in groups:
+        for shard in group.spec.shards:
+            if shard.fqn.startswith(fqn_prefix):
+                held.setdefault(shard.fqn, []).append((shard.offset, shard.numel, group))
+    return held
+
+
+def _describe_tensor(parameter: ParameterSpec, shards: list[tuple[int, int, Group]]) -> pb.StoredTensor:
+    slabs = shards[0][2].spec.slabs
+    return pb.StoredTensor(
+        parameter=wire.parameter_to_wire(parameter),
+        kinds=[
+            pb.StoredTensor.KindDType(kind=wire.KIND_TO_WIRE[slab.kind], dtype=wire.DTYPE_TO_WIRE[slab.dtype])
+            for slab in slabs
+            if slab.kind is not Kind.GRAD
+        ],
+        held=[
+            pb.StoredTensor.ElementRange(offset=start, numel=end - start)
+            for start, end in _joined(sorted((offset, offset + numel) for offset, numel, _ in shards))
+        ],
+    )
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ascending ranges `[start, end)`, joined where they touch or overlap."""
+    joined: tuple[int, int] | None = None
+    for start, end in ranges:
+        if joined is not None and start <= joined[1]:
+            joined = joined[0], max(joined[1], end)
+            continue
+        if joined is not None:
+            yield joined
+        joined = start, end
+    if joined is not None:
+        yield joined

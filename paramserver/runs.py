@@ -1,0 +1,173 @@
+"""Runs: one launch of a job, the ranks that it has on this node, and their votes for a step.
+
+When a rank goes, its run is broken: the step under way can then not be committed, unless every rank had voted for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from storage.engine import Engine
+from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
+from storage.shard import JobSpec
+from storage.versions import Job
+
+log = logging.getLogger(__name__)
+
+
+class Member(Protocol):
+    """Who is a rank."""
+
+    @property
+    def client(self) -> str:
+        """Its name, for people."""
+
+
+MemberT = TypeVar("MemberT", bound=Member)
+
+
+@dataclass(slots=True, eq=False)
+class Vote:
+    """A step on its way to its commit. `done` gives whether it is durable."""
+
+    step: int
+    done: asyncio.Future[bool]
+    client_states: dict[int, bytes] = field(default_factory=dict)
+    settled: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Run(Generic[MemberT]):
+    """One launch of a job."""
+
+    run_id: str
+    spec: JobSpec
+    job: asyncio.Task[Job]
+    ranks: dict[int, MemberT] = field(default_factory=dict)
+    vote: Vote | None = None
+    committing: asyncio.Task[None] | None = None
+    broken_by: str | None = None
+
+    def check_whole(self) -> None:
+        """Raises StepAbortedError once a rank is gone."""
+        if self.broken_by is not None:
+            raise StepAbortedError(
+                f"{self.broken_by} of this run is gone, so no further step can be committed; restart the run: it goes "
+                "on from the last committed step"
+            )
+
+
+class Runs(Generic[MemberT]):
+    """The runs of all jobs: the newest one of each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._runs: dict[str, Run[MemberT]] = {}
+
+    def ranks_of(self, job: str) -> Collection[MemberT]:
+        """The ranks attached to a job."""
+        return self._runs[job].ranks.values() if job in self._runs else ()
+
+    def enter(
+        self, member: MemberT, spec: JobSpec, run_id: str, rank: int, *, may_exist: bool, must_exist: bool
+    ) -> Run[MemberT]:
+        """Takes a rank into its run; the first one opens the job.
+
+        Raises:
+            ConflictError: another run holds the job, or the rank is taken.
+            InvalidRequestError: the rank describes the job in another way than those before it.
+            StorageError: why the job could not be opened for those before it.
+        """
+        run = self._runs.get(spec.name)
+        if run is None or (run.run_id != run_id and not run.ranks):
+            opening = asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist))
+            run = self._runs[spec.name] = Run(run_id, spec, opening)
+        if run.run_id != run_id:
+            clients = ", ".join(other.client for other in run.ranks.values())
+            raise ConflictError(
+                f"job {spec.name!r} is in use by another run ({clients}); stop that one, or use another job name"
+            )
+        if rank in run.ranks:
+            raise ConflictError(f"rank {rank} of this run of job {spec.name!r} is attached already")
+        if spec != run.spec:
+            raise InvalidRequestError(
+                f"rank {rank} describes job {spec.name!r} in another way than the other ranks of its run"
+            )
+        if run.job.done():
+            # Why the job could not be opened, for a rank that comes after the one that tried.
+            run.job.result()
+        run.check_whole()
+        run.ranks[rank] = member
+        return run
+
+    async def _open(self, previous: Run[MemberT] | None, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
+        if previous is not None and previous.committing is not None:
+            await asyncio.wait([previous.committing])
+        return await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist)
+
+    async def vote(self, run: Run[MemberT], rank: int, step: int, client_state: bytes, settled: int) -> bool:
+        """One rank's vote for a step; returns once it is committed, whether it is durable.
+
+        Raises:
+            ConflictError: it is not the next step, or the ranks vote for different ones.
+            StepAbortedError: a rank is gone.
+            StorageError: an update of the step failed.
+        """
+        job = await asyncio.shield(run.job)
+        run.check_whole()
+        # Before it counts: a vote that stays would hold up the right one.
+        job.open_pending(step)
+        if run.vote is None:
+            run.vote = Vote(step, asyncio.get_running_loop().create_future())
+            run.vote.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        vote = run.vote
+        if vote.step != step:
+            raise ConflictError(f"rank {rank} votes for step {step} while other ranks vote for step {vote.step}")
+        vote.client_states[rank] = client_state
+        vote.settled = settled if vote.settled is None else min(vote.settled, settled)
+        if len(vote.client_states) == run.spec.local_ranks and run.committing is None:
+            run.committing = asyncio.ensure_future(self._commit(run, job, vote))
+        return await asyncio.shield(vote.done)
+
+    async def _commit(self, run: Run[MemberT], job: Job, vote: Vote) -> None:
+        everywhere = run.spec.local_ranks == run.spec.world_size
+        settled = vote.step if everywhere else vote.settled or 0
+        try:
+            durable = await self._engine.commit(job, vote.step, vote.client_states, settled)
+        except StorageError as error:
+            log.error("step %d of job %s was not committed: %s", vote.step, job.spec.name, error)
+            vote.done.set_exception(error)
+        except Exception as error:
+            log.exception("step %d of job %s was not committed", vote.step, job.spec.name)
+            vote.done.set_exception(error)
+        else:
+            vote.done.set_result(durable)
+        finally:
+            run.vote = None
+            run.committing = None
+
+    def leave(self, run: Run[MemberT], rank: int) -> None:
+        """A rank is gone, and no further step of the run can be committed."""
+        member = run.ranks.pop(rank)
+        run.broken_by = run.broken_by or f"rank {rank} ({member.client})"
+        # Voted by all: the step will be finished. Otherwise it never can be.
+        if run.vote is not None and run.committing is None:
+            try:
+                run.check_whole()
+            except StepAbortedError as error:
+                run.vote.done.set_exception(error)
+            run.vote = None
+
+    async def clean_up(self, run: Run[MemberT]) -> None:
+        """After the last rank: what the run left behind is abandoned, and host memory given back."""
+        if run.ranks or run.job.cancelled() or not run.job.done() or run.job.exception() is not None:
+            return
+        job = run.job.result()
+        if run.committing is not None:
+            await asyncio.wait([run.committing])
+        if self._runs.get(run.spec.name) is run:
+            await self._engine.detach(job)

@@ -1,0 +1,98 @@
+"""The commands `paramserver certs` and `paramserver tokens`: what a daemon's `tls_*` and `token_file` keys point to."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paramserver.config import ConfigError
+
+DEFAULT_HOSTS = ["localhost", "127.0.0.1", "::1"]
+
+TokenFileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="TOML file of tokens.")]
+
+
+def certs(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are, or will be.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name or address that clients reach the daemon by; often. [localhost, 127.0.0.1, ::1]"),
+    ] = None,
+    client: Annotated[list[str] | None, typer.Option(help="Name of a client's certificate; often. [client]")] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates are valid.")] = 90,
+) -> None:
+    """Make a certificate authority and certificates: for tests and for small private clusters.
+
+    Writes ca.pem, server.pem and CLIENT.pem, each with its -key.pem. An authority that is there is kept and signs the
+    new ones; run it again to renew them, which running daemons notice. Whoever has ca-key.pem can let anybody in: keep
+    it off the nodes. Where there is a PKI, use its certificates instead.
+    """
+    from paramserver.certificates import make_certificates  # noqa: PLC0415
+
+    with _one_line_errors():
+        for path in make_certificates(directory, host or DEFAULT_HOSTS, client or ["client"], days):
+            typer.echo(path)
+
+
+tokens = typer.Typer(help="Add, list and remove the tokens of a daemon's token_file.", no_args_is_help=True)
+
+
+@tokens.command()
+def add(
+    path: TokenFileArgument,
+    name: Annotated[str, typer.Option(help="For logs and for `remove`; never secret.")],
+    admin: Annotated[bool, typer.Option("--admin", help="All rights.")] = False,
+    job: Annotated[
+        list[str] | None, typer.Option(help="Job name or pattern (team-a-*) that it may use; often.")
+    ] = None,
+    expires: Annotated[
+        datetime.datetime | None, typer.Option(formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"], help="UTC. [never]")
+    ] = None,
+) -> None:
+    """Make a token, add its hash to the file, and print it: it cannot be shown again."""
+    from paramserver.tokens import Role, add_token  # noqa: PLC0415
+
+    if admin == bool(job):
+        typer.echo("paramserver: give either --admin or --job NAME", err=True)
+        raise typer.Exit(2)
+    utc = None if expires is None else expires.replace(tzinfo=datetime.UTC)
+    with _one_line_errors():
+        typer.echo(add_token(path, name, Role.ADMIN if admin else Role.JOB, job or (), utc))
+
+
+@tokens.command("list")
+def list_tokens(path: TokenFileArgument) -> None:
+    """Show names, rights and expiry dates."""
+    from paramserver.tokens import read_entries  # noqa: PLC0415
+
+    with _one_line_errors():
+        for entry in read_entries(path):
+            until = "never expires" if entry.expires is None else f"expires {entry.expires:%Y-%m-%d %H:%M %Z}"
+            rights = ", ".join(entry.jobs) or "everything"
+            typer.echo(f"{entry.name}: {entry.role} ({rights}), {'expired' if entry.expired else until}")
+
+
+@tokens.command()
+def remove(path: TokenFileArgument, name: Annotated[str, typer.Option(help="As `list` shows it.")]) -> None:
+    """Remove a token: running daemons refuse it within seconds, and end the sessions that it has opened."""
+    from paramserver.tokens import remove_token  # noqa: PLC0415
+
+    with _one_line_errors():
+        remove_token(path, name)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        typer.echo(f"paramserver: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"paramserver: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,213 @@
+"""The Session call: one stream per client, which carries its liveness one way, and the store's notices the other.
+
+Owns the streams. What a session is, and when it ends, is said in sessions.py. A stream costs its handler's task and
+what gRPC needs for it; nothing is polled for each session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from paramserver import wire
+from paramserver.notices import Notice, NoticeBoard
+from paramserver.security import Caller, Gate, RefusedError, check_owner
+from paramserver.sessions import Session, Sessions, SessionState
+from paramserver.tokens import Principal
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine
+from storage.errors import DeviceError, InvalidRequestError, StorageError
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+# A client that does not read must not hold up the end of its stream for longer.
+FLUSH_SECONDS = 1.0
+
+_HEARTBEAT = pb.SessionResponse(heartbeat=pb.Heartbeat())
+_SHUTDOWN = Notice(text="the store daemon is shutting down", event=pb.SessionResponse.EVENT_SHUTDOWN)
+
+
+class SessionService:
+    """Serves the Session call; `welcome` is what all welcomes have in common."""
+
+    def __init__(self, engine: Engine, sessions: Sessions, gate: Gate, welcome: pb.SessionResponse.Welcome) -> None:
+        self._sessions = sessions
+        self._gate = gate
+        self._welcome = welcome
+        self._board = NoticeBoard(engine)
+        self._stopping = False
+        self._looking = asyncio.ensure_future(self._look())
+
+    async def serve(
+        self,
+        requests: AsyncIterator[pb.SessionRequest],
+        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
+    ) -> None:
+        """One stream, from hello to its end.
+
+        Raises:
+            StorageError: why it was refused or ended.
+            RefusedError: the caller has not the rights, or has them no more.
+        """
+        owner = self._gate.principal(context)
+        seconds = self._sessions.limits.heartbeat_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                hello = await anext(aiter(requests), None)
+        except TimeoutError:
+            raise InvalidRequestError(f"a session must begin with hello; nothing came for {seconds:g} s") from None
+        if hello is None or hello.WhichOneof("message") != "hello":
+            raise InvalidRequestError("the first message of a session must be hello")
+        stream = _Stream(context)
+        session = self._attach(hello.hello, owner, context.peer(), stream)
+        try:
+            stream.post("welcome", pb.SessionResponse(welcome=self._welcome_of(session)))
+            for tier, notice in self._board.standing.items():
+                stream.post(tier, pb.SessionResponse(notice=notice))
+            await stream.listen(requests, partial(self._on_heartbeat, session, context))
+        except RefusedError:
+            if stream.is_current_of(session):
+                self._sessions.end(session, "its token does not count any more")
+            raise
+        except (asyncio.CancelledError, grpc.aio.BaseError):
+            self._sessions.detach(session, stream)
+            raise
+        finally:
+            stream.close()
+        if stream.is_current_of(session):
+            self._sessions.end(session, "the daemon shuts down" if stream.ended else "closed by the client")
+        if stream.error is not None:
+            raise stream.error
+
+    def _on_heartbeat(self, session: Session, context: Caller) -> None:
+        # A token that has expired, or was taken away, ends the sessions that it has opened.
+        check_owner(self._gate.principal(context), session.owner)
+        session.heard()
+
+    def _attach(self, hello: pb.SessionRequest.Hello, owner: Principal, peer: str, stream: _Stream) -> Session:
+        if self._stopping:
+            raise DeviceError("the daemon is shutting down")
+        client = wire.name(hello.client, "hello.client")
+        if not hello.session_id:
+            return self._sessions.open(client, owner, peer, stream)
+        session = self._sessions.get(hello.session_id)
+        check_owner(owner, session.owner)
+        self._sessions.take_up(session, peer, stream)
+        return session
+
+    def _welcome_of(self, session: Session) -> pb.SessionResponse.Welcome:
+        welcome = pb.SessionResponse.Welcome()
+        welcome.CopyFrom(self._welcome)
+        welcome.session_id = session.session_id
+        if session.slot is not None:
+            welcome.arena.generation_offset = session.slot.offset
+            welcome.arena.generation = session.slot.generation
+        return welcome
+
+    async def _look(self) -> None:
+        while True:
+            for notice in self._board.look():
+                log.warning("%s", notice.text)
+                self._announce(notice)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _announce(self, notice: Notice) -> None:
+        for session in self._sessions:
+            # A detached one is told what stands when it is taken up.
+            if session.state is SessionState.ATTACHED:
+                session.stream.post(notice.tier, pb.SessionResponse(notice=notice))
+
+    def announce_stop(self) -> None:
+        """Tells every client, and ends its session."""
+        self._stopping = True
+        self.close()
+        self._announce(_SHUTDOWN)
+        for session in self._sessions:
+            session.stream.end(None)
+
+    def close(self) -> None:
+        """Looks for nothing any more."""
+        self._looking.cancel()
+
+
+class _Stream:
+    """The server's side of one call. Writes one message at a time, and keeps at most one of each subject waiting: a
+    client that does not read costs that, and holds up nobody."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, pb.SessionResponse]) -> None:
+        self.ended = False
+        self.error: StorageError | None = None
+        self._context = context
+        self._waiting: dict[object, pb.SessionResponse] = {}
+        self._writing: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[Any] | None = None
+
+    def is_current_of(self, session: Session) -> bool:
+        """Whether no other stream has taken the session up."""
+        return session.stream is self
+
+    def post(self, subject: object, message: pb.SessionResponse) -> None:
+        """See sessions.Stream."""
+        self._waiting[subject] = message
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+
+    def end(self, error: StorageError | None) -> None:
+        """See sessions.Stream."""
+        if not self.ended:
+            self.ended, self.error = True, error
+            if self._listening is not None:
+                self._listening.cancel()
+
+    async def listen(self, requests: AsyncIterator[pb.SessionRequest], on_heartbeat: Callable[[], None]) -> None:
+        """Answers heartbeats until the client closes the stream, or `end` is called.
+
+        Raises:
+            CancelledError, grpc.aio.BaseError: the stream broke.
+        """
+        task = self._listening = asyncio.current_task()
+        assert task is not None
+        try:
+            if not self.ended:
+                async for _ in requests:
+                    on_heartbeat()
+                    self.post("heartbeat", _HEARTBEAT)
+        except asyncio.CancelledError:
+            if not self.ended:
+                raise
+            task.uncancel()
+        finally:
+            self._listening = None
+        await self._flush()
+        if not self.ended:
+            # gRPC says of a broken stream, too, that the client sends no more; but then it takes nothing, either.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_SECONDS):
+                    await self._context.write(_HEARTBEAT)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        if self._writing is not None:
+            self._writing.cancel()
+
+    async def _flush(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=FLUSH_SECONDS)
+
+    async def _write(self) -> None:
+        try:
+            while self._waiting:
+                subject = next(iter(self._waiting))
+                await self._context.write(self._waiting.pop(subject))
+        except grpc.aio.BaseError as error:
+            # The stream broke: who listens to it is told so, too.
+            log.debug("a session's stream takes no messages any more: %s", error)
+        finally:
+            self._writing = None

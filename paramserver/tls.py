@@ -1,0 +1,120 @@
+"""Mutual TLS for the TCP address: reads certificates, says what is wrong with them, and takes changed ones up.
+
+Owns the credentials of the server. Must never serve with less than was configured: what cannot be used is refused at
+the start, and keeps the last good files in use afterwards.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from paramserver.config import ConfigError
+from paramserver.files import Fingerprint, fingerprint
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateFiles:
+    """PEM files: the server's certificate (with its chain), its key, and the authorities that sign clients."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path
+
+    def read(self) -> grpc.ServerCertificateConfiguration:
+        """Reads and checks them.
+
+        Raises:
+            ConfigError: naming the key of the configuration, the file and what is wrong with it.
+        """
+        chain_pem, key_pem, authorities_pem = (
+            _read("tls_certificate", self.certificate),
+            _read("tls_key", self.key),
+            _read("tls_client_ca", self.client_ca),
+        )
+        chain = _certificates("tls_certificate", self.certificate, chain_pem)
+        for authority in _certificates("tls_client_ca", self.client_ca, authorities_pem):
+            _check_dates("tls_client_ca", self.client_ca, authority)
+        _check_dates("tls_certificate", self.certificate, chain[0])
+        try:
+            key = serialization.load_pem_private_key(key_pem, password=None)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"tls_key: {self.key} is not a PEM private key without a password") from error
+        if key.public_key() != chain[0].public_key():
+            raise ConfigError(
+                f"tls_key: {self.key} is not the key of the first certificate in tls_certificate {self.certificate}; "
+                "give the two that belong together"
+            )
+        return grpc.ssl_server_certificate_configuration([(key_pem, chain_pem)], authorities_pem)
+
+    def fingerprints(self) -> tuple[Fingerprint | None, ...]:
+        """Change when a file does."""
+        return tuple(map(fingerprint, (self.certificate, self.key, self.client_ca)))
+
+
+def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+    """Credentials that ask every client for a certificate, and follow changes of the files.
+
+    Raises:
+        ConfigError: see CertificateFiles.read.
+    """
+    # Before they are read: a change while they are read is seen at the next connection.
+    seen = files.fingerprints()
+    return grpc.dynamic_ssl_server_credentials(
+        files.read(),
+        _Reload(files, seen),  # type: ignore[arg-type]  # the stubs forget that it may return None
+        require_client_authentication=True,
+    )
+
+
+class _Reload:
+    """Called by gRPC before each handshake, on a thread of its own: the changed files, or None for no change."""
+
+    def __init__(self, files: CertificateFiles, seen: tuple[Fingerprint | None, ...]) -> None:
+        self._files = files
+        self._seen = seen
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        now = self._files.fingerprints()
+        if now == self._seen:
+            return None
+        self._seen = now
+        try:
+            changed = self._files.read()
+        except ConfigError as error:
+            log.error("changed certificates cannot be used, the ones before stay in use: %s", error)
+            return None
+        log.info("changed certificates are in use for new connections")
+        return changed
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot read {path}: {error.strerror}") from error
+
+
+def _certificates(field: str, path: Path, pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise ConfigError(f"{field}: {path} holds no PEM certificate: {error}") from error
+
+
+def _check_dates(field: str, path: Path, certificate: x509.Certificate) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not begin <= now <= end:
+        raise ConfigError(
+            f"{field}: {path} is valid from {begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC, which is not now; "
+            "renew it, or correct this machine's clock"
+        )

@@ -1,0 +1,319 @@
+"""Sends a daemon thousands of requests that no honest client sends, while an honest one trains beside them.
+
+`python -m tests.faults.fuzz --calls N --seed S [--keep DIR] [--json]`. Every call must end with a status that suits it.
+The daemon must not crash, log a traceback, hold up its loop, or keep anything that was its clients', and an honest job
+must have torch's bits. Ends with a report in JSON; the exit status is 1 if anything failed.
+
+What failed is kept in a file, with the calls of its session before it: `--replay FILE` sends those to a new daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.faults.fuzz_calls import METHODS, Call, Ending, what_is_wrong
+from tests.faults.fuzz_life import Life, Sent
+from tests.integration.daemon import MIB, Daemon, admin_of
+from tests.integration.store_client import Rank
+from tests.unit.storage.builders import Layout
+
+CLIENTS = 6
+CALLS_PER_LIFE = 60
+HONEST_STEP_SECONDS = 0.1
+WATCH_SECONDS = 0.5
+# After the last client is gone: silent sessions end, and what they waited for.
+QUIET_SECONDS = 20.0
+DAEMON_CONFIG = {
+    "heartbeat_timeout_seconds": 2.0,
+    "admission_timeout_seconds": 1.0,
+    "host_budget": "16MiB",
+    "nvme_budget": "256MiB",
+}
+# What Python's and malloc's arenas may have grown by; a leak in each call or session is far above it in 100 000 calls.
+MAX_GROWTH_BYTES = 64 * MIB
+# Connections that gRPC closes in its own time, and threads' queues.
+MORE_FILES = 8
+MAX_FAILURES = 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a campaign found. `endings` by method and status; `growth_bytes` of the daemon's own memory."""
+
+    seed: int
+    calls: int = 0
+    lives: int = 0
+    honest_steps: int = 0
+    endings: dict[str, Counter[str]] = field(default_factory=lambda: {path: Counter() for path in METHODS})
+    loop_stalls: int = 0
+    longest_loop_stall_seconds: float = 0.0
+    growth_bytes: int = 0
+    seconds: float = 0.0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    def dump(self, indent: int | None) -> str:
+        """JSON."""
+        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}, indent=indent)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a daemon holds for its clients; of the tiers, the bytes used and leased."""
+
+    tiers: tuple[tuple[int, int], ...]
+    sessions: int
+    jobs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, daemon: Daemon) -> Holdings:
+        """Now."""
+        with admin_of(daemon.address) as admin:
+            reading = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10)
+            jobs = admin.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs
+        tiers = tuple((tier.used_bytes, tier.leased_bytes) for tier in reading.tiers)
+        return cls(tiers, reading.sessions, tuple(job.name for job in jobs))
+
+
+class HonestJob:
+    """A rank that trains in a thread of its own, and compares its bits with torch's."""
+
+    def __init__(self, address: str, name: str = "honest") -> None:
+        self.layout = Layout(name=name, numels=(1_000,), groups=("a", "b"), with_skips=False)
+        self.steps = 0
+        self.error: BaseException | None = None
+        self._rank = Rank(address, self.layout)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+
+    def __enter__(self) -> HonestJob:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._rank.close()
+
+    def _train(self) -> None:
+        try:
+            self._rank.begin()
+            while not self._stop.wait(HONEST_STEP_SECONDS):
+                self._rank.train(self.steps + 1, self.steps + 1)
+                self.steps += 1
+                self._rank.assert_at(self.steps)
+        # Whatever it is, it is the finding.
+        except BaseException as error:
+            self.error = error
+
+
+class Campaign:
+    """Clients beside each other, until so many calls are made."""
+
+    def __init__(self, daemon: Daemon, report: Report, calls: int, keep: Path, progress: Progress) -> None:
+        self.report = report
+        self._daemon = daemon
+        self._left = calls
+        self._keep = keep
+        self._progress = progress
+        self._bar = progress.add_task("calling", total=calls, failures=0)
+        self._jobs = ["honest", *(f"fuzz {client} {number}" for client in range(CLIENTS) for number in range(3))]
+        self._strangers = deque(["0" * 32, "nobody"], maxlen=CLIENTS)
+        self._latest: deque[str] = deque(maxlen=4 * CLIENTS)
+
+    async def run(self) -> None:
+        """All of them."""
+        watching = asyncio.ensure_future(self._watch())
+        await asyncio.gather(*(self._client(number) for number in range(CLIENTS)))
+        watching.cancel()
+        await asyncio.wait([watching])
+        await self._look()
+
+    async def _client(self, client: int) -> None:
+        for number in range(1 << 30):
+            calls = min(CALLS_PER_LIFE, self._left)
+            if calls == 0 or len(self.report.failures) >= MAX_FAILURES:
+                return
+            self._left -= calls
+            rng = random.Random(f"{self.report.seed} {client} {number}")
+            name = f"fuzz {client} {number % 3}"
+            life = Life(self._daemon.address, rng, name, jobs=self._jobs, strangers=list(self._strangers))
+            self.report.lives += 1
+            try:
+                await life.live(calls, self._on_ending)
+            except grpc.RpcError as error:
+                self._fail(f"a session could not be opened, or broke: {error}", life)
+            self._strangers.append(life.known.session_id)
+
+    def _on_ending(self, life: Life, call: Call, ending: Ending) -> None:
+        self.report.calls += 1
+        self.report.endings[call.path][ending.code.name if ending.code else "none"] += 1
+        self._latest.append(f"{call.path} {ending.code} {sum(map(len, call.messages))} bytes")
+        if wrong := what_is_wrong(call, ending):
+            self._fail(f"{call.path}: {wrong}", life)
+        self._progress.update(self._bar, advance=1, failures=len(self.report.failures))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            await self._look()
+
+    async def _look(self) -> None:
+        try:
+            reading = await asyncio.to_thread(_read_tiers, self._daemon)
+        except grpc.RpcError as error:
+            self._fail(f"the daemon does not answer (exit status {self._daemon.process.poll()}): {error}")
+            return
+        if reading.loop_stalls > self.report.loop_stalls:
+            self._fail(f"the loop stalled for {reading.longest_loop_stall_seconds:.2f} s near {list(self._latest)}")
+        self.report.loop_stalls = reading.loop_stalls
+        self.report.longest_loop_stall_seconds = reading.longest_loop_stall_seconds
+
+    def _fail(self, why: str, life: Life | None = None) -> None:
+        failure: dict[str, Any] = {"why": why}
+        if life is not None:
+            self._keep.mkdir(parents=True, exist_ok=True)
+            kept = self._keep / f"fuzz-{self.report.seed}-{len(self.report.failures)}.json"
+            kept.write_text(json.dumps({"why": why} | _record(life)))
+            failure["repeat"] = f"python -m tests.faults.fuzz --replay {kept}"
+        self.report.failures.append(failure)
+
+
+def _read_tiers(daemon: Daemon) -> admin_pb.GetTiersResponse:
+    with admin_of(daemon.address) as admin:
+        return admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10)
+
+
+def _record(life: Life) -> dict[str, Any]:
+    history = [sent.call.to_json() | {"granted": sent.granted} for sent in life.history]
+    return {"session": life.known.session_id, "history": history}
+
+
+def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Report) -> None:
+    """Deletes all jobs; then the daemon must hold for its clients what it held at its start."""
+    deadline = time.monotonic() + QUIET_SECONDS
+    while (after := _without_jobs(daemon)) != before or open_files(daemon) > files + MORE_FILES:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    found = {
+        f"something is left: {after}, it was {before}": after != before,
+        f"the daemon has {open_files(daemon)} open files, it had {files}": open_files(daemon) > files + MORE_FILES,
+        f"the daemon's memory has grown by {report.growth_bytes >> 20} MiB": report.growth_bytes > MAX_GROWTH_BYTES,
+    }
+    report.failures += [{"why": why} for why, is_true in found.items() if is_true]
+    if "Traceback" in daemon.log:
+        start = daemon.log.index("Traceback")
+        report.failures.append({"why": f"in the daemon's log: {daemon.log[max(0, start - 500) : start + 4000]}"})
+
+
+def open_files(daemon: Daemon) -> int:
+    """Descriptors of the daemon's process."""
+    return len(list(Path(f"/proc/{daemon.process.pid}/fd").iterdir()))
+
+
+def _without_jobs(daemon: Daemon) -> Holdings:
+    with admin_of(daemon.address) as admin:
+        for job in admin.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs:
+            # A session that holds it may still be on its way out.
+            with contextlib.suppress(grpc.RpcError):
+                admin.DeleteJob(admin_pb.DeleteJobRequest(job=job.name), timeout=10)
+    return Holdings.of(daemon)
+
+
+@contextlib.contextmanager
+def daemon_to_try() -> Iterator[Daemon]:
+    """A daemon of the campaign's own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="paramserver-fuzz-") as directory,
+        Daemon(Path(directory) / "state", DAEMON_CONFIG) as daemon,
+    ):
+        yield daemon
+
+
+def run(args: argparse.Namespace, progress: Progress) -> Report:
+    """A campaign, or what a file says of an earlier one."""
+    report = Report(seed=args.seed)
+    started = time.monotonic()
+    with daemon_to_try() as daemon:
+        before = Holdings.of(daemon)
+        # Its first requests load what it needs once.
+        with HonestJob(daemon.address, "warm up"):
+            time.sleep(5 * HONEST_STEP_SECONDS)
+        memory_bytes, files = daemon.overhead_bytes, open_files(daemon)
+        with HonestJob(daemon.address) as honest:
+            campaign = Campaign(daemon, report, args.calls, args.keep, progress)
+            uvloop.run(campaign.run())
+        report.honest_steps = honest.steps
+        if honest.error is not None:
+            report.failures.append({"why": f"the honest job after step {honest.steps}: {honest.error}"})
+        if daemon.process.poll() is None:
+            report.growth_bytes = daemon.overhead_bytes - memory_bytes
+            check_nothing_left(daemon, before, files, report)
+        report.seconds = round(time.monotonic() - started, 1)
+    return report
+
+
+def replay(path: Path) -> int:
+    """Sends what a file holds to a new daemon; 1 if something is wrong again."""
+    record = json.loads(path.read_text())
+    history = [
+        Sent(call=Call.from_json({k: v for k, v in fields.items() if k != "granted"}), granted=tuple(fields["granted"]))
+        for fields in record["history"]
+    ]
+    wrongs: list[str] = []
+
+    def on_ending(_: Life, call: Call, ending: Ending) -> None:
+        wrong = what_is_wrong(call, ending)
+        print(call.path, ending.code.name if ending.code else "none", ending.details[:150])
+        if wrong:
+            wrongs.append(wrong)
+
+    with daemon_to_try() as daemon:
+        life = Life(daemon.address, random.Random(0), "fuzz 0 0", jobs=["honest"], strangers=["nobody"])
+        uvloop.run(life.replay(history, record["session"], on_ending))
+        stalls = _read_tiers(daemon).loop_stalls
+        print(f"wrong: {wrongs}; stalls of the loop: {stalls}; the daemon's log:\n{daemon.log}")
+        return 1 if wrongs or stalls or "Traceback" in daemon.log else 0
+
+
+def main() -> None:
+    """Runs a campaign and prints its report, or a replay."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.fuzz", description=__doc__)
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one by default")
+    parser.add_argument("--keep", type=Path, default=Path("build/faults"), help="where calls that failed are kept")
+    parser.add_argument("--json", action="store_true", help="print the report only")
+    parser.add_argument("--replay", type=Path, default=None, help="send the calls of such a file again")
+    args = parser.parse_args()
+    args.seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
+    console = Console(stderr=True, quiet=args.json)
+    if args.replay is not None:
+        raise SystemExit(replay(args.replay))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console.print(f"seed {args.seed}")
+    with Progress(*columns, TextColumn("{task.fields[failures]} failed"), console=console) as progress:
+        report = run(args, progress)
+    print(report.dump(None if args.json else 2))
+    raise SystemExit(1 if report.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

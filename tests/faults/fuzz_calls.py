@@ -1,0 +1,180 @@
+"""One call of the campaign of `fuzz.py`: what is sent, as bytes, and when; how it ended; whether it may end so."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.faults.fuzz_requests import fields_of
+
+CODE = grpc.StatusCode
+# Within this the store answers whatever has not to wait for somebody.
+DEADLINE_SECONDS = 10.0
+# Past the deadline, gRPC itself ends the call.
+HANG_SECONDS = 15.0
+_FILES: tuple[FileDescriptor, ...] = (
+    pb.DESCRIPTOR,
+    admin_pb.DESCRIPTOR,
+    health_pb2.DESCRIPTOR,
+    reflection_pb2.DESCRIPTOR,
+)
+METHODS: Mapping[str, MethodDescriptor] = {
+    f"/{service.full_name}/{method.name}": method
+    for file in _FILES
+    for service in file.services_by_name.values()
+    for method in service.methods
+}
+# By contract these last until somebody else has done something, or until the client goes.
+_WAITING = ("AcquireLeases", "CommitStep", "WatchJob", "WatchTiers", "Session", "Read", "Write", "Watch")
+WAITING = frozenset(path for path, method in METHODS.items() if method.name in (*_WAITING, "ServerReflectionInfo"))
+
+REFUSALS = {
+    *(CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.ALREADY_EXISTS, CODE.FAILED_PRECONDITION),
+    *(CODE.RESOURCE_EXHAUSTED, CODE.ABORTED, CODE.OUT_OF_RANGE),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a client does.
+
+    Attributes:
+        messages: wire forms; one, unless the client streams.
+        half_close: whether the client says that nothing more will come; without it, it waits, or goes.
+        cancel_seconds: when it loses interest; None: it does not.
+        reads: how many answers of a stream it takes before it goes.
+    """
+
+    path: str
+    messages: tuple[bytes, ...]
+    deadline_seconds: float
+    half_close: bool = True
+    cancel_seconds: float | None = None
+    reads: int = 1 << 20
+
+    @property
+    def method(self) -> MethodDescriptor:
+        """What is called."""
+        return METHODS[self.path]
+
+    def renamed(self, old_session: str, session: str, ids: Mapping[int, int]) -> Call:
+        """The same call in another session, where the store has given out other ids."""
+        messages = [data.replace(old_session.encode(), session.encode()) for data in self.messages]
+        kind = GetMessageClass(self.method.input_type)
+        for index, data in enumerate(messages):
+            # What is no message stays as it is.
+            with contextlib.suppress(DecodeError):
+                message = kind.FromString(data)
+                found = list(fields_of(message, ("lease_id", "grad_lease_id", "reader_id")))
+                for holder, name in found:
+                    setattr(holder, name, ids.get(getattr(holder, name), getattr(holder, name)))
+                messages[index] = message.SerializeToString() if found else data
+        return replace(self, messages=tuple(messages))
+
+    def to_json(self) -> dict[str, Any]:
+        """The inverse of `from_json`."""
+        return asdict(self) | {"messages": [base64.b64encode(data).decode() for data in self.messages]}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Call:
+        """The inverse of `to_json`."""
+        return cls(**fields | {"messages": tuple(base64.b64decode(text) for text in fields["messages"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a call ended: its status, what was said, and the first answer; `code` is None when it did not end."""
+
+    code: grpc.StatusCode | None
+    details: str = ""
+    answer: bytes | None = None
+
+
+async def send(channel: grpc.aio.Channel, call: Call) -> Ending:
+    """Makes the call, and waits for its end."""
+    try:
+        async with asyncio.timeout(call.deadline_seconds + HANG_SECONDS):
+            return await _send(channel, call)
+    except TimeoutError:
+        return Ending(code=None, details=f"no end {HANG_SECONDS:g} s after its deadline")
+
+
+async def _send(channel: grpc.aio.Channel, call: Call) -> Ending:
+    started = _start(channel, call)
+    loop = asyncio.get_running_loop()
+    timer = None if call.cancel_seconds is None else loop.call_later(call.cancel_seconds, started.cancel)
+    answers: list[bytes] = []
+    writing = asyncio.ensure_future(_write(started, call)) if call.method.client_streaming else None
+    try:
+        # What ends the call is in its status; a cancelled one raises too.
+        with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+            if not call.method.server_streaming:
+                answers.append(await started)
+            else:
+                await _read(started, call, answers)
+        code, details = await started.code(), await started.details()
+    finally:
+        if timer is not None:
+            timer.cancel()
+        # A message that waits for a call that never began waits on.
+        if writing is not None:
+            writing.cancel()
+            await asyncio.wait([writing])
+    return Ending(code=code, details=details or "", answer=answers[0] if answers else None)
+
+
+def _start(channel: grpc.aio.Channel, call: Call) -> Any:
+    kinds = "stream" if call.method.client_streaming else "unary", "stream" if call.method.server_streaming else "unary"
+    multicallable = getattr(channel, "_".join(kinds))(call.path)
+    arguments = () if call.method.client_streaming else call.messages
+    return multicallable(*arguments, timeout=call.deadline_seconds)
+
+
+async def _write(started: Any, call: Call) -> None:
+    # The call may end at any time, and then nothing more can be written.
+    with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.CancelledError, asyncio.InvalidStateError):
+        for message in call.messages:
+            await started.write(message)
+        if call.half_close:
+            await started.done_writing()
+
+
+async def _read(started: Any, call: Call, answers: list[bytes]) -> None:
+    for _ in range(call.reads):
+        answer = await started.read()
+        if answer is grpc.aio.EOF:
+            return
+        answers[1:] = [answer]
+    started.cancel()
+
+
+def what_is_wrong(call: Call, ending: Ending) -> str | None:
+    """Why the call must not have ended like this; None: it may."""
+    code = ending.code
+    if code is None:
+        return ending.details
+    if code is CODE.OK or code in REFUSALS:
+        return None
+    allowed = {
+        CODE.CANCELLED: call.cancel_seconds is not None or call.method.server_streaming,
+        CODE.DEADLINE_EXCEEDED: call.deadline_seconds < DEADLINE_SECONDS,
+        # What gRPC's client puts in the place of the status when it writes to a call that has ended already.
+        CODE.INTERNAL: call.method.client_streaming and ending.details == "Internal error from Core",
+        CODE.DATA_LOSS: call.method.name == "Write",
+        CODE.UNIMPLEMENTED: call.method.name in ("List", "ListSessions"),
+    }
+    return None if allowed.get(code, False) else f"it ended with {code.name}: {ending.details}"

@@ -1,0 +1,349 @@
+"""Requests for the campaign of `fuzz.py`, made from the descriptors of the services: valid ones, and spoiled copies.
+
+Owns the randomness, nothing else: the same seed and the same `Known` give the same bytes. A valid request is built from
+what its client knows; then fields are set to values from the edges of their types, and then bits of the wire form are
+turned over, so that something is left in it that gets past the first check.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from tests.integration.store_client import group_to_wire, job_fields
+from tests.unit.storage.builders import GRAD_SCALE, Layout
+
+EDGES = (0, 1, 2, 15, 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+SIGNED_EDGES = (0, 1, -1, -2, (1 << 31) - 1, -(1 << 31))
+FLOATS = (0.1, 0.5, 1.0)
+FLOAT_EDGES = (0.0, -0.0, 1.0, -1.0, 5e-324, 1.8e308, -1.8e308, float("inf"), float("-inf"), float("nan"), 2.0**64)
+# Python refuses to put this into a string field: it takes the place of a mark in the wire form.
+NOT_UTF8 = b"\xff\xfe\xc0\x80\xed\xa0\x80"
+NOT_UTF8_MARK = "NOTUTF8"
+STRINGS = (
+    *("", " ", "x" * 1024, "x" * 1025, "é" * 600, "\0", "\x1b[2J", "a\nb", "\u202e", "../../etc/passwd", "%s%n{0}"),
+    *("-1", "9" * 400, "NaN", "x" * 100_000, NOT_UTF8_MARK),
+)
+MANY = (2, 17, 300, 5_000)
+LARGE_PAYLOAD_BYTES = (0, 1, 65_537, (1 << 20) + 1)
+# Nested groups in an unknown field; protobuf gives up at a depth of 100.
+DEEP = b"\xfb\x07" * 5_000 + b"\xfc\x07" * 5_000
+
+EDGES_OF_TYPE: dict[int, Sequence[Any]] = {
+    FieldDescriptor.TYPE_ENUM: (0, 77, -1, (1 << 31) - 1),
+    FieldDescriptor.TYPE_BOOL: (False, True),
+    FieldDescriptor.TYPE_STRING: STRINGS,
+    FieldDescriptor.TYPE_DOUBLE: FLOAT_EDGES,
+    FieldDescriptor.TYPE_UINT32: [edge for edge in EDGES if edge < 1 << 32],
+    FieldDescriptor.TYPE_INT32: SIGNED_EDGES,
+    FieldDescriptor.TYPE_SINT32: SIGNED_EDGES,
+}
+_FLOATS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
+
+
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """What a client knows that makes its requests mean something."""
+
+    session_id: str
+    layout: Layout
+    strangers: list[str] = field(default_factory=list)  # sessions of other clients
+    jobs: list[str] = field(default_factory=list)  # of anybody
+    leases: dict[int, pb.AcquireLeasesRequest.Want] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)  # of those leases, in bytes
+    readers: list[int] = field(default_factory=list)
+    next_step: int = 0
+
+
+class Requests:
+    """Draws requests from a generator of random numbers."""
+
+    def __init__(self, rng: random.Random, known: Known) -> None:
+        self._rng = rng
+        self.known = known
+        builders: dict[type[Message], Callable[[], Any]] = {
+            pb.OpenJobRequest: self._open_job,
+            pb.RegisterShardsRequest: self._register,
+            pb.AcquireLeasesRequest: self._acquire,
+            pb.AcquireLeasesRequest.Want: self._want,
+            pb.TensorRange: self._range,
+            pb.ApplyGradientsRequest: self._apply,
+        }
+        self._builders = {kind.DESCRIPTOR.full_name: build for kind, build in builders.items()}
+
+    # --- whole requests
+
+    def valid(self, kind: Descriptor) -> Any:
+        """A request that its client could mean."""
+        build = self._builders.get(kind.full_name)
+        return self._filled(kind) if build is None else build()
+
+    def spoiled(self, kind: Descriptor) -> bytes:
+        """The wire form of a request in which something is wrong, or nothing."""
+        request = self.valid(kind)
+        for _ in range(self._rng.choice((0, 0, 1, 1, 1, 2, 6))):
+            self._spoil(request)
+        data = encoded(request)
+        return self._mutated(data) if self._rng.random() < 0.35 else data
+
+    def stream(self, kind: Descriptor) -> tuple[bytes, ...]:
+        """Messages of a client's stream, mostly with a proper beginning."""
+        first = [encoded(message) for message in self._stream_of(kind)]
+        more = [self.spoiled(kind) for _ in range(self._rng.choice((0, 0, 1, 3)))]
+        if self._rng.random() < 0.2:
+            first = [self._mutated(data) if self._rng.random() < 0.5 else data for data in first]
+        messages = first + more
+        if self._rng.random() < 0.2:
+            self._rng.shuffle(messages)
+        return tuple(messages)
+
+    # --- valid requests, by message
+
+    def _open_job(self) -> pb.OpenJobRequest:
+        known = self.known
+        policies = pb.RESUME_POLICY_AUTO, pb.RESUME_POLICY_AUTO, pb.RESUME_POLICY_NEVER, pb.RESUME_POLICY_MUST
+        fields = job_fields(known.layout) | {"run_id": known.session_id, "resume": self._rng.choice(policies)}
+        if self._rng.random() < 0.2:
+            fields["job"] = self._rng.choice(known.jobs)
+        return pb.OpenJobRequest(session_id=known.session_id, **fields)
+
+    def _register(self) -> pb.RegisterShardsRequest:
+        groups = [group_to_wire(self.known.layout.group(name)) for name in self.known.layout.groups]
+        return pb.RegisterShardsRequest(session_id=self.known.session_id, groups=groups)
+
+    def _want(self) -> pb.AcquireLeasesRequest.Want:
+        group, position = self._rng.choice(self.known.layout.groups), self._rng.randrange(1000)
+        slab = pb.SlabName(group=group, kind=self._rng.choice((pb.KIND_PARAM, pb.KIND_EXP_AVG)))
+        match self._rng.randrange(4):
+            case 0:
+                grad = pb.SlabName(group=group, kind=pb.KIND_GRAD)
+                return pb.AcquireLeasesRequest.Want(slab=grad, mode=pb.LEASE_MODE_WRITE, step=self.known.next_step)
+            case 1:
+                return pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_WRITE, step=self.known.next_step)
+            case 2:
+                return pb.AcquireLeasesRequest.Want(range=self._range(), mode=pb.LEASE_MODE_READ, position=position)
+            case _:
+                return pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, position=position)
+
+    def _acquire(self) -> pb.AcquireLeasesRequest:
+        wants = [self._want() for _ in range(self._rng.choice((1, 1, 2, 3)))]
+        return pb.AcquireLeasesRequest(session_id=self.known.session_id, wants=wants)
+
+    def _range(self) -> pb.TensorRange:
+        group = self.known.layout.group(self._rng.choice(self.known.layout.groups))
+        shard = self._rng.choice(group.shards)
+        offset = self._rng.randrange(shard.numel)
+        numel = self._rng.randrange(1, shard.numel - offset + 1)
+        kind = self._rng.choice((pb.KIND_PARAM, pb.KIND_EXP_AVG_SQ))
+        return pb.TensorRange(fqn=shard.fqn, kind=kind, offset=offset, numel=numel, reader_id=self._reader())
+
+    def _apply(self) -> pb.ApplyGradientsRequest:
+        known, request = self.known, pb.ApplyGradientsRequest()
+        request.session_id, request.step = known.session_id, known.next_step
+        adamw = request.hyper_parameters.add().adamw
+        adamw.lr, adamw.beta1, adamw.beta2, adamw.eps, adamw.update_count = 1e-3, 0.9, 0.999, 1e-8, 1
+        gradients = {want.slab.group: lease for lease, want in known.leases.items() if want.slab.kind == pb.KIND_GRAD}
+        for group, lease in gradients.items():
+            shards = [self._rng.choice((0, 0, -1)) for _ in known.layout.shards]
+            request.updates.add(
+                group=group, grad_lease_id=lease, grad_scale=GRAD_SCALE, hyper_parameters_of_shard=shards
+            )
+        return request
+
+    # --- valid streams, by the message that they consist of
+
+    def _stream_of(self, kind: Descriptor) -> Iterator[Any]:
+        match kind.name:
+            case "SessionRequest":
+                takes_up = self.known.session_id if self._rng.random() < 0.1 else ""
+                yield pb.SessionRequest(hello=pb.SessionRequest.Hello(client="fuzz", session_id=takes_up))
+                for _ in range(self._rng.randrange(3)):
+                    yield pb.SessionRequest(heartbeat=pb.Heartbeat())
+            case "ReadRequest":
+                yield self._read()
+                for _ in range(self._rng.randrange(4)):
+                    yield pb.ReadRequest(credit=pb.Credit(bytes=self._rng.choice((1, 1 << 20))))
+            case "WriteRequest":
+                yield from self._write()
+            case _:
+                yield self._filled(kind)
+
+    def _read(self) -> pb.ReadRequest:
+        credit = self._rng.choice((1, 4096, 1 << 20, 1 << 30))
+        opening = pb.ReadRequest.Open(session_id=self.known.session_id, credit_bytes=credit)
+        if self._rng.random() < 0.5:
+            opening.range.CopyFrom(self._range())
+        else:
+            opening.lease_id = self._lease()
+        opening.first_byte = self._rng.choice((0, 0, 1, 4096))
+        return pb.ReadRequest(open=opening)
+
+    def _write(self) -> Iterator[pb.WriteRequest]:
+        lease = self._lease()
+        size = self.known.sizes.get(lease, 64)
+        start = self._rng.choice((0, 0, size // 2))
+        header = pb.WriteHeader(
+            session_id=self.known.session_id, lease_id=lease, first_byte=start, size_bytes=size - start
+        )
+        yield pb.WriteRequest(header=header)
+        while start < size:
+            data = self._rng.randbytes(min(self._rng.choice((16, 4096, 1 << 20)), size - start))
+            if self._rng.random() < 0.05:
+                return
+            checksum = xxhash.xxh3_64_intdigest(data, seed=start)
+            yield pb.WriteRequest(chunk=pb.Chunk(checksum=checksum, first_byte=start, data=data))
+            start += len(data)
+
+    # --- valid values, by the names of fields
+
+    def _filled(self, kind: Descriptor) -> Any:
+        message = GetMessageClass(kind)()
+        chosen = {one.name: self._rng.choice(one.fields).name for one in kind.oneofs}
+        for spec in kind.fields:
+            group = spec.containing_oneof
+            if group is not None and chosen[group.name] != spec.name:
+                continue
+            count = self._rng.choice((0, 1, 1, 3)) if spec.is_repeated else 1
+            for _ in range(count):
+                _put(message, spec, self._value(spec))
+        return message
+
+    def _value(self, spec: FieldDescriptor) -> Any:
+        rng = self._rng
+        match spec.type:
+            case FieldDescriptor.TYPE_MESSAGE:
+                return self.valid(_inner(spec))
+            case FieldDescriptor.TYPE_ENUM:
+                assert spec.enum_type is not None
+                return rng.choice(spec.enum_type.values).number
+            case FieldDescriptor.TYPE_BYTES:
+                return rng.randbytes(rng.randrange(64))
+            case FieldDescriptor.TYPE_STRING:
+                return rng.choice(self._texts(spec.name))
+            case kind:
+                return rng.choice(FLOATS if kind in _FLOATS else self._numbers(spec.name))
+
+    def _texts(self, name: str) -> Sequence[str]:
+        layout, known = self.known.layout, self.known
+        services = "", "paramserver.v1.ParameterStore", "grpc.health.v1.Health"
+        fqns = [shard.fqn for shard in layout.group(layout.groups[0]).shards]
+        texts: dict[str, Sequence[str]] = {
+            "session_id": [*[known.session_id] * 20, *known.strangers],
+            "job": [*[layout.name] * len(known.jobs), *known.jobs],
+            "group": layout.groups,
+            "fqn": fqns,
+            "fqn_prefix": fqns,
+            "page_token": ("", "", "1", "2"),
+            "service": services,
+            "file_containing_symbol": services,
+        }
+        return texts.get(name, ("fuzz",))
+
+    def _numbers(self, name: str) -> Sequence[int]:
+        step = self.known.next_step
+        numbers: dict[str, Sequence[int]] = {
+            "step": (step, max(0, step - 1), 0),
+            "settled_step": (step, max(0, step - 1), 0),
+            "lease_id": (self._lease(),),
+            "reader_id": (self._reader(),),
+        }
+        return numbers.get(name, range(2))
+
+    def _lease(self) -> int:
+        return self._rng.choice(list(self.known.leases)) if self.known.leases else self._rng.randrange(4)
+
+    def _reader(self) -> int:
+        return self._rng.choice([0, *self.known.readers])
+
+    # --- spoiling
+
+    def _spoil(self, message: Message) -> None:
+        """Sets one field, somewhere in the message, to a value from the edge of its type."""
+        if not message.DESCRIPTOR.fields:
+            return
+        spec = _one_of(self._rng, message.DESCRIPTOR.fields)
+        inner = spec.type == FieldDescriptor.TYPE_MESSAGE
+        if inner and spec.is_repeated:
+            items = getattr(message, spec.name)
+            if items and self._rng.random() < 0.8:
+                self._spoil(self._rng.choice(items))
+            else:
+                item = self.valid(_inner(spec))
+                items.extend([item] * self._rng.choice(MANY))
+        elif inner:
+            self._spoil(getattr(message, spec.name))
+        elif spec.is_repeated:
+            edges = [self._edge(spec) for _ in range(self._rng.choice(MANY))]
+            getattr(message, spec.name).extend(edges)
+        else:
+            setattr(message, spec.name, self._edge(spec))
+
+    def _edge(self, spec: FieldDescriptor) -> Any:
+        if spec.type == FieldDescriptor.TYPE_BYTES:
+            return bytes(self._rng.choice(LARGE_PAYLOAD_BYTES))
+        return self._rng.choice(EDGES_OF_TYPE.get(spec.type, EDGES))
+
+    def _mutated(self, data: bytes) -> bytes:
+        """Bits turned over, bytes lost, doubled, put in, put in another order, and fields that nobody knows."""
+        rng, changed = self._rng, bytearray(data)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            at, length = rng.randrange(len(changed) + 1), rng.choice((1, 2, 7, 60))
+            part = changed[at : at + length]
+            match rng.randrange(8):
+                case 0 | 1 if at < len(changed):
+                    changed[at] ^= 1 << rng.randrange(8)
+                case 2:
+                    del changed[at:]
+                case 3:
+                    del changed[at : at + length]
+                case 4:
+                    changed[at:at] = part * rng.choice((1, 1, 30))
+                case 5:
+                    changed[at:at] = rng.randbytes(length)
+                case 6:
+                    changed = changed[at:] + changed[:at]
+                case _:
+                    changed += rng.choice((b"\xfa\x07\x03abc", b"\xf8\x07\x01", b"\xff" * 11, DEEP))
+        return bytes(changed)
+
+
+def encoded(message: Message) -> bytes:
+    """The wire form; where a string is the mark, bytes that are no UTF-8."""
+    return message.SerializeToString().replace(NOT_UTF8_MARK.encode(), NOT_UTF8)
+
+
+def _put(message: Message, spec: FieldDescriptor, value: Any) -> None:
+    if spec.is_repeated:
+        getattr(message, spec.name).append(value)
+    elif spec.type == FieldDescriptor.TYPE_MESSAGE:
+        getattr(message, spec.name).CopyFrom(value)
+    else:
+        setattr(message, spec.name, value)
+
+
+def _one_of(rng: random.Random, specs: Sequence[Any]) -> FieldDescriptor:
+    spec: FieldDescriptor = rng.choice(specs)
+    return spec
+
+
+def _inner(spec: FieldDescriptor) -> Descriptor:
+    assert spec.message_type is not None
+    return spec.message_type
+
+
+def fields_of(message: Message, names: Sequence[str]) -> Iterator[tuple[Message, str]]:
+    """Every set field of these names, anywhere in the message."""
+    for spec, value in message.ListFields():
+        if spec.type == FieldDescriptor.TYPE_MESSAGE:
+            for inner in value if spec.is_repeated else (value,):
+                yield from fields_of(inner, names)
+        elif spec.name in names:
+            yield message, spec.name

@@ -1,0 +1,35 @@
+"""What the daemon writes about a failure: where it was, never what was in its variables."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from paramserver.logs import configure_logging
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """The handlers and the level of the tests' own logging."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers, root.level = handlers, level
+
+
+def fail_with(token: str) -> None:
+    raise ValueError(f"{len(token)} characters")
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_a_stack_shows_no_variables(capsys: pytest.CaptureFixture[str], log_format: str) -> None:
+    configure_logging("info", log_format)
+    try:
+        fail_with("sec" + "ret")
+    except ValueError:
+        logging.getLogger("paramserver").exception("a request failed")
+    written = capsys.readouterr().err
+    assert "fail_with" in written and "6 characters" in written
+    assert "secret" not in written

@@ -1,0 +1,297 @@
+"""A committed step of a job, held for reading: whole tensors or ranges of them, whatever is trained meanwhile.
+
+Owns the reader in the store and the leases of what was prefetched. A tensor is brought into the arena part by part,
+leased, and copied out of it: from this process's mapping, or on another node as a stream. After a restart of the daemon
+the same step is held again, if it is still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import torch
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
+from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
+from trainer_client.store_connection import Call, Connection, Link, Timeout, release, result_of
+from trainer_client.store_types import Kind, StoredTensor, bytes_of, kind_to_proto
+
+# A part is brought into the arena at once, so that a tensor may be larger than the arena. They begin at multiples of
+# this, as the store's blocks do.
+_PART_UNIT_BYTES = 64 << 10
+_MOST_PART_BYTES = 16 << 20
+# What one reader has in the arena at most, as a share of it: one part is copied while others come.
+_PARTS_UNDER_WAY = 4
+_ARENA_SHARE = 16
+# Parts that `prefetch` may hold besides.
+_PARTS_AHEAD = 16
+_PAGE = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Elements `[offset, offset + numel)` of a tensor."""
+
+    fqn: str
+    kind: pb.Kind
+    offset: int
+    numel: int
+
+    def to_proto(self, reader_id: int) -> pb.TensorRange:
+        return pb.TensorRange(fqn=self.fqn, kind=self.kind, offset=self.offset, numel=self.numel, reader_id=reader_id)
+
+
+class _Held:
+    """The reader as one session has it, and the parts that were asked for ahead, by futures of their leases."""
+
+    def __init__(self, link: Link, reader_id: int) -> None:
+        self.link = link
+        self.reader_id = reader_id
+        self.ahead: dict[Part, Any] = {}
+
+    def lease(self, part: Part, timeout_seconds: float) -> Any:
+        """A future of a lease on the part, taken from those asked for ahead if it is there."""
+        if part in self.ahead:
+            return self.ahead.pop(part)
+        want = pb.AcquireLeasesRequest.Want(range=part.to_proto(self.reader_id), mode=pb.LEASE_MODE_READ)
+        return self.link.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), timeout_seconds)
+
+    def give_back(self, leased: Any) -> None:
+        """Returns the lease of a future, when it is granted."""
+
+        def on_done(future: Any) -> None:
+            with contextlib.suppress(StoreError):
+                release(self.link, [result_of(future).leases[0].lease_id])
+
+        leased.add_done_callback(on_done)
+
+
+class StoreReaderSync:
+    """A held step. Made by StoreClientSync.read; may be used from several threads."""
+
+    def __init__(self, connection: Connection, job: str, step: int | None, call: Call) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._held: _Held | None = None
+        self._tensors: dict[str, StoredTensor] = {}
+        self._closed = False
+        self._part_bytes = 0
+        self._step = step
+        self.job = job
+        self._connection.resume(call, lambda link: self._attach(link, call))
+
+    @property
+    def step(self) -> int:
+        """The step that it holds."""
+        assert self._step is not None
+        return self._step
+
+    def __enter__(self) -> StoreReaderSync:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the step; idempotent."""
+        with self._lock:
+            self._closed = True
+            held, self._held = self._held, None
+        if held is None:
+            return
+        for leased in held.ahead.values():
+            held.give_back(leased)
+        request = pb.CloseReaderRequest(reader_id=held.reader_id)
+        with contextlib.suppress(StoreError):  # gone with its session
+            held.link.call("CloseReader", request, Call(None, CONTROL_DEADLINE_SECONDS))
+
+    def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
+        """The tensors whose names begin with `prefix`, by name.
+
+        Raises:
+            StoreError: the daemon cannot be reached.
+        """
+        return self.tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), prefix)
+
+    def tensors_within(self, call: Call, prefix: str) -> list[StoredTensor]:
+        """`tensors`, as a part of a call."""
+        return self._connection.resume(call, lambda link: list_tensors(link, self.job, prefix, call))
+
+    def get(
+        self,
+        fqn: str,
+        *,
+        kind: Kind = "param",
+        offset: int | None = None,
+        numel: int | None = None,
+        out: torch.Tensor | None = None,
+        timeout: Timeout = None,
+    ) -> torch.Tensor:
+        """A tensor as it was at the step.
+
+        Args:
+            offset, numel: in elements of the flattened tensor; the result is 1-D then. By default all, in its shape.
+            out: where to put it: contiguous, on the CPU, of the same type and as many elements.
+            timeout: seconds, or a timedelta.
+
+        Raises:
+            ConfigError: the range leaves the tensor, or `out` does not fit.
+            StoreNotFoundError: the job has no such tensor, this store not all of it, or after a restart of the daemon
+                the step is gone.
+            StoreBudgetError: the store's host memory had no room for it for too long.
+            DataLossError: it is damaged.
+            StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
+        """
+        return self.get_within(
+            Call(timeout, LEASE_DEADLINE_SECONDS), fqn, kind=kind, offset=offset, numel=numel, out=out
+        )
+
+    def get_within(
+        self, call: Call, fqn: str, *, kind: Kind, offset: int | None, numel: int | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`get`, as a part of a call."""
+        whole, dtype, target = self._describe(call, fqn, kind, offset, numel)
+        shape = whole if offset is None and numel is None else (target.numel,)
+        result = torch.empty(shape, dtype=dtype) if out is None else _check_out(out, dtype, target)
+        remaining = deque(_cut(target, self._part_bytes // dtype.itemsize))
+        filled = bytes_of(result)
+
+        def attempt(link: Link) -> None:
+            # What was copied before a break of the connection is not copied again.
+            start = target.numel - sum(part.numel for part in remaining)
+            _copy_out(self._attach(link, call), call, remaining, filled[start * dtype.itemsize :])
+
+        self._connection.resume(call, attempt)
+        return result
+
+    def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
+        """Has the store bring tensors into its host memory, for the next `get` of each.
+
+        Does not wait for them. What is more than a part of that memory is left for `get` itself.
+
+        Raises:
+            StoreNotFoundError: the job has no such tensor.
+            StoreUnavailableError: the daemon cannot be reached.
+        """
+        self.prefetch_within(Call(timeout, CONTROL_DEADLINE_SECONDS), fqns, kind)
+
+    def prefetch_within(self, call: Call, fqns: Iterable[str], kind: Kind) -> None:
+        """`prefetch`, as a part of a call."""
+        targets = [self._describe(call, fqn, kind, None, None) for fqn in fqns]
+
+        def attempt(link: Link) -> None:
+            held = self._attach(link, call)
+            for _, dtype, target in targets:
+                for part in _cut(target, self._part_bytes // dtype.itemsize):
+                    if len(held.ahead) >= _PARTS_AHEAD:
+                        return
+                    if part not in held.ahead:
+                        held.ahead[part] = held.lease(part, LEASE_DEADLINE_SECONDS)
+
+        self._connection.resume(call, attempt)
+
+    def _attach(self, link: Link, call: Call) -> _Held:
+        """The reader in this session, opened again if the last session has ended."""
+        with self._lock:
+            if self._closed:
+                raise ConfigError(f"the reader of step {self._step} of job {self.job!r} was closed; open another")
+            if self._held is not None and self._held.link is link:
+                return self._held
+            again = self._held is not None
+            try:
+                opened = link.call("OpenReader", pb.OpenReaderRequest(job=self.job, step=self._step), call)
+            except StoreNotFoundError as error:
+                if not again or not link.is_alive_within(call):
+                    raise
+                raise StoreNotFoundError(
+                    error.code,
+                    f"the store daemon was restarted, and step {self._step} of job {self.job!r} is gone "
+                    f"({error.message}); open another reader",
+                ) from error
+            self._step = opened.step
+            self._part_bytes = self._part_bytes or _part_bytes(link)
+            self._held = _Held(link, opened.reader_id)
+            return self._held
+
+    def _describe(
+        self, call: Call, fqn: str, kind: Kind, offset: int | None, numel: int | None
+    ) -> tuple[tuple[int, ...], torch.dtype, Part]:
+        """The shape of a tensor, the type of one kind of it, and the range of it that is meant."""
+        wire_kind = kind_to_proto(kind)
+        if fqn not in self._tensors:
+            found = self._connection.resume(call, lambda link: list_tensors(link, self.job, fqn, call))
+            self._tensors |= {tensor.fqn: tensor for tensor in found}
+        tensor = self._tensors.get(fqn)
+        if tensor is None or kind not in tensor.kinds:
+            what = f"tensor {fqn!r}" if tensor is None else f"kind {kind!r} of tensor {fqn!r}"
+            raise StoreNotFoundError(grpc.StatusCode.NOT_FOUND, f"job {self.job!r} has no {what} on this store")
+        first = offset or 0
+        count = tensor.numel - first if numel is None else numel
+        if first < 0 or count <= 0 or first + count > tensor.numel:
+            raise ConfigError(
+                f"elements [{first}, {first + count}) are no range of tensor {fqn!r} of {tensor.numel} elements"
+            )
+        return tensor.shape, tensor.kinds[kind], Part(fqn=fqn, kind=wire_kind, offset=first, numel=count)
+
+
+def list_tensors(link: Link, job: str, prefix: str, call: Call) -> list[StoredTensor]:
+    """All tensors of a job whose names begin with `prefix`. Raises StoreError."""
+    tensors: list[StoredTensor] = []
+    token = ""
+    while True:
+        request = pb.ListStoredTensorsRequest(job=job, fqn_prefix=prefix, page_size=_PAGE, page_token=token)
+        response = link.call("ListStoredTensors", request, call)
+        tensors += [StoredTensor.from_proto(tensor) for tensor in response.tensors]
+        token = response.next_page_token
+        if not token:
+            return tensors
+
+
+def _copy_out(held: _Held, call: Call, remaining: deque[Part], target: torch.Tensor) -> None:
+    """Copies parts one after the other, and takes each off `remaining`; the next ones are on their way meanwhile."""
+    under_way: deque[Any] = deque()
+    start = 0
+    try:
+        while remaining:
+            while len(under_way) < min(_PARTS_UNDER_WAY, len(remaining)):
+                under_way.append(held.lease(remaining[len(under_way)], call.left_seconds))
+            (lease,) = result_of(under_way[0]).leases
+            held.link.copy_out(call, lease, target[start : start + lease.size_bytes])
+            held.give_back(under_way.popleft())
+            remaining.popleft()
+            start += lease.size_bytes
+    finally:
+        for leased in under_way:
+            held.give_back(leased)
+
+
+def _part_bytes(link: Link) -> int:
+    share = link.arena_bytes // _ARENA_SHARE // _PARTS_UNDER_WAY
+    return max(_PART_UNIT_BYTES, min(_MOST_PART_BYTES, share // _PART_UNIT_BYTES * _PART_UNIT_BYTES))
+
+
+def _cut(whole: Part, part_numel: int) -> list[Part]:
+    """A range in parts that begin at multiples of `part_numel` elements, but for the first."""
+    end = whole.offset + whole.numel
+    cuts = [whole.offset, *range((whole.offset // part_numel + 1) * part_numel, end, part_numel), end]
+    return [
+        Part(fqn=whole.fqn, kind=whole.kind, offset=first, numel=last - first)
+        for first, last in itertools.pairwise(cuts)
+    ]
+
+
+def _check_out(out: torch.Tensor, dtype: torch.dtype, target: Part) -> torch.Tensor:
+    if out.dtype != dtype or out.numel() != target.numel or not out.is_contiguous() or out.device.type != "cpu":
+        raise ConfigError(
+            f"out is of {out.dtype}, {out.numel()} elements on {out.device}, contiguous: {out.is_contiguous()}; "
+            f"{target.fqn!r} needs {target.numel} contiguous elements of {dtype} on the CPU"
+        )
+    return out
