@@ -34,11 +34,21 @@ class RangeReader:
         Raises:
             NotFoundError: this store does not have all of them.
         """
-        end = offset + numel
-        first, _, count = _locate(job, fqn, kind, offset, end)
-        while (offset := offset + count) < end:
-            _, _, count = _locate(job, fqn, kind, offset, end)
+        first = self.slabs(job, fqn, kind, offset, numel)[0]
         return first.spec.dtype, first.latest or 0
+
+    def slabs(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> list[Slab]:
+        """The slabs that hold elements `[offset, offset + numel)` of one tensor, `numel` > 0, in order.
+
+        Raises:
+            NotFoundError: this store does not have all of them.
+        """
+        found, end = [], offset + numel
+        while offset < end:
+            slab, _, count = _locate(job, fqn, kind, offset, end)
+            found.append(slab)
+            offset += count
+        return found
 
     async def read(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> AsyncGenerator[bytes, None]:
         """The bytes of that range, in pieces.
