@@ -40,7 +40,7 @@ from trainer_client.rank_store import RankStore, Slab
 MIB = 1 << 20
 SHARD_MIB = (1, 16, 64, 256)
 COPIED_MIB = 64
-COPIES = 8
+COPIES = 16
 CALLS = 200
 WARM_UP_CALLS = 20
 START_SECONDS = 60.0
