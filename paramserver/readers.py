@@ -6,6 +6,7 @@ Owns nothing: readers belong to their sessions. Must never change a job, nor cos
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 
@@ -100,13 +101,23 @@ class Readers:
             changed = job.changed
             if job.newest is not None:
                 yield pb.WatchJobResponse(newest=version_info(job, job.newest))
-            await changed.wait()
+            await _either(changed, session.ended)
             self._sessions.get(session.session_id)
             current = self._engine.jobs.get(name)
             if current is None or (current is not job and job.newest is not None):
                 raise NotFoundError(f"job {name!r} was deleted")
             # A job that never committed anything is made anew by its next run.
             job = current
+
+
+async def _either(*events: asyncio.Event) -> None:
+    """Waits for the first of several events."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 def describe_job(job: Job) -> pb.StoredJob:

@@ -86,6 +86,7 @@ class Session:
     opened_at_unix_seconds: float = field(default_factory=time.time)
     state: SessionState = SessionState.ATTACHED
     timer: asyncio.TimerHandle | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     leases: dict[int, Lease] = field(default_factory=dict)
     readers: dict[int, StepReader] = field(default_factory=dict)
     run: Run[Session] | None = None
@@ -229,6 +230,7 @@ class Sessions:
         if session.state is SessionState.ENDED:
             return
         session.state = SessionState.ENDED
+        session.ended.set()
         if session.timer is not None:
             session.timer.cancel()
         del self._sessions[session.session_id]

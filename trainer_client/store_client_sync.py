@@ -92,7 +92,7 @@ class StoreClientSync:
     @property
     def maps_memory(self) -> bool:
         """Whether the daemon is on this node, so that tensors are copied from and to its memory; else they are sent."""
-        return self._connection.link().maps_memory
+        return self._connection.maps_memory
 
     def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
         """The jobs that we may read, by name.
@@ -210,11 +210,11 @@ class StoreClientSync:
                         seen = commit.step, commit.committed_at_unix_seconds
                         yield commit
             except grpc.RpcError as error:
+                # However long nothing was committed: what counts is how long the daemon is away.
+                call.extend()
                 failure = translate(error)
-                if not isinstance(failure, StoreUnavailableError) and link.is_alive_within(call):
+                if not isinstance(failure, StoreUnavailableError) and link.is_known(call):
                     raise failure from error
             finally:
                 responses.cancel()
-            # However long nothing was committed: what counts is how long the daemon is away.
-            call.extend()
             call.pause(_PAUSE_SECONDS)

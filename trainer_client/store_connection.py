@@ -136,21 +136,20 @@ class Link:
         """Whether bytes are copied through the mapped arena; else they are sent."""
         return self._arena is not None
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the session goes on, as far as is known here."""
-        try:
-            self._session.check()
-        except StoreError:
-            return False
-        return True
-
-    def is_alive_within(self, call: Call) -> bool:
-        """The same, known for sure: waits while a broken stream is being taken up again. Raises StoreTimeoutError."""
+    def goes_on(self, call: Call) -> bool:
+        """Whether the session does; waits while a broken stream is being taken up again. Raises StoreTimeoutError."""
         try:
             self._session.wait_until_attached(call.left_seconds)
         except StoreTimeoutError:
             raise
+        except StoreError:
+            return False
+        return True
+
+    def is_known(self, call: Call) -> bool:
+        """Whether the store knows the session: to tell what is not found from a session that has just ended."""
+        try:
+            self.call("ReleaseLeases", pb.ReleaseLeasesRequest(), call)
         except StoreError:
             return False
         return True
@@ -166,7 +165,7 @@ class Link:
         """Copies the bytes of a read lease: from the mapped arena, or as a stream. Raises StoreError."""
         with call.at_memory():
             if self._arena is not None:
-                target.copy_(self._arena.view(lease.arena_offset, lease.size_bytes))
+                target.copy_(_view(self._arena, lease))
                 self._arena.check()
             else:
                 source = pb.ReadRequest.Open(lease_id=lease.lease_id)
@@ -176,7 +175,7 @@ class Link:
         """Fills a write lease with bytes that may be on a device, and zeros behind them. Raises StoreError."""
         with call.at_memory():
             if self._arena is not None:
-                view = self._arena.view(lease.arena_offset, lease.size_bytes)
+                view = _view(self._arena, lease)
                 view[: source.numel()] = source
                 # Not somebody else's old bytes.
                 view[source.numel() :] = 0
@@ -219,6 +218,14 @@ class Link:
         return result_of(self.begin(method, request, call.left_seconds))
 
 
+def _view(arena: Arena, lease: pb.Lease) -> torch.Tensor:
+    try:
+        return arena.view(lease.arena_offset, lease.size_bytes)
+    except RuntimeError as error:
+        # Another call has found the session ended, or the client was closed.
+        raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from error
+
+
 class Connection:
     """A channel and, on it, one session that is always there again."""
 
@@ -246,15 +253,25 @@ class Connection:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, f"the client of {self.address} was closed")
         return Link(self._channel, self._client, prefer_streams=self._prefer_streams)
 
-    def link(self) -> Link:
+    def link(self, call: Call) -> Link:
         """The session, opened again if it has ended. Raises StoreError."""
+        link = self._link
+        if link is not None and link.goes_on(call):
+            return link
         with self._lock:
-            if self._link is None or not self._link.is_alive:
-                if self._link is not None:
-                    self._link.close()
+            # Unless another call has opened it again meanwhile.
+            if self._link is link:
                 self._link = None
+                if link is not None:
+                    link.close()
+            if self._link is None:
                 self._link = self.new_link()
             return self._link
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether bytes go through the mapped arena, in the session that was opened last."""
+        return self._link is not None and self._link.maps_memory
 
     def resume(self, call: Call, attempt: Callable[[Link], T]) -> T:
         """What `attempt` gives; after a break of the connection it is made again, on a new session if need be.
@@ -262,7 +279,7 @@ class Connection:
         Raises:
             StoreError: the store refuses, or the deadline has passed.
         """
-        return resume(call, self.link, attempt)
+        return resume(call, lambda: self.link(call), attempt)
 
 
 def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]) -> T:
@@ -276,7 +293,7 @@ def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]
             return attempt(link)
         except (StoreUnavailableError, StoreNotFoundError) as error:
             # Of a session that has ended everything is unknown.
-            if isinstance(error, StoreNotFoundError) and (link is None or link.is_alive_within(call)):
+            if isinstance(error, StoreNotFoundError) and (link is None or link.is_known(call)):
                 raise
             failure = error
         try:

@@ -209,7 +209,7 @@ class StoreReaderSync:
             try:
                 opened = link.call("OpenReader", pb.OpenReaderRequest(job=self.job, step=self._step), call)
             except StoreNotFoundError as error:
-                if not again or not link.is_alive_within(call):
+                if not again:
                     raise
                 raise StoreNotFoundError(
                     error.code,

@@ -243,7 +243,7 @@ class StoreWriterSync:
                 f"step {self._next_step} of job {self.name!r} cannot be committed, because a put or the commit failed "
                 f"({self._failure.message}): call roll_back, then put its tensors again",
             ) from self._failure
-        if self._link is not None and self._link.is_alive_within(call):
+        if self._link is not None and self._link.goes_on(call):
             return self._link
         lost = sorted(self._put)
         self._reopen(call)
