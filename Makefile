@@ -14,7 +14,8 @@ CODE := paramserver storage trainer_client benchmarks
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo faults fuzz bench-storage bench-commits proto lock clean distclean
+.PHONY: help venv test lint format demo faults fuzz bench-storage bench-commits bench-dataplane proto lock clean \
+  distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +65,9 @@ bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates b
 bench-commits: N ?= 10000
 bench-commits: venv ## See what grows over N commits (N=10000); updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.commits --commits $(N) --results
+
+bench-dataplane: venv ## Measure leases and streams against echo, memcpy and TCP; updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.dataplane --json --results
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \

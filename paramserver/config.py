@@ -176,13 +176,16 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> DaemonConfig:
 
 def _explain(location: tuple[str, ...], kind: str, message: str, value: object) -> str:
     key = ".".join(location)
-    known = list(DaemonConfig.model_fields)
+    is_nested = len(location) > 1
+    known = [] if is_nested else list(DaemonConfig.model_fields)
     if kind == "extra_forbidden":
         close = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}" if known else "remove it"
         return f"unknown key {key!r}; {hint}"
     if kind == "missing":
-        return f"{key!r} is missing; set it in the config file or with --{key.replace('_', '-')}"
+        return f"{key!r} is missing; set it in the config file" + (
+            "" if is_nested else f" or with --{key.replace('_', '-')}"
+        )
     if not key:
         return message.removeprefix("Value error, ")
     return f"{key} = {value!r}: {message}"

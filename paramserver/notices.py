@@ -44,9 +44,12 @@ class NoticeBoard:
             yield Notice(text=text, event=relief, tier=tier)
 
     def _degraded(self) -> Notice | None:
-        if not (problems := self._engine.nvme.problems):
+        nvme = self._engine.nvme
+        if not nvme.problems:
             return None
-        text = f"the nvme tier is degraded: {'; '.join(problems)}"
+        # Which versions are damaged is not for everybody: their names are those of jobs.
+        why = "; ".join(nvme.watch.problems) or "some of what it stores is damaged, or was not confirmed by its device"
+        text = f"the nvme tier is degraded: {why} (`paramserver-admin tiers` says more)"
         return Notice(text=text, event=Response.EVENT_TIER_DEGRADED, tier=pb.TIER_NVME)
 
     def _pressure(self) -> Notice | None:

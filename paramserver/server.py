@@ -44,6 +44,16 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 16 << 20
 # HTTP/2's largest frames: a chunk is one of them, not sixty-four.
 MAX_FRAME_BYTES = (1 << 24) - 1
+# A client's machine or network may go without a word. Its session ends with its heartbeats, long before this; then the
+# connection goes, too. The last one is how often clients may ask for a sign of life.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_500),
+)
 STOP_GRACE_SECONDS = 5.0
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"].full_name
 ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"].full_name
@@ -136,6 +146,7 @@ async def _serve(
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
             ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
+            *KEEPALIVE,
         ]
     )
     checking = CheckingServer(server)

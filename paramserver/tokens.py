@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -87,7 +88,7 @@ class Entry(BaseModel):
         """Whether its time is over."""
         return self.expires is not None and time.time() >= self.expires.timestamp()
 
-    @property
+    @cached_property
     def principal(self) -> Principal:
         """Whom the token stands for."""
         return Principal(name=self.name, role=self.role, jobs=self.jobs)

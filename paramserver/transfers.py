@@ -227,7 +227,7 @@ class Transfers:
             assert waiter is not None
             if half.used_bytes + waiter.nbytes > half.limit_bytes:
                 return
-            queue.pop(waiter.nbytes)
+            queue.take(waiter, waiter.nbytes)
             half.waiting_bytes -= waiter.nbytes
             if not waiter.granted.cancelled():
                 self._take(half, waiter.transfer, waiter.nbytes)

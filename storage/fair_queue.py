@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -27,6 +27,7 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class _Flow(Generic[ItemT]):
+    key: Hashable = None
     weight: float = 1.0
     # In the parent's virtual time: where its next item begins, and where it may begin again after a pause.
     start: float = 0.0
@@ -65,7 +66,7 @@ class FairQueue(Generic[ItemT]):
             flow = parent.flows.get(share.flow)
             if flow is None:
                 self._forget_idle(parent)
-                flow = parent.flows[share.flow] = _Flow()
+                flow = parent.flows[share.flow] = _Flow(share.flow)
             flow.weight = share.weight
             flow.waiting += 1
             if not flow.in_heap:
@@ -81,32 +82,38 @@ class FairQueue(Generic[ItemT]):
         path = self._leave(item)
         self._reset_idle(path)
 
-    def peek(self) -> ItemT | None:
-        """The next item; it stays."""
-        if not self._entries:
+    def peek(self, excluding: Collection[Hashable] = ()) -> ItemT | None:
+        """The next item, which stays; None if there is none but in the outermost flows that are excluded."""
+        if not self._root.waiting:
             return None
         flow = self._root
-        while not flow.items:
+        if excluding:
+            waiting = ((start, arrival, f) for start, arrival, f in self._root.heap if f.waiting)
+            allowed = [entry for entry in waiting if entry[2].key not in excluding]
+            if not allowed:
+                return None
+            flow = min(allowed)[2]
+        while flow.flows:
             flow = self._next(flow)
-            self._drop_removed(flow)
+        self._drop_removed(flow)
         return flow.items[0][2]
 
-    def pop(self, cost: float) -> ItemT:
-        """The next item, which costs its flows that much; IndexError if there is none."""
-        item = self.peek()
-        if item is None:
-            raise IndexError("the queue is empty")
+    def take(self, item: ItemT, cost: float) -> None:
+        """Takes out an item that `peek` gave; it costs its flows that much."""
         path = self._leave(item)
         heapq.heappop(path[-1].items)
         for parent, flow in itertools.pairwise(path):
-            heapq.heappop(parent.heap)
+            if parent.heap[0][2] is flow:
+                heapq.heappop(parent.heap)
+            else:
+                parent.heap = [entry for entry in parent.heap if entry[2] is not flow]
+                heapq.heapify(parent.heap)
             flow.in_heap = False
-            parent.now = flow.start
+            parent.now = max(parent.now, flow.start)
             flow.finish = flow.start + cost / flow.weight
             if flow.waiting:
                 self._wait(parent, flow, flow.finish)
         self._reset_idle(path)
-        return item
 
     def _leave(self, item: ItemT) -> tuple[_Flow[ItemT], ...]:
         path, _ = self._entries.pop(item)

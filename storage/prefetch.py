@@ -1,15 +1,18 @@
 """The asynchronous fetch queue: brings slabs from NVMe into the host tier, in the order in which they are needed.
 
-A demand is served before any prefetch. Prefetches run in trace order under a byte budget, and only ever displace what
-is needed later than themselves. Nothing here raises or blocks because a client deviates from its trace.
+A demand is served before any prefetch. Prefetches run under a byte budget, in trace order inside a job and fairly
+between jobs, whose positions do not compare: one that has run for a week would wait for each that has just begun. They
+only ever displace what is needed later than themselves. Nothing here raises or blocks because a client deviates from
+its trace.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from storage.fair_queue import FairQueue, Share
 from storage.placement import Residents
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
@@ -41,7 +44,11 @@ class PrefetchQueue:
         self._residents = residents
         self._in_flight_budget = in_flight_bytes
         self._in_flight = 0
+        # What a job weighs against others.
+        self.weight_of: Callable[[str], float] = lambda _: 1.0
         self._fetches: dict[Slab, _Fetch] = {}
+        # Prefetches that have not started.
+        self._waiting: FairQueue[_Fetch] = FairQueue()
         self._windows: dict[str, dict[Slab, float]] = {}
         host.on_free = self._pump
 
@@ -63,10 +70,12 @@ class PrefetchQueue:
             self._residents.pin(copy)
             return copy
         self._host.counters.misses += 1
-        fetch = self._fetches.get(slab) or self._enqueue(slab, position)
+        fetch = self._fetches.get(slab) or self._add(slab, position)
         waiter: asyncio.Future[HostCopy] = asyncio.get_running_loop().create_future()
         fetch.waiters.append(waiter)
-        self._pump()
+        if fetch.task is None:
+            self._leave_queue(fetch)
+            self._start(fetch, None)
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -96,9 +105,14 @@ class PrefetchQueue:
             if slab.current_copy:
                 self._residents.set_next_use(slab, position)
                 continue
-            fetch = self._fetches.get(slab) or self._enqueue(slab, position)
-            fetch.position = position
+            fetch = self._fetches.get(slab) or self._add(slab, position)
             fetch.owners.add(owner)
+            if fetch.position != position or (fetch.task is None and fetch not in self._waiting):
+                fetch.position = position
+                self._leave_queue(fetch)
+                if fetch.task is None:
+                    job = slab.key.job
+                    self._waiting.push(fetch, (Share(job, self.weight_of(job)),), order=position)
         self._pump()
 
     async def close(self) -> None:
@@ -107,34 +121,46 @@ class PrefetchQueue:
         for fetch in self._fetches.values():
             for waiter in fetch.waiters:
                 waiter.cancel()
-        self._fetches = {slab: fetch for slab, fetch in self._fetches.items() if fetch.task}
+        for fetch in [fetch for fetch in self._fetches.values() if fetch.task is None]:
+            self._leave_queue(fetch)
+            del self._fetches[fetch.slab]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _enqueue(self, slab: Slab, position: float) -> _Fetch:
+    def _add(self, slab: Slab, position: float) -> _Fetch:
         fetch = _Fetch(slab, position)
         self._fetches[slab] = fetch
         return fetch
 
+    def _leave_queue(self, fetch: _Fetch) -> None:
+        if fetch in self._waiting:
+            self._waiting.remove(fetch)
+
     def _drop_if_unwanted(self, fetch: _Fetch) -> None:
         if not fetch.task and not fetch.owners and not fetch.waiters:
+            self._leave_queue(fetch)
             self._fetches.pop(fetch.slab, None)
 
     def _pump(self) -> None:
-        """Starts what may start now."""
-        waiting = [fetch for fetch in self._fetches.values() if fetch.task is None]
-        for fetch in sorted(waiting, key=lambda fetch: (fetch.priority, fetch.position)):
+        """Starts the prefetches that may start now."""
+        without_room: set[str] = set()
+        while (fetch := self._waiting.peek(excluding=without_room)) is not None:
             nbytes = round_up(fetch.slab.nbytes)
-            region: ArenaRange | None = None
-            if fetch.priority is Priority.PREFETCH:
-                if self._in_flight and self._in_flight + nbytes > self._in_flight_budget:
-                    return
-                region = self._host.try_allocate(nbytes, fetch.position)
-                if region is None:
-                    return
-            self._in_flight += nbytes
-            fetch.task = asyncio.ensure_future(self._run(fetch, region, nbytes))
+            if self._in_flight and self._in_flight + nbytes > self._in_flight_budget:
+                return
+            region = self._host.try_allocate(nbytes, fetch.position)
+            if region is None:
+                # Nor is there room for what the job needs later.
+                without_room.add(fetch.slab.key.job)
+                continue
+            self._waiting.take(fetch, nbytes)
+            self._start(fetch, region)
+
+    def _start(self, fetch: _Fetch, region: ArenaRange | None) -> None:
+        nbytes = round_up(fetch.slab.nbytes)
+        self._in_flight += nbytes
+        fetch.task = asyncio.ensure_future(self._run(fetch, region, nbytes))
 
     async def _run(self, fetch: _Fetch, region: ArenaRange | None, nbytes: int) -> None:
         slab = fetch.slab

@@ -86,10 +86,10 @@ def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: i
         os.pwrite(fd, mark, mark_at)
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
         try:
-            os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+            _give_name(fd, path)
         except FileExistsError:
             _remove_abandoned(path, mark, mark_at)
-            os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+            _give_name(fd, path)
     except OSError as error:
         os.close(fd)
         raise DeviceError(f"arena_file: cannot name {path}: {error.strerror}; choose another path") from error
@@ -97,6 +97,16 @@ def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: i
         os.close(fd)
         raise
     return fd
+
+
+def _give_name(fd: int, path: Path) -> None:
+    """As open(2) describes for O_TMPFILE."""
+    # Python follows the link, and does not give it another name, only when it is asked to with directories.
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=True)
+    finally:
+        os.close(directory)
 
 
 def _remove_abandoned(path: Path, mark: bytes, mark_at: int) -> None:

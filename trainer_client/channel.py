@@ -43,12 +43,22 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # A daemon that has just been started serves within a second; grpc's default waits as long before it looks again.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # How long one attempt to connect may take, whatever the name says: over a slow network, several round trips.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
     # HTTP/2's largest frames: a chunk is one of them, not sixty-four.
     ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    # A daemon whose machine or network has gone without a word is noticed within 13 s, before it gives our session up
+    # (15 s). No ping is sent while anything comes in: heartbeats are answered each second or two. The time-out is also
+    # how long the kernel waits for what it has sent to be acknowledged.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
+    # Of gRPC's pings for other ends, with which a sign of life is not asked for once more: a minute by default.
+    ("grpc.http2.ping_timeout_ms", 8_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 _ERRORS: dict[grpc.StatusCode, type[StoreError]] = {

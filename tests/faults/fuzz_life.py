@@ -123,7 +123,7 @@ class Life:
     def _draw(self) -> Call:
         rng = self._rng
         # The services of others are there to be looked at, not to be tested.
-        ours = [path for path in METHODS if path.startswith("/paramserver.") and not path.endswith("ListSessions")]
+        ours = [path for path in METHODS if path.startswith("/paramserver.")]
         path = rng.choice(ours if rng.random() < 0.97 else list(METHODS))
         method = METHODS[path]
         deadline = DEADLINE_SECONDS if path not in WAITING else rng.choice((0.01, 0.1, 0.3))

@@ -39,13 +39,19 @@ CHANNEL_OPTIONS = (
 
 
 class Daemon:
-    """`paramserver serve` over one state directory; `config` are keys of its TOML file.
+    """`paramserver serve` over one state directory; `config` are keys of its TOML file; `prefix` starts its command.
 
     Used as a context manager, it is killed at the end if it still runs.
     """
 
     def __init__(
-        self, state_dir: Path, config: Mapping[str, Any] | None = None, *, flags: Sequence[str] = (), wait: bool = True
+        self,
+        state_dir: Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        flags: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        wait: bool = True,
     ) -> None:
         self.state_dir = state_dir
         self.socket = state_dir / "paramserver.sock"
@@ -62,7 +68,7 @@ class Daemon:
         config_path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
         with self._log_path.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "paramserver", "serve", "--config", str(config_path), *flags],
+                [*prefix, sys.executable, "-m", "paramserver", "serve", "--config", str(config_path), *flags],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fio, report
+from benchmarks import dataplane, fio, report
 from benchmarks.commits import FIGURES, SAMPLES
 from benchmarks.measure import Sample
 from benchmarks.measure import report as compare
@@ -23,10 +23,11 @@ SLAB_BYTES = sum(QUICK.tier.slabs)
 STREAMED = QUICK.engine.streamed
 
 
-def run(module: str, directory: Path, path: str | None = None) -> tuple[dict[str, Any], str]:
+def run(module: str, directory: Path | None, path: str | None = None) -> tuple[dict[str, Any], str]:
     """The JSON object that a quick run prints, and its messages; nothing stays in `directory`."""
+    where = [] if directory is None else ["--dir", str(directory)]
     result = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", "--dir", str(directory)],
+        [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", *where],
         cwd=ROOT,
         env=os.environ | ({} if path is None else {"PATH": path}),
         capture_output=True,
@@ -34,7 +35,7 @@ def run(module: str, directory: Path, path: str | None = None) -> tuple[dict[str
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert list(directory.iterdir()) == []
+    assert directory is None or list(directory.iterdir()) == []
     return json.loads(result.stdout), result.stderr
 
 
@@ -85,6 +86,18 @@ def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
         assert set(sample) == {"commits", *FIGURES}
         assert sample["data_file_allocated_bytes"] >= versions
         assert sample["free_runs"] >= 1
+
+
+def test_the_data_plane_is_measured_against_tcp_and_beside_a_crowd() -> None:
+    result, _ = run("dataplane", None)
+    assert_says_where_it_was_measured(result)
+    remote = result["remote"]
+    for name in ("read", "write"):
+        assert remote[name]["ours"]["bytes"] == remote[name]["tcp"]["bytes"] == [dataplane.QUICK["size_bytes"]]
+        assert remote[name]["ratio"] > 0
+    crowd = remote["crowd"]
+    assert crowd["idle_streams"] == dataplane.QUICK["idle_streams"]
+    assert crowd["ratio"] > 0 and all(min(samples) > 0 for samples in crowd["private_bytes"].values())
 
 
 def test_a_ratio_is_the_median_over_pairs_not_a_ratio_of_medians() -> None:

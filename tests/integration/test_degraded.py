@@ -15,6 +15,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind
 from tests.integration.daemon import MIB, Daemon, tiers
 from tests.integration.store_client import Clients, refused
+from tests.integration.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 LAYOUT = Layout(precision=DType.BFLOAT16)
@@ -52,6 +53,12 @@ def test_damage_is_found_by_the_scrubber_shown_and_refused_by_name(tmp_path: Pat
         damaged = nvme_when(daemon, lambda nvme: len(nvme.problems) > 0)
         assert damaged.problems[0].startswith("job/block.") and "at step 2 is damaged" in damaged.problems[0]
         assert damaged.bad_bytes > 0 and damaged.damaged_blocks > 0
+        # Everybody is told once, also who comes later, and nobody which job it is.
+        told = [rank, clients.client()]
+        wait_until(lambda: all(client.notices for client in told))
+        for client in told:
+            (notice,) = client.notices
+            assert notice.startswith("the nvme tier is degraded: some of what it stores is damaged")
         shown = CliRunner().invoke(app, ["tiers", "--address", daemon.address])
         assert "degraded" in shown.output and damaged.problems[0] in shown.output
         with refused(grpc.StatusCode.DATA_LOSS, "at step 2: bytes 0 to 16384 (block.", "damaged, stale or of another"):

@@ -19,6 +19,7 @@ from storage.shard import DType, Kind, TierName
 from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
 from tests.integration.daemon import ROOT, Daemon, tiers
 from tests.integration.store_client import Clients, refused
+from tests.integration.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
@@ -276,13 +277,6 @@ def both(ranks: Any, action: Any) -> list[Any]:
     for thread in threads:
         thread.join()
     return [results[i] for i in range(len(ranks))]
-
-
-def wait_until(condition: Any, *, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_a_vote_for_a_wrong_step_is_refused_and_the_right_one_goes_on(clients: Clients, job: str) -> None:

@@ -83,7 +83,7 @@ def test_the_daemon_table_lists_the_keys_of_its_config() -> None:
     assert sorted(keys_of_table(section("## The daemon"))) == sorted(DaemonConfig.model_fields)
 
 
-@pytest.mark.parametrize("verb", ["tiers", "jobs", "shards", "delete-job"])
+@pytest.mark.parametrize("verb", ["tiers", "jobs", "shards", "sessions", "delete-job"])
 def test_the_admin_commands_exist(verb: str) -> None:
     assert f"paramserver-admin {verb}" in section("## The daemon")
     assert CliRunner().invoke(admin_cli.app, [verb, "--help"]).exit_code == 0

@@ -143,7 +143,7 @@ def test_quotas_are_read_from_tables(tmp_path: Path) -> None:
         ({"default": {"sessions": 0}}, "quotas.default.sessions = 0"),
         ({"default": {"sesions": 1}}, "unknown key 'quotas.default.sesions'"),
         ({"job": [{"sessions": 1}]}, "'quotas.job.0.pattern' is missing"),
-        ({"jobs": []}, "unknown key 'quotas.jobs'"),
+        ({"jobs": []}, "unknown key 'quotas.jobs'; remove it"),
     ],
 )
 def test_a_bad_quota_is_refused_by_its_key(quotas: dict[str, Any], named: str) -> None:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Hashable
+from typing import TypeVar
 
 import pytest
 
 from storage.fair_queue import FairQueue, Share
 
+ItemT = TypeVar("ItemT", bound=Hashable)
+
+
+def pop(queue: FairQueue[ItemT], cost: float = 1.0) -> ItemT:
+    item = queue.peek()
+    assert item is not None
+    queue.take(item, cost)
+    return item
+
 
 def drain(queue: FairQueue[str], cost: float = 1.0) -> list[str]:
-    return [queue.pop(cost) for _ in range(len(queue))]
+    return [pop(queue, cost) for _ in range(len(queue))]
 
 
 def test_equal_flows_take_turns_and_each_is_first_in_first_out() -> None:
@@ -22,8 +33,6 @@ def test_equal_flows_take_turns_and_each_is_first_in_first_out() -> None:
     assert queue.peek() == "a0" and len(queue) == 6
     assert drain(queue) == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert queue.peek() is None
-    with pytest.raises(IndexError):
-        queue.pop(1)
 
 
 def test_order_comes_before_arrival() -> None:
@@ -46,7 +55,7 @@ def test_weights_are_honoured_and_the_sessions_of_a_job_are_equal() -> None:
     while sum(served.values()) < 900:
         item = queue.peek()
         assert item is not None
-        queue.pop(cost[item[0]])
+        pop(queue, cost[item[0]])
         served[item[0]] += int(cost[item[0]])
         if item[0] == "a":
             sessions_of_a[item[1]] += 1
@@ -59,13 +68,25 @@ def test_a_flow_that_was_idle_neither_catches_up_nor_waits() -> None:
     for number in range(200):
         queue.push(f"old{number}", (Share("old"),))
     for _ in range(100):
-        queue.pop(1)
+        pop(queue, 1)
     for number in range(100):
         queue.push(f"new{number}", (Share("new"),))
     first = [item[:3] for item in drain(queue)[:100]]
     assert abs(first.count("new") - 50) <= 1
     # Of the first two, one is the newcomer's.
     assert "new" in first[:2]
+
+
+def test_flows_that_cannot_go_on_are_passed_over_and_keep_their_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(3):
+        for flow in "abc":
+            queue.push(f"{flow}{number}", (Share(flow),))
+    for expected in ("b0", "b1"):
+        assert queue.peek(excluding=("a", "c")) == expected
+        queue.take(expected, 1.0)
+    assert queue.peek(excluding=("a", "b", "c")) is None
+    assert drain(queue) == ["a0", "c0", "a1", "c1", "b2", "a2", "c2"]
 
 
 def test_what_is_removed_costs_nothing_and_may_come_back() -> None:
@@ -88,7 +109,7 @@ def test_flows_that_are_gone_are_forgotten(others: int) -> None:
             queue.push(-number - 1, (Share("always there"),))
         queue.push(number, (Share(number),))
         for _ in range(1 + others if number else 1):
-            queue.pop(1.0)
+            pop(queue, 1.0)
     assert len(queue) == others
     assert len(queue._root.flows) < 100
     assert len(queue._root.heap) <= 1
@@ -112,7 +133,7 @@ def test_it_serves_what_a_plain_search_would() -> None:
             waiting.setdefault(flow, []).append(number)
         elif any(waiting.values()):
             cost = float(rng.randint(1, 5))
-            served = queue.pop(cost)
+            served = pop(queue, cost)
             least = min(start[name] for name, items in waiting.items() if items)
             (of,) = (name for name, items in waiting.items() if served in items)
             assert start[of] == least and waiting[of][0] == served

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,54 @@ async def test_bytes_in_flight_stay_within_the_budget_but_one_slab_always_goes(
             disk.open()
             await idle(training)
             assert resident(training) == "abcdef"
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+async def test_jobs_share_the_disk_by_their_weights_whatever_their_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight: float
+) -> None:
+    """A job that has run for long, and whose positions are large, beside one that has just begun."""
+    async with stored_units(tmp_path, monkeypatch, units=16, prefetch_bytes=UNIT_BYTES) as (old, disk):
+        engine = old.engine
+        new = await Training(engine, replace(LAYOUT, name="new")).begin()
+        for slab in new.job.slabs():
+            engine.residents.detach(slab)
+        slabs = [*old.job.slabs(), *new.job.slabs()]
+        names = {r.extents[0].offset: s.key.job[0] + s.key.group for s in slabs for r in s.versions.values()}
+        disk.names = names.__getitem__
+        engine.queue.weight_of = lambda job: weight if job == "new" else 1.0
+        window(old, "abcdefgh", first=1e6, owner="rank of old")
+        await reads(disk, 1)
+        window(new, "abcdefgh", first=1.0, owner="rank of new")
+        disk.open()
+        await idle(old)
+        of_new = [name[1] for name in disk.order if name[0] == "n"]
+        of_old = [name[1] for name in disk.order if name[0] != "n"]
+        assert of_new == of_old == list(UNITS), "in order inside a job"
+        # The first is the old job's, which was alone then.
+        shared = disk.order[1:9]
+        assert abs(sum(name[0] == "n" for name in shared) - 8 * weight / (1 + weight)) <= 1, disk.order
+
+
+async def test_a_job_without_room_does_not_hold_up_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stored_units(tmp_path, monkeypatch, units=2) as (training, disk):
+        engine = training.engine
+        other = await Training(engine, replace(LAYOUT, name="other")).begin()
+        for slab in other.job.slabs():
+            engine.residents.detach(slab)
+        slabs = [*training.job.slabs(), *other.job.slabs()]
+        disk.names = {r.extents[0].offset: s.key.group for s in slabs for r in s.versions.values()}.__getitem__
+        disk.open()
+        window(training, "ab", first=10.0)
+        await idle(training)
+        # All room is taken by what is needed at 10: sooner than by the first of these, later than by the second.
+        window(training, "abc", first=10.0)
+        window(other, "d", first=5.0, owner="rank of other")
+        async with asyncio.timeout(5):
+            while other.job.slab("d", Kind.PARAM).current_copy is None:
+                await asyncio.sleep(0.001)
+        window(training, "")
+        await idle(training)
 
 
 async def test_a_demand_behind_leases_is_refused_at_its_deadline_and_served_once_one_is_returned(

@@ -1,0 +1,99 @@
+"""A rank that trains a layout over a network by the training library's access to the store, and torch beside it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+
+from paramserver import wire
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.shard import Kind
+from tests.integration.store_client import group_to_wire, job_fields
+from tests.unit.storage.builders import GRAD_SCALE, Layout, reference_of
+from trainer_client.planes import LeasedBytes
+from trainer_client.rank_store import GroupUpdate, RankStore, Slab
+
+
+class RemoteRank:
+    """One session over streams; close it."""
+
+    def __init__(self, address: str, layout: Layout) -> None:
+        self.layout = layout
+        self.store = RankStore(address, "remote", prefer_streams=True)
+        self._reference = reference_of(layout)
+
+    def __enter__(self) -> RemoteRank:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.store.close()
+
+    def open(self) -> Sequence[pb.CommittedStep]:
+        """Opens the job and registers; the committed steps."""
+        request = pb.OpenJobRequest(
+            run_id=secrets.token_hex(8), resume=pb.RESUME_POLICY_AUTO, **job_fields(self.layout)
+        )
+        committed = self.store.open_job(request)
+        self.store.register_shards([group_to_wire(self.layout.group(name)) for name in self.layout.groups])
+        return committed
+
+    def begin(self) -> RemoteRank:
+        """Opens the job as a new one, and commits its initial values."""
+        assert not self.open()
+        for group in self.layout.groups:
+            leased = self._lease(group, self.layout.weight_kind, step=0)
+            initial = [self._reference.initial(group, index) for index in range(len(self.layout.shards))]
+            self._fill(leased, self.layout.weight_kind, initial)
+            self.store.publish([leased])
+        self.store.commit(0, b"", 0).wait()
+        return self
+
+    def gradient(self, step: int, group: str) -> LeasedBytes:
+        """A lease for a gradient, filled on this side."""
+        leased = self._lease(group, Kind.GRAD, step=step)
+        shards = range(len(self.layout.shards))
+        self._fill(leased, Kind.GRAD, [self._reference.gradient(step, group, index) for index in shards])
+        return leased
+
+    def apply(self, step: int, group: str, gradient: LeasedBytes) -> None:
+        """Sends a gradient and hands it over."""
+        hyper: list[pb.AdamW] = []
+        indexes: list[int] = []
+        for index in range(len(self.layout.shards)):
+            values = self.layout.hyper_parameters(step, index)
+            indexes.append(-1 if values is None else len(hyper))
+            if values is not None:
+                hyper.append(pb.AdamW(**{name: getattr(values, name) for name in pb.AdamW.DESCRIPTOR.fields_by_name}))
+        update = GroupUpdate(group=group, gradient=gradient, scale=GRAD_SCALE, hyper_parameters_of_shard=indexes)
+        self.store.apply_gradients(step, hyper, [update])
+
+    def train(self, step: int) -> None:
+        """One step, to its commit."""
+        for group in self.layout.groups:
+            self.apply(step, group, self.gradient(step, group))
+        self.store.commit(step, b"", step).wait()
+
+    def assert_at(self, step: int) -> None:
+        """The newest bytes are those of torch after `step`."""
+        for group in self.layout.groups:
+            for kind in self.layout.kinds:
+                (leased,) = self.store.acquire_read([Slab(group=group, kind=wire.KIND_TO_WIRE[kind])], 0).wait()
+                assert leased.version == step
+                stored = leased.data.view(self.layout.dtype(kind).torch)
+                for shard in self.layout.group(group).shards:
+                    expected = self._reference.states(step)[group, shard.fqn, kind]
+                    assert torch.equal(stored[shard.position :][: shard.numel], expected), (shard.fqn, kind)
+                self.store.release([leased]).wait()
+
+    def _lease(self, group: str, kind: Kind, *, step: int) -> LeasedBytes:
+        slab = Slab(group=group, kind=wire.KIND_TO_WIRE[kind])
+        (leased,) = self.store.acquire_write([slab], step).wait()
+        leased.data.zero_()
+        return leased
+
+    def _fill(self, leased: LeasedBytes, kind: Kind, values: Sequence[torch.Tensor]) -> None:
+        tensor = leased.data.view(self.layout.dtype(kind).torch)
+        for shard, value in zip(self.layout.shards, values, strict=True):
+            tensor[shard.position :][: shard.numel] = value
