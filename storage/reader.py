@@ -94,6 +94,14 @@ class RangeReader:
             await read(first, buffer[:length])
             return bytes(buffer[start - first : min(end, first + length) - first])
 
+    async def read_version(self, slab: Slab, region: NvmeRegion, start: int, buffer: memoryview) -> None:
+        """Whole blocks of the version that a region holds: from host memory, where it is the newest and is there."""
+        copy = slab.current_copy
+        if copy is not None and copy.step is not None and slab.versions.get(copy.step) is region:
+            await self._host.read_into(copy.region, start, buffer)
+        else:
+            await self._nvme.read_into(region, start, buffer)
+
     async def _read_newest(self, slab: Slab, start: int, buffer: memoryview) -> None:
         copy = slab.current_copy
         if slab.latest is None:
@@ -179,7 +187,7 @@ class StepReader:
         if region is None:
             buffer[:] = bytes(len(buffer))
         else:
-            await self._nvme.read_into(region, start, buffer)
+            await self._ranges.read_version(slab, region, start, buffer)
 
     def close(self) -> None:
         """Lets go of the step; may be called again."""
