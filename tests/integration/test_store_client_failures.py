@@ -187,7 +187,7 @@ async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(
 def test_a_commit_that_the_daemon_does_not_survive_is_resolved(tmp_path: Path, cleanup: ExitStack) -> None:
     """Killed around a commit and started again, the store and its writer agree on whether the step is there."""
     daemon = Daemon(tmp_path / "state")
-    cleanup.callback(lambda: daemon.kill())
+    cleanup.callback(daemon.kill)
     store = StoreClientSync.connect(daemon.address)
     writer = store.open("job", SPECS, shard_bytes=SHARD)
     writer.put(values(0))
@@ -200,6 +200,7 @@ def test_a_commit_that_the_daemon_does_not_survive_is_resolved(tmp_path: Path, c
         time.sleep(random.uniform(0, 0.006))
         daemon.kill()
         daemon = Daemon(tmp_path / "state", wait=False)
+        cleanup.callback(daemon.kill)
 
     restarting = threading.Thread(target=restart)
     restarting.start()
