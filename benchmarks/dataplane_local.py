@@ -5,9 +5,9 @@ arena costs beside copying them in one process. Both sides of each comparison ta
 
 - `lease_latency`: by client (`aio`, `sync`) and shard size in MiB: microseconds of `echo` (a bare grpc.aio server that
   answers the same messages), `lease` and `release` (p50, p99), and `ratio`: lease / echo, of the p50
-- `same_node`: seconds of both sides for each pair, and `ratio`, the median of memcpy / ours: ours leases a shard, copies
-  it out of the arena into memory that is there already and returns the lease, the next lease being asked
-  for meanwhile; memcpy copies as many bytes within the process
+- `same_node`: seconds of both sides for each pair, and `ratio`, the median of memcpy / ours: ours leases a shard,
+  copies it out of the arena into memory that is there already and returns the lease, the next lease being asked for
+  meanwhile; memcpy copies as many bytes within the process
 """
 
 from __future__ import annotations
