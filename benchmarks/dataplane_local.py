@@ -5,9 +5,9 @@ arena costs beside copying them in one process. Both sides of each comparison ta
 
 - `lease_latency`: by client (`aio`, `sync`) and shard size in MiB: microseconds of `echo` (a bare grpc.aio server that
   answers the same messages), `lease` and `release` (p50, p99), and `ratio`: lease / echo, of the p50
-- `same_node`: seconds of both sides for each pair, and `ratio`, the median of memcpy / ours: ours leases a shard of 64
-  MiB, copies it out of the arena into memory that is there already and returns the lease, the next lease being asked
-  for meanwhile; memcpy copies as many bytes within the process
+- `same_node`: seconds of both sides for each pair, and `ratio`, the median of memcpy / ours: ours leases a shard,
+  copies it out of the arena into memory that is there already and returns the lease, the next lease being asked for
+  meanwhile; memcpy copies as many bytes within the process
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import contextlib
 import gc
 import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -31,67 +29,57 @@ import grpc.aio
 import torch
 import uvloop
 
+from benchmarks import store_daemon
 from benchmarks.measure import BenchmarkError
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from trainer_client.channel import wait_until_serving
 from trainer_client.rank_store import RankStore, Slab
 
 MIB = 1 << 20
-SHARD_MIB = (1, 16, 64, 256)
-COPIED_MIB = 64
 COPIES = 16
-CALLS = 200
 WARM_UP_CALLS = 20
 START_SECONDS = 60.0
 CALL_SECONDS = 30.0
-# All shards, and what a step needs besides them.
-HOST_BUDGET_MIB = sum(SHARD_MIB) + 128
 
 ECHO_METHOD = "/benchmark.Echo/Acquire"
 
 
-def run(pairs: int) -> dict[str, object]:
-    """All measurements, against a daemon of their own.
+def run(
+    pairs: int,
+    *,
+    progress: Callable[[str], object],
+    shard_mib: Sequence[int],
+    copied_mib: int,
+    calls: int,
+) -> dict[str, object]:
+    """All measurements, against a daemon of their own. `copied_mib` is one of `shard_mib`; `progress` is told what is
+    measured.
 
     Raises:
-        BenchmarkError: the daemon does not start, or leases hold other bytes than they should.
+        BenchmarkError: leases hold other bytes than they should.
+        StoreError: the daemon does not serve.
     """
+    # All shards, and what a step needs besides them. Nothing of it is kept on disk.
+    config = {"host_budget": f"{sum(shard_mib) + 128}MiB", "nvme_budget": "64MiB"}
     with (
         tempfile.TemporaryDirectory() as directory,
-        _daemon(Path(directory)) as address,
-        contextlib.closing(_filled_store(address)) as store,
+        store_daemon.started(Path(directory), config) as daemon,
+        contextlib.closing(_filled_store(daemon.socket_address, shard_mib)) as store,
     ):
-        latency = _lease_latency(address, store.session_id)
-        return {"lease_latency": latency, "same_node": _same_node(store, pairs)}
-
-
-@contextlib.contextmanager
-def _daemon(directory: Path) -> Iterator[str]:
-    """A daemon that keeps nothing on disk; its address."""
-    sizes = ["--host-budget", f"{HOST_BUDGET_MIB}MiB", "--nvme-budget", "64MiB"]
-    command = [sys.executable, "-m", "paramserver", "serve", "--state-dir", str(directory / "state"), *sizes]
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    address = f"unix:{directory}/state/paramserver.sock"
-    try:
-        wait_until_serving(address, START_SECONDS)
-        yield address
-    except Exception as error:
-        raise BenchmarkError(f"{error}\n{(directory / 'log').read_text()}") from error
-    finally:
-        process.terminate()
-        process.wait()
+        progress("leases")
+        latency = _lease_latency(daemon.socket_address, store.session_id, shard_mib, calls)
+        progress("bytes on the same node")
+        return {"lease_latency": latency, "same_node": _same_node(store, copied_mib, pairs)}
 
 
 def _slab(mib: int) -> Slab:
     return Slab(group=f"{mib} MiB", kind=pb.KIND_PARAM)
 
 
-def _filled_store(address: str) -> RankStore:
+def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:
     """A rank whose job has a shard of each size, resident in the host tier."""
     store = RankStore(address, "benchmark")
-    numels = {mib: mib * MIB // 4 for mib in SHARD_MIB}
+    numels = {mib: mib * MIB // 4 for mib in shard_mib}
     store.open_job(
         pb.OpenJobRequest(
             job="benchmark",
@@ -115,7 +103,7 @@ def _filled_store(address: str) -> RankStore:
         )
         for mib, numel in numels.items()
     )
-    for mib in SHARD_MIB:
+    for mib in shard_mib:
         leases = store.acquire_write([_slab(mib)], 0).wait()
         leases[0].data.fill_(mib % 251)
         store.publish(leases)
@@ -126,17 +114,20 @@ def _filled_store(address: str) -> RankStore:
 # --- leases
 
 
-def _lease_latency(address: str, session_id: str) -> dict[str, object]:
+def _lease_latency(address: str, session_id: str, shard_mib: Sequence[int], calls: int) -> dict[str, object]:
     """Microseconds; see the module."""
-    wants = {mib: pb.AcquireLeasesRequest(session_id=session_id, wants=[_want(mib)]) for mib in SHARD_MIB}
+    wants = {mib: pb.AcquireLeasesRequest(session_id=session_id, wants=[_want(mib)]) for mib in shard_mib}
     with tempfile.TemporaryDirectory() as directory, _echo_server(f"unix:{directory}/echo") as echo:
         gc.disable()
         try:
-            by_client = {"sync": _sync_calls(address, echo, wants), "aio": uvloop.run(_aio_calls(address, echo, wants))}
+            by_client = {
+                "sync": _sync_calls(address, echo, wants, calls),
+                "aio": uvloop.run(_aio_calls(address, echo, wants, calls)),
+            }
         finally:
             gc.enable()
     return {
-        client: {str(mib): _summary(calls) for mib, calls in by_size.items()} for client, by_size in by_client.items()
+        client: {str(mib): _summary(times) for mib, times in by_size.items()} for client, by_size in by_client.items()
     }
 
 
@@ -151,12 +142,12 @@ def _no_calls() -> Calls:
     return {"echo": [], "lease": [], "release": []}
 
 
-def _sync_calls(address: str, echo: str, wants: dict[int, pb.AcquireLeasesRequest]) -> dict[int, Calls]:
+def _sync_calls(address: str, echo: str, wants: dict[int, pb.AcquireLeasesRequest], count: int) -> dict[int, Calls]:
     calls = {mib: _no_calls() for mib in wants}
     with grpc.insecure_channel(address) as channel, grpc.insecure_channel(echo) as bare:
         stub = pb_grpc.ParameterStoreStub(channel)
         echo_call = bare.unary_unary(ECHO_METHOD, *_serializers())
-        for number in range(-WARM_UP_CALLS, CALLS):
+        for number in range(-WARM_UP_CALLS, count):
             for mib, request in wants.items():
                 times = calls[mib] if number >= 0 else _no_calls()
                 _timed(times["echo"], partial(echo_call, request, timeout=CALL_SECONDS))
@@ -166,12 +157,14 @@ def _sync_calls(address: str, echo: str, wants: dict[int, pb.AcquireLeasesReques
     return calls
 
 
-async def _aio_calls(address: str, echo: str, wants: dict[int, pb.AcquireLeasesRequest]) -> dict[int, Calls]:
+async def _aio_calls(
+    address: str, echo: str, wants: dict[int, pb.AcquireLeasesRequest], count: int
+) -> dict[int, Calls]:
     calls = {mib: _no_calls() for mib in wants}
     async with grpc.aio.insecure_channel(address) as channel, grpc.aio.insecure_channel(echo) as bare:
         stub: Any = pb_grpc.ParameterStoreStub(channel)
         echo_call = bare.unary_unary(ECHO_METHOD, *_serializers())
-        for number in range(-WARM_UP_CALLS, CALLS):
+        for number in range(-WARM_UP_CALLS, count):
             for mib, request in wants.items():
                 times = calls[mib] if number >= 0 else _no_calls()
                 await _timed_async(times["echo"], _one(echo_call, request))
@@ -264,15 +257,15 @@ def _serve_echo(address: str, ready: Connection) -> None:
 # --- bytes
 
 
-def _same_node(store: RankStore, pairs: int) -> dict[str, object]:
-    nbytes = COPIED_MIB * MIB
-    source = torch.full((nbytes,), COPIED_MIB % 251, dtype=torch.uint8)
+def _same_node(store: RankStore, copied_mib: int, pairs: int) -> dict[str, object]:
+    nbytes = copied_mib * MIB
+    source = torch.full((nbytes,), copied_mib % 251, dtype=torch.uint8)
     target = torch.empty_like(source)
     torch.set_num_threads(1)
     ours: list[float] = []
     memcpy: list[float] = []
     for number in range(pairs + 1):
-        sides = [(ours, partial(_copy_leased, store, target)), (memcpy, partial(_copy, source, target))]
+        sides = [(ours, partial(_copy_leased, store, copied_mib, target)), (memcpy, partial(_copy, source, target))]
         for times, side in sides if number % 2 else reversed(sides):
             target.zero_()
             _timed(times, side)
@@ -290,8 +283,8 @@ def _same_node(store: RankStore, pairs: int) -> dict[str, object]:
     }
 
 
-def _copy_leased(store: RankStore, target: torch.Tensor) -> None:
-    slabs = [_slab(COPIED_MIB)]
+def _copy_leased(store: RankStore, copied_mib: int, target: torch.Tensor) -> None:
+    slabs = [_slab(copied_mib)]
     pending = store.acquire_read(slabs, 0)
     for number in range(COPIES):
         leases = pending.wait()

@@ -116,11 +116,8 @@ async def _serve(
     cleanup.push_async_callback(door.close)
     watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
     quotas = Quotas(config.quotas)
-    transfers = Transfers(
-        config.stream_budget,
-        stall_seconds=config.stream_stall_seconds,
-        weight_of=lambda job: quotas.of(job).weight,
-    )
+    engine.queue.weight_of = weight_of = lambda job: quotas.of(job).weight
+    transfers = Transfers(config.stream_budget, stall_seconds=config.stream_stall_seconds, weight_of=weight_of)
     sessions = Sessions(
         engine,
         SessionLimits(

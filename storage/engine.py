@@ -305,6 +305,7 @@ class Engine:
 
         Raises:
             ConflictError: step 0 is committed already, or being committed.
+            StepAbortedError: it was abandoned while the bytes were written.
             DeviceStuckError: a device does not answer; they become version 0 when it does.
         """
         await self.nvme.watch.unless_stuck(self._publish(pin))
@@ -312,13 +313,16 @@ class Engine:
     async def _publish(self, pin: Pin) -> None:
         slab, job = pin.slab, self.job(pin.slab.key.job)
         try:
+            pending = job.open_pending(0)
             with ExitStack() as undo:
                 if slab.backed:
                     region = await self.nvme.allocate(slab.nbytes, slab.label(0))
                     undo.callback(self.nvme.free, region)
                     await self.nvme.write_from(region, 0, self.host.view(pin.region))
-                # Not before: a commit may have come while the bytes were written.
+                # Not before: while the bytes were written a commit may have come, or the end of the step or the job.
                 job.open_pending(0).check_open()
+                if job.pending is not pending:
+                    raise StepAbortedError(f"the first step of job {job.spec.name!r} was abandoned; begin it again")
                 undo.pop_all()
             if slab.backed:
                 if old := slab.versions.pop(0, None):

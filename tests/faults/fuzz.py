@@ -136,7 +136,6 @@ class Campaign:
         self._bar = progress.add_task("calling", total=calls, failures=0)
         self._jobs = ["honest", *(f"fuzz {client} {number}" for client in range(CLIENTS) for number in range(3))]
         self._strangers = deque(["0" * 32, "nobody"], maxlen=CLIENTS)
-        self._latest: deque[str] = deque(maxlen=4 * CLIENTS)
 
     async def run(self) -> None:
         """All of them."""
@@ -165,7 +164,6 @@ class Campaign:
     def _on_ending(self, life: Life, call: Call, ending: Ending) -> None:
         self.report.calls += 1
         self.report.endings[call.path][ending.code.name if ending.code else "none"] += 1
-        self._latest.append(f"{call.path} {ending.code} {sum(map(len, call.messages))} bytes")
         if wrong := what_is_wrong(call, ending):
             self._fail(f"{call.path}: {wrong}", life)
         self._progress.update(self._bar, advance=1, failures=len(self.report.failures))
@@ -182,7 +180,8 @@ class Campaign:
             self._fail(f"the daemon does not answer (exit status {self._daemon.process.poll()}): {error}")
             return
         if reading.loop_stalls > self.report.loop_stalls:
-            self._fail(f"the loop stalled for {reading.longest_loop_stall_seconds:.2f} s near {list(self._latest)}")
+            where = self._daemon.log.rpartition("the event loop has not answered")[2][:3000]
+            self._fail(f"a stall of the loop (longest {reading.longest_loop_stall_seconds:.2f} s): {where}")
         self.report.loop_stalls = reading.loop_stalls
         self.report.longest_loop_stall_seconds = reading.longest_loop_stall_seconds
 
@@ -209,13 +208,13 @@ def _record(life: Life) -> dict[str, Any]:
 def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Report) -> None:
     """Deletes all jobs; then the daemon must hold for its clients what it held at its start."""
     deadline = time.monotonic() + QUIET_SECONDS
-    while (after := _without_jobs(daemon)) != before or open_files(daemon) > files + MORE_FILES:
+    while (after := _without_jobs(daemon)) != before or len(open_files(daemon)) > files + MORE_FILES:
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
     found = {
         f"something is left: {after}, it was {before}": after != before,
-        f"the daemon has {open_files(daemon)} open files, it had {files}": open_files(daemon) > files + MORE_FILES,
+        f"open files: {open_files(daemon)}, there were {files}": len(open_files(daemon)) > files + MORE_FILES,
         f"the daemon's memory has grown by {report.growth_bytes >> 20} MiB": report.growth_bytes > MAX_GROWTH_BYTES,
     }
     report.failures += [{"why": why} for why, is_true in found.items() if is_true]
@@ -224,9 +223,14 @@ def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Rep
         report.failures.append({"why": f"in the daemon's log: {daemon.log[max(0, start - 500) : start + 4000]}"})
 
 
-def open_files(daemon: Daemon) -> int:
-    """Descriptors of the daemon's process."""
-    return len(list(Path(f"/proc/{daemon.process.pid}/fd").iterdir()))
+def open_files(daemon: Daemon) -> list[str]:
+    """What the descriptors of the daemon's process lead to."""
+    found = []
+    for descriptor in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        # Closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(descriptor.readlink()))
+    return sorted(found)
 
 
 def _without_jobs(daemon: Daemon) -> Holdings:
@@ -257,7 +261,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
         # Its first requests load what it needs once.
         with HonestJob(daemon.address, "warm up"):
             time.sleep(5 * HONEST_STEP_SECONDS)
-        memory_bytes, files = daemon.overhead_bytes, open_files(daemon)
+        memory_bytes, files = daemon.overhead_bytes, len(open_files(daemon))
         with HonestJob(daemon.address) as honest:
             campaign = Campaign(daemon, report, args.calls, args.keep, progress)
             uvloop.run(campaign.run())

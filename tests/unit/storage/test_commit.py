@@ -166,6 +166,28 @@ async def test_abandoning_twice_at_once_waits_for_writes_under_way_before_their_
         await training.assert_at(1)
 
 
+@pytest.mark.parametrize("delete", [False, True], ids=["abandoned", "deleted"])
+async def test_initial_bytes_that_come_too_late_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delete: bool
+) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout(groups=("block.0",))).open(must_exist=False)
+        pin = await engine.stage(training.job, "block.0", Kind.PARAM)
+        with held(monkeypatch, "write_exact") as go_on:
+            publishing = asyncio.ensure_future(engine.publish(pin))
+            while not engine.nvme.queue_depth:
+                await asyncio.sleep(0.001)
+            await (engine.delete_job(training.layout.name) if delete else engine.detach(training.job))
+            go_on.set()
+            with pytest.raises(StepAbortedError, match="begin it again"):
+                await publishing
+        assert engine.nvme.used_bytes == 0
+        if not delete:
+            await training.stage_all()
+            await training.commit(0)
+            await training.assert_at(0)
+
+
 async def test_readers_of_an_abandoned_update_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).begin()
