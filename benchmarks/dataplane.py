@@ -2,6 +2,7 @@
 
 The result is one JSON object: `machine`, `provenance`, `parameters`, and by part what its module says:
 
+- `local`: on one node (`benchmarks.dataplane_local`)
 - `remote`: between nodes (`benchmarks.dataplane_remote`)
 
 Run as a module from the root of the repository: `python -m benchmarks.dataplane`.
@@ -16,19 +17,54 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import dataplane_remote, machine, report
+from benchmarks import dataplane_local, dataplane_remote, machine, report
 from benchmarks.measure import BenchmarkError
 from trainer_client.errors import TrainerClientError
 
 MIB = 1 << 20
-FULL: dict[str, Any] = {"size_bytes": 256 * MIB, "idle_streams": 1000}
-QUICK: dict[str, Any] = {"size_bytes": 4 * MIB, "idle_streams": 20}
+FULL: dict[str, dict[str, Any]] = {
+    "local": {"shard_mib": (1, 16, 64, 256), "copied_mib": 64, "calls": 200},
+    "remote": {"size_bytes": 256 * MIB, "idle_streams": 1000},
+}
+QUICK: dict[str, dict[str, Any]] = {
+    "local": {"shard_mib": (1, 2), "copied_mib": 2, "calls": 5},
+    "remote": {"size_bytes": 4 * MIB, "idle_streams": 20},
+}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The result as tables."""
+    return f"{_local_tables(result)}\n\n{_remote_tables(result)}"
+
+
+def _local_tables(result: dict[str, Any]) -> str:
+    latency, same_node = result["local"]["lease_latency"], result["local"]["same_node"]
+    rows = [
+        [
+            client,
+            f"{mib} MiB",
+            *(f"{case[name][quantile]:.0f}" for name in ("echo", "lease") for quantile in ("p50", "p99")),
+            f"{case['ratio']:.2f}",
+        ]
+        for client, by_size in latency.items()
+        for mib, case in by_size.items()
+    ]
+    return "\n\n".join(
+        (
+            f"A lease of a shard that is in host memory, beside an echo of the same messages by a bare grpc.aio "
+            f"server, in microseconds; {result['parameters']['local']['calls']} calls of each, taking turns.",
+            report.table(("client", "shard", "echo p50", "p99", "lease p50", "p99", "ratio of p50"), rows),
+            f"On the same node, leased, copied out of the arena and returned: {same_node['gb_per_second']:.1f} GB/s, "
+            f"{same_node['ratio']:.2f} of what memcpy within one process reaches "
+            f"({same_node['memcpy_gb_per_second']:.1f} GB/s), in shards of "
+            f"{result['parameters']['local']['copied_mib']} MiB.",
+        )
+    )
+
+
+def _remote_tables(result: dict[str, Any]) -> str:
     remote = result["remote"]
     rows = [
         [
@@ -44,8 +80,8 @@ def markdown(result: dict[str, Any]) -> str:
     parameters = result["parameters"]
     return "\n\n".join(
         (
-            f"Between two processes over the loopback, {parameters['size_bytes'] // MIB} MiB into preallocated memory; "
-            f"`ratio` is the median of ours / TCP over {parameters['pairs']} pairs.",
+            f"Between two processes over the loopback, {parameters['remote']['size_bytes'] // MIB} MiB into "
+            f"preallocated memory; `ratio` is the median of ours / TCP over {parameters['pairs']} pairs.",
             report.table(("remote", "bare TCP GB/s", "ours GB/s", "ratio"), rows),
             f"Beside {crowd['idle_streams']} idle streams and a slow reader, a fast reader keeps {crowd['ratio']:.2f} "
             f"of {crowd['alone']['median_gb_per_second']:.2f} GB/s. The daemon's private memory: {memory['alone']} "
@@ -70,7 +106,8 @@ def main(
                 "machine": machine.describe(Path.cwd()),
                 "provenance": machine.provenance(),
                 "parameters": {"pairs": pairs, **sizes},
-                "remote": dataplane_remote.run(pairs, progress=status.update, **sizes),
+                "local": dataplane_local.run(pairs, progress=status.update, **sizes["local"]),
+                "remote": dataplane_remote.run(pairs, progress=status.update, **sizes["remote"]),
             }
     except (BenchmarkError, TrainerClientError, OSError) as error:
         typer.echo(f"bench-dataplane: {error}", err=True)

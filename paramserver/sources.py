@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paramserver import wire
-from paramserver.leases import Lease, LeaseMode
-from paramserver.sessions import Session
+from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.sessions import Session
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError
@@ -94,7 +94,7 @@ class _RangeSource:
     dtype: DType
     # Elements from, and how many -> their bytes.
     read: Callable[[int, int], AsyncGenerator[bytes, None]]
-    # Raises ConflictError once the bytes are of another version than the header said.
+    # Raises ConflictError once some of the bytes are of another version than they were at the beginning.
     check: Callable[[], None]
 
     async def piece(self, first_byte: int, nbytes: int) -> bytes:
@@ -136,12 +136,13 @@ async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) 
     if range_.reader_id:
         return _open_held_range(session.reader(range_.reader_id), range_, kind)
     job = await session.job()
-    dtype, version = engine.reader.describe(job, range_.fqn, kind, range_.offset, range_.numel)
+    slabs = engine.reader.slabs(job, range_.fqn, kind, range_.offset, range_.numel)
+    versions = [slab.latest for slab in slabs]
+    dtype, version = slabs[0].spec.dtype, versions[0] or 0
 
     def check() -> None:
-        _, now = engine.reader.describe(job, range_.fqn, kind, range_.offset, range_.numel)
-        if now != version:
-            raise ConflictError(f"{range_.fqn!r} went from step {version} to {now} while it was read; read it again")
+        if any(slab.latest != version for slab, version in zip(slabs, versions, strict=True)):
+            raise ConflictError(f"{range_.fqn!r} changed after step {version} while it was read; read it again")
 
     return _RangeSource(
         job=job.spec.name,

@@ -13,8 +13,8 @@ import grpc.aio
 from paramserver import wire
 from paramserver.loop_watch import LoopWatch
 from paramserver.paging import page
-from paramserver.security import Gate
-from paramserver.sessions import Session, Sessions, SessionState
+from paramserver.security.gate import Gate
+from paramserver.sessions.sessions import Session, Sessions, SessionState
 from paramserver.status import answering_errors
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb

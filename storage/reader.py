@@ -34,11 +34,21 @@ class RangeReader:
         Raises:
             NotFoundError: this store does not have all of them.
         """
-        end = offset + numel
-        first, _, count = _locate(job, fqn, kind, offset, end)
-        while (offset := offset + count) < end:
-            _, _, count = _locate(job, fqn, kind, offset, end)
+        first = self.slabs(job, fqn, kind, offset, numel)[0]
         return first.spec.dtype, first.latest or 0
+
+    def slabs(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> list[Slab]:
+        """The slabs that hold elements `[offset, offset + numel)` of one tensor, `numel` > 0, in order.
+
+        Raises:
+            NotFoundError: this store does not have all of them.
+        """
+        found, end = [], offset + numel
+        while offset < end:
+            slab, _, count = _locate(job, fqn, kind, offset, end)
+            found.append(slab)
+            offset += count
+        return found
 
     async def read(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> AsyncGenerator[bytes, None]:
         """The bytes of that range, in pieces.
@@ -83,6 +93,14 @@ class RangeReader:
             length = min(len(buffer) // BLOCK_BYTES * BLOCK_BYTES, whole)
             await read(first, buffer[:length])
             return bytes(buffer[start - first : min(end, first + length) - first])
+
+    async def read_version(self, slab: Slab, region: NvmeRegion, start: int, buffer: memoryview) -> None:
+        """Whole blocks of the version that a region holds: from host memory, where it is the newest and is there."""
+        copy = slab.current_copy
+        if copy is not None and copy.step is not None and slab.versions.get(copy.step) is region:
+            await self._host.read_into(copy.region, start, buffer)
+        else:
+            await self._nvme.read_into(region, start, buffer)
 
     async def _read_newest(self, slab: Slab, start: int, buffer: memoryview) -> None:
         copy = slab.current_copy
@@ -169,7 +187,7 @@ class StepReader:
         if region is None:
             buffer[:] = bytes(len(buffer))
         else:
-            await self._nvme.read_into(region, start, buffer)
+            await self._ranges.read_version(slab, region, start, buffer)
 
     def close(self) -> None:
         """Lets go of the step; may be called again."""

@@ -25,8 +25,6 @@ from trainer_client.errors import DaemonRestartedError, StoreError, StoreTimeout
 
 log = logging.getLogger(__name__)
 
-# Heartbeats per interval that the store asks for: one lost to a busy machine does no harm.
-_HEARTBEATS_PER_INTERVAL = 2
 # Between attempts to take the session up: doubled each time, and spread by a half, for all clients of a daemon lose
 # their streams at once.
 _FIRST_PAUSE_SECONDS = 0.02
@@ -160,8 +158,7 @@ class Session:
     def _on_response(self, response: pb.SessionResponse) -> None:
         match response.WhichOneof("message"):
             case "welcome":
-                interval = response.welcome.heartbeat_interval_millis / 1000
-                self._stream.interval_seconds = interval / _HEARTBEATS_PER_INTERVAL
+                self._stream.interval_seconds = response.welcome.heartbeat_interval_millis / 1000
                 self._welcome = response.welcome
                 self._enter(SessionState.ATTACHED)
             case "notice":

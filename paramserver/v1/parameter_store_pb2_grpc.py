@@ -189,8 +189,10 @@ class ParameterStoreServicer:
     def Read(self, request_iterator, context):
         """Bytes of a read lease, or of a range of a committed tensor by name, for clients that cannot map the arena. The client
         sends what it wants and the first credit, then further credits as it consumes; the store answers with the header, then
-        chunks in order, never more than it has credit for. A stream that takes nothing for the store's stall time-out although
-        it has granted credit is ended with DEADLINE_EXCEEDED. A broken transfer is resumed by a new one with `first_byte`.
+        chunks in order, never more than it has credit for. Chunks are small until the first further credit shows that the
+        client reads. A stream that takes nothing for the store's stall time-out although it has granted credit, or for a tenth
+        of a second while others wait for room, is ended with DEADLINE_EXCEEDED. A broken transfer is resumed by a new one with
+        `first_byte`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,7 +46,8 @@ class Client:
         self.ended = threading.Event()
         self._outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self._outgoing.put(pb.SessionRequest(hello=pb.SessionRequest.Hello(client=name)))
-        self._stream = self.store.Session(iter(self._outgoing.get, None))
+        # Waits for a connection: on a busy machine the first attempt may take longer than the options allow it.
+        self._stream = self.store.Session(iter(self._outgoing.get, None), wait_for_ready=True)
         self.welcome: pb.SessionResponse.Welcome = next(self._stream).welcome
         self.session_id = self.welcome.session_id
         self.arena: mmap.mmap | None = None

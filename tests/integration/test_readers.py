@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_what_a_session_held_is_free_at_its_end(daemon: Daemon, clients: Clients
     rank.train(3, 3)
     with admin_of(daemon.address) as admin:
         while admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).sessions > 1:
-            pass
+            time.sleep(0.01)
     assert [(tier.used_bytes, tier.leased_bytes) for tier in tiers(daemon.address)] == before
 
 
@@ -156,7 +157,7 @@ def test_a_watcher_is_told_the_newest_step_and_then_each_commit_until_the_job_is
     rank.close()
     with admin_of(daemon.address) as admin:
         while admin.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs[0].sessions:
-            pass
+            time.sleep(0.01)
         admin.DeleteJob(admin_pb.DeleteJobRequest(job=job), timeout=10)
     for watch in (early, late):
         with refused(CODE.NOT_FOUND, f"job {job!r} was deleted"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import pytest
 import torch
 
 from tests.integration.daemon import Daemon
+from tests.integration.guarded import guarded_daemon
+from tests.integration.tampering import CutAfter, TamperingProxy
 from tests.integration.test_store_client import SHARD, SPECS, value, values, write
 from trainer_client import (
+    PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
     StoreClient,
@@ -26,7 +30,15 @@ from trainer_client import (
     StoreTimeoutError,
     StoreUnavailableError,
     TensorSpec,
+    UnauthenticatedError,
 )
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    """For daemons that a test would leave behind if it failed."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @asynccontextmanager
@@ -58,9 +70,85 @@ async def test_tensors_may_be_larger_than_the_host_budget(tmp_path: Path) -> Non
         assert await asyncio.to_thread(daemon.stop) == 0
 
 
+class CutNext:
+    """Breaks the connection at the next bytes, when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = threading.Event()
+
+    def __call__(self, data: bytes) -> bytes:
+        if self.now.is_set():
+            self.now.clear()
+            return b""
+        return data
+
+
+async def test_calls_go_on_after_a_broken_connection_and_what_was_put_is_not_lost(
+    daemon: Daemon, job: str, tmp_path: Path
+) -> None:
+    async with (
+        await StoreClient.connect(daemon.address) as store,
+        await store.open(job, SPECS, shard_bytes=SHARD) as writer,
+    ):
+        await write(writer, 0)
+    often, next_time = CutAfter(300_000, times=3), CutNext()
+    with (
+        TamperingProxy(tmp_path / "often.sock", daemon.socket, often) as cut_often,
+        TamperingProxy(tmp_path / "next.sock", daemon.socket, next_time) as cut_next,
+    ):
+        async with (
+            await StoreClient.connect(cut_often.address, prefer_streams=True) as reading,
+            await reading.read(job) as reader,
+        ):
+            assert torch.equal(await reader.get("table"), value("table", 0))
+            assert often.times == 0, "all the breaks have been survived"
+            assert reader.step == 0
+        async with await StoreClient.connect(cut_next.address) as store:
+            async with await store.open(job, SPECS, shard_bytes=SHARD) as writer:
+                watch = store.watch(job)
+                assert (await anext(watch)).step == 0
+                await writer.put(values(1))
+                next_time.now.set()
+                assert [stored.step for stored in await store.list_jobs()] == [0]
+                assert await writer.commit() == 1
+                assert (await anext(watch)).step == 1
+                await watch.aclose()
+            async with await store.read(job) as reader:
+                assert torch.equal(await reader.get("table"), value("table", 1))
+
+
+def test_a_token_opens_its_jobs_and_no_others() -> None:
+    with (
+        guarded_daemon() as guarded,
+        StoreClientSync.connect(guarded.address, credentials=guarded.credentials("operator")) as operator,
+    ):
+        with pytest.raises(UnauthenticatedError):
+            StoreClientSync.connect(guarded.address, credentials=guarded.credentials("late"))
+        for name in ("alice-1", "bob"):
+            with operator.open(name, SPECS, shard_bytes=SHARD) as writer:
+                writer.put(values(0))
+                writer.commit()
+        with StoreClientSync.connect(guarded.address, credentials=guarded.credentials("alice")) as alice:
+            assert [stored.name for stored in alice.list_jobs()] == ["alice-1"]
+            with alice.read("alice-1") as reader:
+                assert torch.equal(reader.get("table"), value("table", 0))
+            for refused in (
+                lambda: alice.read("bob"),
+                lambda: alice.list_tensors("bob"),
+                lambda: alice.open("bob", SPECS),
+                lambda: next(alice.watch("bob")),
+                lambda: next(alice.watch("nothing")),
+            ):
+                with pytest.raises(PermissionDeniedError):
+                    refused()
+
+
 @pytest.mark.timeout(120)
-async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(tmp_path: Path) -> None:
+async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(
+    tmp_path: Path, cleanup: ExitStack
+) -> None:
     daemon = await asyncio.to_thread(Daemon, tmp_path / "state")
+    cleanup.callback(daemon.kill)
     store = await StoreClient.connect(daemon.address)
     writer = await store.open("job", SPECS, shard_bytes=SHARD)
     await write(writer, 0)
@@ -96,40 +184,38 @@ async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(
 
 
 @pytest.mark.timeout(120)
-def test_a_commit_that_the_daemon_does_not_survive_is_resolved(tmp_path: Path) -> None:
-    """Killed at instants around a commit and started again, the store and the writer agree on whether it is there."""
+def test_a_commit_that_the_daemon_does_not_survive_is_resolved(tmp_path: Path, cleanup: ExitStack) -> None:
+    """Killed around a commit and started again, the store and its writer agree on whether the step is there."""
     daemon = Daemon(tmp_path / "state")
+    cleanup.callback(daemon.kill)
     store = StoreClientSync.connect(daemon.address)
     writer = store.open("job", SPECS, shard_bytes=SHARD)
-    outcomes = []
-    for delay in (0.0, 0.004):
-        step = 0 if writer.step is None else writer.step + 1
-        writer.put(values(step))
-
-        def restart(delay: float = delay) -> None:
-            nonlocal daemon
-            time.sleep(delay)
-            daemon.kill()
-            daemon = Daemon(tmp_path / "state", wait=False)
-
-        restarting = threading.Thread(target=restart)
-        restarting.start()
-        try:
-            assert writer.commit() == step
-            outcomes.append(True)
-        except StepAbortedError:
-            outcomes.append(False)
-        restarting.join()
-        daemon.wait_until_serving()
-        expected = step if outcomes[-1] else writer.step
-        if expected is not None:
-            with store.read("job") as reader:
-                assert reader.step == expected
-                for fqn in SPECS:
-                    assert torch.equal(reader.get(fqn), value(fqn, expected))
-    print(f"committed: {outcomes}")
-    writer.put(values(9))
+    writer.put(values(0))
     writer.commit()
+    writer.put(values(1))
+
+    def restart() -> None:
+        nonlocal daemon
+        # Before, in or after the transaction: whatever it is, both sides are to say the same.
+        time.sleep(random.uniform(0, 0.006))
+        daemon.kill()
+        daemon = Daemon(tmp_path / "state", wait=False)
+        cleanup.callback(daemon.kill)
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    try:
+        expected = writer.commit()
+    except StepAbortedError:
+        expected = 0
+    restarting.join()
+    assert writer.step == expected
+    with store.read("job") as reader:
+        assert reader.step == expected
+        for fqn in SPECS:
+            assert torch.equal(reader.get(fqn), value(fqn, expected))
+    writer.put(values(9))
+    assert writer.commit() == expected + 1
     writer.close()
     store.close()
     assert daemon.stop() == 0

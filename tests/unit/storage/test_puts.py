@@ -333,6 +333,22 @@ async def test_a_fetch_under_way_sees_the_put_that_overtakes_it(tmp_path: Path) 
             await table.assert_at(table.job.next_step - 1)
 
 
+async def test_a_reader_takes_the_newest_step_from_host_memory_as_long_as_it_is_there(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        table = await Table(engine).begin()
+        await table.step("a", "b", "c")
+        reader = await engine.open_reader(table.job)
+        read_before = engine.nvme.counters.bytes_read
+        await table.assert_reads(reader)
+        assert engine.nvme.counters.bytes_read == read_before
+        await table.put("b", 2)
+        await table.assert_reads(reader)
+        assert engine.nvme.counters.bytes_read > read_before, "the copy is of the newer step now"
+        await table.commit("b")
+        await table.assert_reads(reader)
+        reader.close()
+
+
 async def test_a_range_is_brought_into_the_arena_as_the_reader_reads_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         table = await Table(engine).begin()
