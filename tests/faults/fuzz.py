@@ -39,8 +39,8 @@ CLIENTS = 6
 CALLS_PER_LIFE = 60
 HONEST_STEP_SECONDS = 0.1
 WATCH_SECONDS = 0.5
-# After the last client is gone: silent sessions end, and what they waited for.
-QUIET_SECONDS = 20.0
+# After the last client is gone: silent sessions end, what they waited for, and connections that nobody closed.
+QUIET_SECONDS = 45.0
 DAEMON_CONFIG = {
     "heartbeat_timeout_seconds": 2.0,
     "admission_timeout_seconds": 1.0,
