@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from paramserver import __version__, security_cli
+from paramserver import __version__
 from paramserver.config import ConfigError, load_config
+from paramserver.security import cli as security_cli
 
 app = typer.Typer(
     help="A node's store for the training state of models larger than GPU memory.",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from paramserver.quotas import QuotasSection
+from paramserver.security.quotas import QuotasSection
 from paramserver.transfers import MIN_BUDGET_BYTES
 from paramserver.v1.chunks import MAX_CHUNK_BYTES
 

@@ -10,14 +10,14 @@ import grpc
 import grpc.aio
 
 from paramserver import wire
-from paramserver.host_quota import HostQuota, lease_bytes
-from paramserver.leases import Lease, LeaseMode
-from paramserver.quotas import Quotas
 from paramserver.readers import Readers, describe_job, version_info
-from paramserver.security import Gate, check_job, check_owner
-from paramserver.session_service import SessionService
-from paramserver.sessions import Session as ClientSession
-from paramserver.sessions import Sessions
+from paramserver.security.gate import Gate, check_job, check_owner
+from paramserver.security.host_quota import HostQuota, lease_bytes
+from paramserver.security.quotas import Quotas
+from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.service import SessionService
+from paramserver.sessions.sessions import Session as ClientSession
+from paramserver.sessions.sessions import Sessions
 from paramserver.status import answering_errors
 from paramserver.streams import RawContext, Streams
 from paramserver.v1 import parameter_store_pb2 as pb

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 
 from paramserver import wire
-from paramserver.host_quota import HostQuota
-from paramserver.leases import Lease
 from paramserver.paging import page
-from paramserver.quotas import Quotas
-from paramserver.sessions import Session, Sessions
+from paramserver.security.host_quota import HostQuota
+from paramserver.security.quotas import Quotas
+from paramserver.sessions.leases import Lease
+from paramserver.sessions.sessions import Session, Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import NotFoundError

@@ -22,15 +22,15 @@ from paramserver.config import DaemonConfig, is_loopback
 from paramserver.handlers import CheckingServer
 from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
-from paramserver.quotas import Quotas
-from paramserver.reflection import Reflection
-from paramserver.security import Gate
-from paramserver.session_service import SessionService
-from paramserver.sessions import SessionLimits, Sessions
+from paramserver.security.gate import Gate
+from paramserver.security.quotas import Quotas
+from paramserver.security.reflection import Reflection
+from paramserver.security.tls import CertificateFiles, server_credentials
+from paramserver.security.tokens import TokenFile
+from paramserver.sessions.service import SessionService
+from paramserver.sessions.sessions import SessionLimits, Sessions
 from paramserver.store_admin import StoreAdmin
 from paramserver.streams import Streams
-from paramserver.tls import CertificateFiles, server_credentials
-from paramserver.tokens import TokenFile
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paramserver import wire
-from paramserver.leases import Lease, LeaseMode
-from paramserver.sessions import Session
+from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.sessions import Session
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from paramserver.security import RefusalLog, RefusedError
+from paramserver.security.gate import RefusalLog, RefusedError
 from paramserver.transfers import TransferStalledError
 from storage import errors
 

@@ -13,8 +13,8 @@ import grpc.aio
 from paramserver import wire
 from paramserver.loop_watch import LoopWatch
 from paramserver.paging import page
-from paramserver.security import Gate
-from paramserver.sessions import Session, Sessions, SessionState
+from paramserver.security.gate import Gate
+from paramserver.sessions.sessions import Session, Sessions, SessionState
 from paramserver.status import answering_errors
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -124,10 +124,15 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
     ) -> admin_pb.DeleteJobResponse:
         async with answering_errors(context):
             self._gate.require_admin(context)
-            if attached := self._sessions.attached(request.job):
-                raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
-            await asyncio.shield(self._engine.delete_job(self._job(request.job).spec.name))
+            # Finished even if the client goes: half of a job is of no use to anybody.
+            await asyncio.shield(self._delete(request.job))
             return admin_pb.DeleteJobResponse()
+
+    async def _delete(self, name: str) -> None:
+        # Between the check and the deletion nothing else may run: a session could join.
+        if attached := self._sessions.attached(name):
+            raise ConflictError(f"job {name!r} has {attached} sessions attached; stop its trainers first")
+        await self._engine.delete_job(self._job(name).spec.name)
 
     def _job(self, name: str) -> Job:
         """Raises NotFoundError, which tells an operator what there is."""

@@ -15,8 +15,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from paramserver import wire
-from paramserver.leases import Lease, LeaseMode
-from paramserver.sessions import Session
+from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.sessions import Session
 from paramserver.sources import Source, check_held, open_source
 from paramserver.status import answer
 from paramserver.transfers import FIRST_STRIDE_BYTES, Transfer, Transfers

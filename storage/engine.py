@@ -187,7 +187,7 @@ class Engine:
         Raises:
             AlreadyExistsError: it has committed steps and `may_exist` is false.
             NotFoundError: it has none and `must_exist` is true.
-            ConflictError: it was stored with another layout, world size or durability.
+            ConflictError: it was stored with another layout, world size or durability, or is being deleted.
         """
         known = self._registry.find(spec, may_exist=may_exist, must_exist=must_exist)
         if known is not None:
@@ -195,12 +195,18 @@ class Engine:
         return self._registry.attach(spec)
 
     async def delete_job(self, name: str) -> None:
-        """Forgets a job and frees all that it has."""
-        job = self.job(name)
-        await self.nvme.watch.unless_stuck(self._quiesce(job))
-        if job.durable:
-            await self._in_catalog_thread(lambda: self._catalog.delete_job(name))
-        self._registry.discard(job)
+        """Forgets a job and frees all that it has.
+
+        Raises:
+            NotFoundError: there is no such job.
+            ConflictError: it is being deleted already.
+            DeviceStuckError: a device does not answer; the job stays.
+        """
+        with self._registry.deleting(name) as job:
+            await self.nvme.watch.unless_stuck(self._quiesce(job))
+            if job.durable:
+                await self._in_catalog_thread(lambda: self._catalog.delete_job(name))
+            self._registry.discard(job)
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits = UNLIMITED) -> None:
         """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -68,6 +69,7 @@ class Registry:
         self._residents = residents
         self._tile_bytes = tile_bytes
         self._settling = asyncio.Lock()
+        self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:
         """Takes in what the catalog holds: every job as its last durable commit left it."""
@@ -83,6 +85,7 @@ class Registry:
 
     def find(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job | None:
         """The job as it is now, if there is one and the caller may have it; see Engine.open_job for what is raised."""
+        self._check_not_deleting(spec.name)
         job = self.jobs.get(spec.name)
         if job is None or job.newest is None:
             if must_exist:
@@ -111,6 +114,7 @@ class Registry:
 
     def attach(self, spec: JobSpec) -> Job:
         """The job for a new run: as it was committed, or fresh where nothing was."""
+        self._check_not_deleting(spec.name)
         job = self.jobs.get(spec.name)
         if job is not None and job.newest is None:
             self.discard(job)
@@ -127,6 +131,21 @@ class Registry:
         for slab in job.slabs():
             if slab.backed or slab.latest is None or slab.latest in slab.versions:
                 self._residents.detach(slab)
+
+    @contextmanager
+    def deleting(self, name: str) -> Iterator[Job]:
+        """The job, which nobody can open or delete meanwhile: a run that began while it goes would be lost."""
+        job = self.job(name)
+        self._check_not_deleting(name)
+        self._deleting.add(name)
+        try:
+            yield job
+        finally:
+            self._deleting.remove(name)
+
+    def _check_not_deleting(self, name: str) -> None:
+        if name in self._deleting:
+            raise ConflictError(f"job {name!r} is being deleted; try again when it is gone")
 
     def discard(self, job: Job) -> None:
         """Takes a job out of memory, and frees what it has in all tiers: the catalog must not name it any more."""

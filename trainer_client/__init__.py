@@ -24,11 +24,11 @@ from trainer_client.errors import (
 )
 from trainer_client.initialization import initialize
 from trainer_client.optimizer import StoreOptimizer
-from trainer_client.store_client import StoreClient, StoreReader, StoreWriter
-from trainer_client.store_client_sync import StoreClientSync
-from trainer_client.store_reader import StoreReaderSync
-from trainer_client.store_types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
-from trainer_client.store_writer import StoreWriterSync
+from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
+from trainer_client.store.client_sync import StoreClientSync
+from trainer_client.store.reader import StoreReaderSync
+from trainer_client.store.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store.writer import StoreWriterSync
 
 __all__ = [
     "ClientStateError",

@@ -31,8 +31,9 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # A daemon that was just started is looked at again soon.
     ("grpc.initial_reconnect_backoff_ms", 20),
-    ("grpc.min_reconnect_backoff_ms", 20),
     ("grpc.max_reconnect_backoff_ms", 100),
+    # How long one attempt may take, whatever the name says.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # Channels to the same address share connections otherwise, also to a daemon that was killed.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from paramserver.certificates import make_certificates
-from paramserver.tokens import Role, add_token
+from paramserver.security.certificates import make_certificates
+from paramserver.security.tokens import Role, add_token
 from tests.integration.daemon import CHANNEL_OPTIONS, Daemon
 from trainer_client.credentials import Credentials
 

@@ -88,15 +88,20 @@ def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
         assert sample["free_runs"] >= 1
 
 
-def test_the_data_plane_is_measured_against_tcp_and_beside_a_crowd() -> None:
+def test_the_data_plane_is_measured_on_one_node_and_against_tcp_and_beside_a_crowd() -> None:
     result, _ = run("dataplane", None)
     assert_says_where_it_was_measured(result)
-    remote = result["remote"]
+    local, sizes = result["local"], dataplane.QUICK["local"]
+    for by_size in local["lease_latency"].values():
+        assert [*by_size] == [str(mib) for mib in sizes["shard_mib"]]
+        assert all(case["ratio"] > 0 for case in by_size.values())
+    assert local["same_node"]["ratio"] > 0
+    remote, sizes = result["remote"], dataplane.QUICK["remote"]
     for name in ("read", "write"):
-        assert remote[name]["ours"]["bytes"] == remote[name]["tcp"]["bytes"] == [dataplane.QUICK["size_bytes"]]
+        assert remote[name]["ours"]["bytes"] == remote[name]["tcp"]["bytes"] == [sizes["size_bytes"]]
         assert remote[name]["ratio"] > 0
     crowd = remote["crowd"]
-    assert crowd["idle_streams"] == dataplane.QUICK["idle_streams"]
+    assert crowd["idle_streams"] == sizes["idle_streams"]
     assert crowd["ratio"] > 0 and all(min(samples) > 0 for samples in crowd["private_bytes"].values())
 
 

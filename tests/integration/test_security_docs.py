@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.quotas import JobQuota, Quota
+from paramserver.security.quotas import JobQuota, Quota
 from tests.integration.daemon import ROOT
 from tests.integration.guarded import free_port
 from trainer_client.channel import wait_until_serving

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ByteSize
 
-from paramserver.quotas import JobQuota, Quota, Quotas, QuotasSection
+from paramserver.security.quotas import JobQuota, Quota, Quotas, QuotasSection
 from storage.errors import BudgetExceededError
 
 SECTION = QuotasSection(

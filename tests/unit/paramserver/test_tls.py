@@ -12,10 +12,10 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
-from paramserver.certificates import make_certificates
 from paramserver.cli import app
 from paramserver.config import ConfigError
-from paramserver.tls import CertificateFiles
+from paramserver.security.certificates import make_certificates
+from paramserver.security.tls import CertificateFiles
 from tests.integration.guarded import expired_certificate
 
 

@@ -14,7 +14,16 @@ from typer.testing import CliRunner
 
 from paramserver.cli import app
 from paramserver.config import ConfigError
-from paramserver.tokens import ANYONE, Principal, Role, TokenFile, add_token, digest, read_entries, remove_token
+from paramserver.security.tokens import (
+    ANYONE,
+    Principal,
+    Role,
+    TokenFile,
+    add_token,
+    digest,
+    read_entries,
+    remove_token,
+)
 
 SHA = "a" * 64
 
@@ -114,7 +123,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 async def test_a_change_is_followed_and_a_broken_or_missing_file_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paramserver.tokens.FOLLOW_SECONDS", 0.01)
+    monkeypatch.setattr("paramserver.security.tokens.FOLLOW_SECONDS", 0.01)
     path = tmp_path / "tokens.toml"
     first = add_token(path, "first", Role.ADMIN)
     tokens = TokenFile(path)

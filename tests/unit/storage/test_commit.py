@@ -188,6 +188,20 @@ async def test_initial_bytes_that_come_too_late_leave_nothing(
             await training.assert_at(0)
 
 
+async def test_a_job_that_is_being_deleted_can_be_neither_opened_nor_deleted_again(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).begin()
+        deleting = asyncio.ensure_future(engine.delete_job(training.layout.name))
+        await asyncio.sleep(0)
+        for again in (training.open(), engine.delete_job(training.layout.name)):
+            with pytest.raises(ConflictError, match="is being deleted; try again"):
+                await again
+        await deleting
+        assert engine.nvme.used_bytes == 0
+        await training.begin()
+        await training.assert_at(0)
+
+
 async def test_readers_of_an_abandoned_update_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).begin()

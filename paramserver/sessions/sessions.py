@@ -3,7 +3,7 @@
 A session is attached while its stream is open. When the stream breaks it is detached, and ends after a grace time
 unless a new stream takes it up; it ends at once when the client closes it, and when nothing is heard of an attached one
 for too long. Its end voids its leases: the word in the arena changes first, then the ranges are used for something
-else. Owns the sessions and their timers; the streams are session_service's.
+else. Owns the sessions and their timers; the streams are service.py's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paramserver.leases import Lease, LeaseMode
-from paramserver.quarantine import Quarantine
-from paramserver.runs import Run, Runs
-from paramserver.tokens import Principal
+from paramserver.security.tokens import Principal
+from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.quarantine import Quarantine
+from paramserver.sessions.runs import Run, Runs
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
 from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError, StorageError

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paramserver.config import ConfigError
-from paramserver.files import replace_file
+from paramserver.security.files import replace_file
 
 AUTHORITY_DAYS = 3650
 # Clocks of a cluster differ a little; what was just signed must be valid everywhere.

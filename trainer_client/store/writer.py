@@ -28,8 +28,8 @@ from trainer_client.errors import (
     StoreUnavailableError,
 )
 from trainer_client.layout import ALIGNMENT, round_up
-from trainer_client.store_connection import Call, Connection, Link, Timeout, release, result_of, resume
-from trainer_client.store_types import (
+from trainer_client.store.connection import Call, Connection, Link, Timeout, release, result_of, resume
+from trainer_client.store.types import (
     Placement,
     TensorSpec,
     bytes_of,

@@ -16,10 +16,10 @@ from typing import Any
 import grpc.aio
 
 from paramserver import wire
-from paramserver.notices import Notice, NoticeBoard
-from paramserver.security import Caller, Gate, RefusedError, check_owner
-from paramserver.sessions import Session, Sessions, SessionState
-from paramserver.tokens import Principal
+from paramserver.security.gate import Caller, Gate, RefusedError, check_owner
+from paramserver.security.tokens import Principal
+from paramserver.sessions.notices import Notice, NoticeBoard
+from paramserver.sessions.sessions import Session, Sessions, SessionState
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import DeviceError, InvalidRequestError, StorageError

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from paramserver.leases import Lease
-from paramserver.quotas import Quotas
-from paramserver.sessions import Sessions
+from paramserver.security.quotas import Quotas
+from paramserver.sessions.leases import Lease
+from paramserver.sessions.sessions import Sessions
 from storage.engine import Engine
 from storage.errors import BudgetExceededError
 from storage.shard import Kind

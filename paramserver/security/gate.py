@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from paramserver.tokens import ANYONE, Principal, Role, TokenFile
+from paramserver.security.tokens import ANYONE, Principal, Role, TokenFile
 
 log = logging.getLogger(__name__)
 

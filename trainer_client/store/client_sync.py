@@ -18,10 +18,10 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.channel import CONTROL_DEADLINE_SECONDS, translate
 from trainer_client.credentials import Credentials
 from trainer_client.errors import StoreUnavailableError
-from trainer_client.store_connection import Call, Connection, Timeout
-from trainer_client.store_reader import StoreReaderSync, list_tensors
-from trainer_client.store_types import Commit, Placement, StoredJob, StoredTensor, TensorSpec
-from trainer_client.store_writer import DEFAULT_SHARD_BYTES, JobLayout, StoreWriterSync
+from trainer_client.store.connection import Call, Connection, Timeout
+from trainer_client.store.reader import StoreReaderSync, list_tensors
+from trainer_client.store.types import Commit, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store.writer import DEFAULT_SHARD_BYTES, JobLayout, StoreWriterSync
 
 __all__ = ["StoreClientSync", "StoreReaderSync", "StoreWriterSync"]
 

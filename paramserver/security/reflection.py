@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
-from paramserver.security import Gate
+from paramserver.security.gate import Gate
 from paramserver.status import answering_errors
 
 

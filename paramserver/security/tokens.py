@@ -28,7 +28,7 @@ from typing import Annotated
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from paramserver.config import ConfigError
-from paramserver.files import fingerprint, replace_file
+from paramserver.security.files import fingerprint, replace_file
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ def certs(
     new ones; run it again to renew them, which running daemons notice. Whoever has ca-key.pem can let anybody in: keep
     it off the nodes. Where there is a PKI, use its certificates instead.
     """
-    from paramserver.certificates import make_certificates  # noqa: PLC0415
+    from paramserver.security.certificates import make_certificates  # noqa: PLC0415
 
     with _one_line_errors():
         for path in make_certificates(directory, host or DEFAULT_HOSTS, client or ["client"], days):
@@ -55,7 +55,7 @@ def add(
     ] = None,
 ) -> None:
     """Make a token, add its hash to the file, and print it: it cannot be shown again."""
-    from paramserver.tokens import Role, add_token  # noqa: PLC0415
+    from paramserver.security.tokens import Role, add_token  # noqa: PLC0415
 
     if admin == bool(job):
         typer.echo("paramserver: give either --admin or --job NAME", err=True)
@@ -68,7 +68,7 @@ def add(
 @tokens.command("list")
 def list_tokens(path: TokenFileArgument) -> None:
     """Show names, rights and expiry dates."""
-    from paramserver.tokens import read_entries  # noqa: PLC0415
+    from paramserver.security.tokens import read_entries  # noqa: PLC0415
 
     with _one_line_errors():
         for entry in read_entries(path):
@@ -80,7 +80,7 @@ def list_tokens(path: TokenFileArgument) -> None:
 @tokens.command()
 def remove(path: TokenFileArgument, name: Annotated[str, typer.Option(help="As `list` shows it.")]) -> None:
     """Remove a token: running daemons refuse it within seconds, and end the sessions that it has opened."""
-    from paramserver.tokens import remove_token  # noqa: PLC0415
+    from paramserver.security.tokens import remove_token  # noqa: PLC0415
 
     with _one_line_errors():
         remove_token(path, name)

@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from paramserver.config import ConfigError
-from paramserver.files import Fingerprint, fingerprint
+from paramserver.security.files import Fingerprint, fingerprint
 
 log = logging.getLogger(__name__)
 

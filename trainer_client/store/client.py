@@ -18,11 +18,11 @@ import torch
 
 from trainer_client.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 from trainer_client.credentials import Credentials
-from trainer_client.store_client_sync import StoreClientSync
-from trainer_client.store_connection import Call, Timeout
-from trainer_client.store_reader import StoreReaderSync
-from trainer_client.store_types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
-from trainer_client.store_writer import DEFAULT_SHARD_BYTES, StoreWriterSync
+from trainer_client.store.client_sync import StoreClientSync
+from trainer_client.store.connection import Call, Timeout
+from trainer_client.store.reader import StoreReaderSync
+from trainer_client.store.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store.writer import DEFAULT_SHARD_BYTES, StoreWriterSync
 
 # Calls under way at once; more wait for a thread.
 _THREADS = 16
