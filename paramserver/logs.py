@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 
+import grpc.aio
 import structlog
+
+_GRPC = "grpc._cython.cygrpc"
 
 
 def configure_logging(level: str, log_format: str) -> None:
@@ -43,3 +46,9 @@ def configure_logging(level: str, log_format: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
+    logging.getLogger(_GRPC).addFilter(_is_no_gone_client)
+
+
+def _is_no_gone_client(record: logging.LogRecord) -> bool:
+    """gRPC logs a stack for each client that goes while it is answered: nothing that an operator could act upon."""
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))

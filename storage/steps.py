@@ -38,8 +38,7 @@ class Steps:
 
     def check_update(self, job: Job, step: int, group: str) -> None:
         """Raises ConflictError unless `update` would take this group in this step now."""
-        pending = job.open_pending(step)
-        pending.check_open()
+        pending = self._pending_after_the_first(job, step)
         if any(slab in pending.writes for slab in job.group(group).slabs):
             raise ConflictError(f"group {group!r} was updated in step {step} already, or a part of it was put")
         if Kind.GRAD not in job.group(group).spec.slab_of_kind:
@@ -53,10 +52,16 @@ class Steps:
 
     def check_put(self, job: Job, step: int, slab: Slab) -> None:
         """Raises ConflictError unless `put` would take this slab in this step now."""
-        pending = job.open_pending(step)
-        pending.check_open()
+        pending = self._pending_after_the_first(job, step)
         if slab in pending.writes:
             raise ConflictError(f"{slab.key} was put in step {step} already, or its group was updated")
+
+    def _pending_after_the_first(self, job: Job, step: int) -> PendingStep:
+        pending = job.open_pending(step)
+        pending.check_open()
+        if step == 0:
+            raise ConflictError("step 0 takes initial values and nothing else: stage and publish them, and commit it")
+        return pending
 
     def put(self, job: Job, step: int, slab: Slab, staged: ArenaRange) -> asyncio.Task[None]:
         """Begins to make staged bytes the slab's version `step`; the range is the slab's once that is done."""

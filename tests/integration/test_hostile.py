@@ -257,6 +257,18 @@ def test_calls_out_of_order_are_refused(clients: Clients, job: str) -> None:
     rank.assert_at(0)
 
 
+def test_gradients_for_step_0_are_refused(clients: Clients, job: str) -> None:
+    rank = clients.rank(Layout(name=job, numels=(16,), groups=("a",)))
+    rank.open()
+    rank.register()
+    rank.stage_all()
+    lease = rank.acquire("a", Kind.GRAD, pb.LEASE_MODE_WRITE)
+    with refused(CODE.FAILED_PRECONDITION, "step 0 takes initial values and nothing else"):
+        rank.apply(0, lease, group="a", hyper_parameters_of_shard=[-1])
+    rank.commit(0)
+    rank.assert_at(0)
+
+
 def test_bytes_that_are_no_grpc_do_no_harm(clients: Clients, daemon: Daemon, job: str) -> None:
     for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b""):
         for path in (str(daemon.socket), f"{daemon.socket}.arena"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import grpc.aio
 import pytest
 
 from paramserver.logs import configure_logging
@@ -33,3 +34,15 @@ def test_a_stack_shows_no_variables(capsys: pytest.CaptureFixture[str], log_form
     written = capsys.readouterr().err
     assert "fail_with" in written and "6 characters" in written
     assert "secret" not in written
+
+
+def test_a_client_that_goes_while_it_is_answered_is_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "console")
+    for error in (grpc.aio.InternalError("the batch failed"), ValueError("the method failed")):
+        try:
+            raise error
+        except Exception:
+            logging.getLogger("grpc._cython.cygrpc").exception("raised by a method")
+    written = capsys.readouterr().err
+    assert "the method failed" in written
+    assert "the batch failed" not in written

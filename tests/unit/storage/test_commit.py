@@ -188,6 +188,18 @@ async def test_initial_bytes_that_come_too_late_leave_nothing(
             await training.assert_at(0)
 
 
+async def test_step_0_takes_initial_values_and_nothing_else(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).open(must_exist=False)
+        await training.stage_all()
+        with pytest.raises(ConflictError, match="step 0 takes initial values and nothing else"):
+            engine.check_update(training.job, 0, "block.0")
+        with pytest.raises(ConflictError, match="step 0 takes initial values and nothing else"):
+            await engine.allocate_put(training.job, 0, "block.0", Kind.PARAM)
+        await training.commit(0)
+        await training.assert_at(0)
+
+
 async def test_a_job_that_is_being_deleted_can_be_neither_opened_nor_deleted_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).begin()
