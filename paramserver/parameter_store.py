@@ -18,7 +18,7 @@ from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.service import SessionService
 from paramserver.sessions.sessions import Session as ClientSession
 from paramserver.sessions.sessions import Sessions
-from paramserver.status import answering_errors
+from paramserver.status import answering_errors, finished
 from paramserver.streams import RawContext, Streams
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
@@ -178,7 +178,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                 next_use = wire.position(release.next_use, "next_use") if release.HasField("next_use") else NEVER
                 lease = session.lease(release.lease_id)
                 # A publication that has begun is finished: the lease is gone either way.
-                await asyncio.shield(self._sessions.release(session, lease, publish=release.publish, next_use=next_use))
+                await finished(self._sessions.release(session, lease, publish=release.publish, next_use=next_use))
             return pb.ReleaseLeasesResponse()
 
     async def Read(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
@@ -249,7 +249,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         async with answering_errors(context):
             session = self._session(request.session_id, context)
             # Finished even if the client goes: a half-done roll-back would be a state that nobody asked for.
-            await asyncio.shield(self._engine.roll_back(await session.job(), wire.step(request.step, "step")))
+            await finished(self._engine.roll_back(await session.job(), wire.step(request.step, "step")))
             return pb.RollBackResponse()
 
     async def ListVersions(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -16,6 +16,8 @@ from paramserver.transfers import TransferStalledError
 from storage import errors
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 _refusals = RefusalLog()
 
 # A status travels in HTTP headers, which clients limit to 8 KiB; a character may take twelve bytes there. A name in a
@@ -63,6 +65,16 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
         log.exception("a request failed in an unforeseen way")
         text = f"internal error ({type(error).__name__}); see the daemon's log"
         await _abort(context, grpc.StatusCode.INTERNAL, text)
+
+
+async def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Awaits work that must not be left half done: it goes on when its client goes.
+
+    Raises what it raises. Of that nobody is told once the client has gone: asyncio would put it into the log.
+    """
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:

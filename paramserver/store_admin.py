@@ -15,7 +15,7 @@ from paramserver.loop_watch import LoopWatch
 from paramserver.paging import page
 from paramserver.security.gate import Gate
 from paramserver.sessions.sessions import Session, Sessions, SessionState
-from paramserver.status import answering_errors
+from paramserver.status import answering_errors, finished
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -125,7 +125,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         async with answering_errors(context):
             self._gate.require_admin(context)
             # Finished even if the client goes: half of a job is of no use to anybody.
-            await asyncio.shield(self._delete(request.job))
+            await finished(self._delete(request.job))
             return admin_pb.DeleteJobResponse()
 
     async def _delete(self, name: str) -> None:

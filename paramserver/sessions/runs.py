@@ -85,6 +85,8 @@ class Runs(Generic[MemberT]):
         run = self._runs.get(spec.name)
         if run is None or (run.run_id != run_id and not run.ranks):
             opening = asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist))
+            # Whoever still waits is told why it failed.
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception())
             run = self._runs[spec.name] = Run(run_id, spec, opening)
         if run.run_id != run_id:
             clients = ", ".join(other.client for other in run.ranks.values())
