@@ -71,7 +71,7 @@ class Readers:
         async with self._host_quota.room_for(reader.job, round_up(nbytes)):
             region = await self._engine.load(reader.job, nbytes, fill)
             if session.readers.get(source.reader_id) is not reader:
-                self._engine.free_loose(region)
+                self._engine.loose.free(region)
                 raise NotFoundError(f"reader {source.reader_id} was closed while a range was leased from it")
             return self._sessions.lease_range(session, reader, source.fqn, dtype, nbytes, region)
 

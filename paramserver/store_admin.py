@@ -148,7 +148,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             tier=pb.TIER_HOST,
             budget_bytes=engine.host.budget_bytes,
             used_bytes=engine.host.used_bytes,
-            leased_bytes=engine.residents.leased_bytes + engine.loose_bytes,
+            leased_bytes=engine.residents.leased_bytes + engine.loose.nbytes,
             evictable_bytes=engine.residents.evictable_bytes,
             quarantined_bytes=self._sessions.quarantine.nbytes,
             queue_depth=engine.host.queue_depth + engine.queue.depth,

@@ -26,6 +26,7 @@ from storage.config import EngineConfig
 from storage.directories import open_nvme
 from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, StorageError
 from storage.failpoints import Failpoint, reach
+from storage.loose import LooseRanges
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
@@ -78,8 +79,7 @@ class Engine:
         transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
         self._steps = Steps(host, nvme, self.residents, transformer, self._committer)
-        # Ranges of the arena that are no slab's, with their job: gradients, staged puts, ranges of tensors.
-        self._loose: dict[ArenaRange, str] = {}
+        self.loose = LooseRanges(host)
         nvme.on_damage = self._on_damage
         self._notes: set[asyncio.Task[None]] = set()
         self.scrubber = Scrubber(nvme, self._versions, config.scrub_bytes_per_second)
@@ -348,7 +348,7 @@ class Engine:
         """
         slab = job.slab(group, kind)
         self._steps.check_put(job, step, slab)
-        return await self._allocate_loose(job, slab.nbytes)
+        return await self.loose.allocate(job.spec.name, slab.nbytes)
 
     async def put(self, job: Job, step: int, group: str, kind: Kind, staged: ArenaRange) -> None:
         """Makes staged bytes the slab's version of the pending step, which keeps the committed one; consumes the range.
@@ -367,7 +367,7 @@ class Engine:
         try:
             write = self._steps.put(job, step, slab, staged)
         except StorageError:
-            self.free_loose(staged)
+            self.loose.free(staged)
             raise
         write.add_done_callback(lambda done: self._end_put(staged, done))
         if slab.backed:
@@ -375,9 +375,9 @@ class Engine:
 
     def _end_put(self, staged: ArenaRange, write: asyncio.Task[None]) -> None:
         if write.cancelled() or write.exception() is not None:
-            self.free_loose(staged)
+            self.loose.free(staged)
         else:
-            del self._loose[staged]
+            self.loose.let_go(staged)
 
     async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
         """Room for the gradient of a group, until it is consumed by `update` or freed.
@@ -391,34 +391,14 @@ class Engine:
             raise ConflictError(
                 f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
             )
-        return await self._allocate_loose(job, spec.slab_bytes(Kind.GRAD), from_top=True)
-
-    async def _allocate_loose(self, job: Job, nbytes: int, *, from_top: bool = False) -> ArenaRange:
-        region = await self.host.allocate(nbytes, from_top=from_top)
-        self._loose[region] = job.spec.name
-        return region
-
-    def free_loose(self, region: ArenaRange) -> None:
-        """Gives the room of a gradient, of staged bytes or of a tensor's range back."""
-        del self._loose[region]
-        self.host.free(region)
-
-    # What a process may still write to is not given back, but let go of: from here on the caller owns the range, until
-    # it gives it to `HostTier.free`.
+        return await self.loose.allocate(job.spec.name, spec.slab_bytes(Kind.GRAD), from_top=True)
 
     def abandon_stage(self, pin: Pin) -> ArenaRange:
-        """Takes a slab's staged bytes away from it, as if they had never been."""
+        """Takes a slab's staged bytes away from it, as if they had never been.
+
+        A process may still write to the range: the caller gives it to `HostTier.free` when none does any more.
+        """
         return self.residents.surrender(pin.slab, pin.copy)
-
-    def abandon_loose(self, region: ArenaRange) -> ArenaRange:
-        """The room of a gradient, or of staged bytes, that nobody will use."""
-        del self._loose[region]
-        return region
-
-    @property
-    def loose_bytes(self) -> int:
-        """Bytes of gradients, staged bytes and ranges of tensors in the arena."""
-        return sum(region.nbytes for region in self._loose)
 
     async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
         """A range of the arena, on account of a job, that `fill` has filled (see StepReader.fill), until it is freed.
@@ -428,20 +408,16 @@ class Engine:
             DeviceStuckError: a device does not answer.
             StorageError: what `fill` raises.
         """
-        return await self.nvme.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.free_loose)
+        return await self.nvme.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.loose.free)
 
     async def _load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
-        region = await self._allocate_loose(job, nbytes)
+        region = await self.loose.allocate(job.spec.name, nbytes)
         try:
             await fill(self.host.view(region))
         except BaseException:
-            self.free_loose(region)
+            self.loose.free(region)
             raise
         return region
-
-    def loose_bytes_of(self, job: str) -> int:
-        """The part of them that is a job's."""
-        return sum(region.nbytes for region, owner in self._loose.items() if owner == job)
 
     async def open_reader(self, job: Job, step: int | None = None) -> StepReader:
         """A committed step (the newest one), held whole until the reader is closed, while training goes on.
@@ -485,7 +461,7 @@ class Engine:
         """
         update = self._steps.update(job, step, group, gradient, kernel)
         # Not at its end: one that is cancelled before it begins never gets there.
-        update.add_done_callback(lambda _: self.free_loose(gradient))
+        update.add_done_callback(lambda _: self.loose.free(gradient))
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Waits for what the step writes and makes it the newest committed one; returns whether it is durable already.

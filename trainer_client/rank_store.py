@@ -7,6 +7,7 @@ swallow a failure: what fails behind the caller's back is raised by the next cal
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from trainer_client.channel import (
 from trainer_client.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.errors import StoreError
 from trainer_client.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
+from trainer_client.sender import Sender
 from trainer_client.session import Session
 from trainer_client.streams import Streams
 
@@ -76,6 +78,7 @@ class RankStore:
         except BaseException:
             self._channel.close()
             raise
+        self._sender = Sender()
         self.session_id = self._session.welcome.session_id
         self.epoch = self._session.welcome.epoch
         self.arena_bytes = self._session.welcome.arena.size_bytes
@@ -89,8 +92,9 @@ class RankStore:
 
     def close(self) -> None:
         """Ends the session, and with it all leases; idempotent."""
+        self._sender.close()
         if self._arena is not None:
-            # First: what this process could still write to is not used again until it has let go.
+            # Before the session: what this process can write to is not used again until it has let go.
             self._arena.close()
         self._session.close()
         self._channel.close()
@@ -127,7 +131,7 @@ class RankStore:
             wants=[pb.PrefetchRequest.Want(slab=slab.to_proto(), position=position) for slab, position in wants],
         )
         self._check()
-        future = self._stub.Prefetch.future(request, timeout=CONTROL_DEADLINE_SECONDS)
+        future = self._sender.begin(self._stub.Prefetch, request, CONTROL_DEADLINE_SECONDS)
         future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.UNAVAILABLE))
 
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
@@ -198,10 +202,10 @@ class RankStore:
         future = self._stub.CommitStep.future(request, timeout=COMMIT_DEADLINE_SECONDS)
         return Pending(future, lambda response: bool(response.durable))
 
-    def _acquire(self, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Any:
+    def _acquire(self, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
         self._check()
         request = pb.AcquireLeasesRequest(session_id=self.session_id, wants=wants)
-        return self._stub.AcquireLeases.future(request, timeout=LEASE_DEADLINE_SECONDS)
+        return self._sender.begin(self._stub.AcquireLeases, request, LEASE_DEADLINE_SECONDS)
 
     def _call(self, method: Any, request: Any) -> Any:
         self._check()
@@ -216,16 +220,16 @@ class RankStore:
     def _send(self, method: Any, request: Any) -> Pending[None]:
         """Starts a call that need not be waited for: its failure is also raised by the next call."""
         self._check()
-        future = method.future(request, timeout=CONTROL_DEADLINE_SECONDS)
+        future = self._sender.begin(method, request, CONTROL_DEADLINE_SECONDS)
         future.add_done_callback(self._note_failure)
         return Pending(future, lambda _: None)
 
-    def _note_failure(self, future: Any, besides: grpc.StatusCode | None = None) -> None:
-        if future.cancelled():
-            return
-        error = future.exception()
-        if isinstance(error, grpc.RpcError) and future.code() is not besides:
-            self._failure = translate(error)
+    def _note_failure(self, future: Future[Any], besides: grpc.StatusCode | None = None) -> None:
+        # Cancelled is what close() leaves behind.
+        if isinstance(error := future.exception(), grpc.RpcError):
+            failure = translate(error)
+            if failure.code is not besides:
+                self._failure = failure
 
     def _check(self) -> None:
         self._session.wait_until_attached()

@@ -73,7 +73,7 @@ class HostQuota:
     def _taken(self, job: Job) -> int:
         leases = (lease for session in self._sessions.of_job(job.spec.name) for lease in session.leases.values())
         leased = sum(round_up(lease.nbytes) for lease in leases if _counts(lease))
-        return leased + self._engine.loose_bytes_of(job.spec.name) + self._being_granted[job.spec.name]
+        return leased + self._engine.loose.nbytes_of(job.spec.name) + self._being_granted[job.spec.name]
 
 
 def _counts(lease: Lease) -> bool:

@@ -378,7 +378,7 @@ class Sessions:
     def _give_back(self, lease: Lease, next_use: float) -> None:
         lease.void = True
         if lease.pin is None:
-            self._engine.free_loose(lease.region)
+            self._engine.loose.free(lease.region)
         else:
             self._engine.unpin(lease.pin, next_use)
 
@@ -407,7 +407,7 @@ class Sessions:
     def _abandon(self, lease: Lease) -> ArenaRange:
         lease.void = True
         if lease.pin is None:
-            return self._engine.abandon_loose(lease.region)
+            return self._engine.loose.let_go(lease.region)
         return self._engine.abandon_stage(lease.pin)
 
     # --- readers

@@ -320,7 +320,7 @@ def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     copies = sum(slab.copy.region.nbytes for slab in slabs if slab.copy is not None)
     assert engine.host.used_bytes == host_base_bytes + copies
     assert engine.residents.leased_bytes == 0
-    assert engine.loose_bytes == 0
+    assert engine.loose.nbytes == 0
     assert engine.host.queue_depth == 0
 
 

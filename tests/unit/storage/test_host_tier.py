@@ -172,7 +172,7 @@ async def test_stagings_and_gradients_that_find_no_room_are_refused_and_leave_no
         ):
             with pytest.raises(BudgetExceededError, match=r"had no room for \d+ bytes for 0\.05 s"):
                 await attempt
-        assert engine.loose_bytes == 0 and engine.host.queue_depth == 0
+        assert engine.loose.nbytes == 0 and engine.host.queue_depth == 0
         engine.host.free(filler)
         await training.stage_all()
         await training.commit(0)

@@ -1,0 +1,61 @@
+"""Begins calls on a thread of its own.
+
+To begin a call costs gRPC 0.3 ms of a processor (measured), outside of Python's lock: time in which the caller can copy
+the bytes that it has leased. Owns the thread and the order in which calls begin. Must never wait for a call's end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import grpc
+
+
+class Sender:
+    """Calls that are begun in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="paramserver-sender", daemon=True)
+        self._thread.start()
+
+    def begin(self, method: Any, request: Any, timeout_seconds: float) -> Future[Any]:
+        """The response to come; its exception is a grpc.RpcError, or grpc.FutureCancelledError after the end."""
+        response: Future[Any] = Future()
+        if not self._thread.is_alive():
+            response.set_exception(grpc.FutureCancelledError())
+            return response
+        self._waiting.put(partial(_begin, response, method, request, timeout_seconds))
+        return response
+
+    def close(self) -> None:
+        """Begins what was given so far, and nothing more; idempotent."""
+        self._waiting.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (begin := self._waiting.get()) is not None:
+            begin()
+
+
+def _begin(response: Future[Any], method: Any, request: Any, timeout_seconds: float) -> None:
+    try:
+        call = method.future(request, timeout=timeout_seconds)
+    except ValueError:
+        # What grpc says of a channel that was closed.
+        response.set_exception(grpc.FutureCancelledError())
+        return
+    call.add_done_callback(partial(_settle, response))
+
+
+def _settle(response: Future[Any], call: Any) -> None:
+    try:
+        response.set_result(call.result())
+    except (grpc.RpcError, grpc.FutureCancelledError) as error:
+        response.set_exception(error)
