@@ -7,13 +7,14 @@ log or a representation.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
+from paramserver.v1.bearer import TokenBearer
 from trainer_client.errors import ConfigError
 
 TOKEN_FILE_VARIABLE = "PARAMSERVER_TOKEN_FILE"
@@ -101,59 +102,10 @@ class Credentials:
             )
         else:
             channel = grpc.insecure_channel(address, options=options)
-        return channel if token is None else grpc.intercept_channel(channel, _TokenBearer(token))
+        return channel if token is None else grpc.intercept_channel(channel, TokenBearer(token))
 
 
 NO_CREDENTIALS = Credentials()
-
-
-class _CallDetails(NamedTuple):
-    """What an interceptor passes on."""
-
-    method: str
-    timeout: float | None
-    metadata: Any
-    credentials: Any
-    wait_for_ready: bool | None
-    compression: Any
-
-
-class _TokenBearer(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-    grpc.StreamUnaryClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
-):
-    """Adds the token to the metadata of every call."""
-
-    def __init__(self, token: str) -> None:
-        self._added = ("authorization", f"Bearer {token}")
-
-    def intercept_unary_unary(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_token(client_call_details), request)
-
-    def intercept_unary_stream(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_token(client_call_details), request)
-
-    def intercept_stream_unary(
-        self, continuation: Callable[..., Any], client_call_details: Any, request_iterator: Any
-    ) -> Any:
-        return continuation(self._with_token(client_call_details), request_iterator)
-
-    def intercept_stream_stream(
-        self, continuation: Callable[..., Any], client_call_details: Any, request_iterator: Any
-    ) -> Any:
-        return continuation(self._with_token(client_call_details), request_iterator)
-
-    def _with_token(self, details: Any) -> _CallDetails:
-        return _CallDetails(
-            method=details.method,
-            timeout=details.timeout,
-            metadata=[*(details.metadata or ()), self._added],
-            credentials=details.credentials,
-            wait_for_ready=details.wait_for_ready,
-            compression=details.compression,
-        )
 
 
 def _stays_here(address: str) -> bool:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, NoReturn
 
 import grpc
 import typer
 
 from paramserver.config import is_loopback
+from paramserver.v1.bearer import TokenBearer
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
@@ -49,7 +50,7 @@ class Access:
             _fail(f"a token for {address} would cross the network in the clear: give --tls-ca and so on, or --insecure")
         else:
             channel = grpc.insecure_channel(address)
-        return channel if token is None else grpc.intercept_channel(channel, _TokenBearer(token))
+        return channel if token is None else grpc.intercept_channel(channel, TokenBearer(token))
 
 
 # Set by the options before the verb.
@@ -78,38 +79,6 @@ def connect(address: str | None) -> Iterator[StoreAdminStub]:
         raise typer.Exit(130) from None
     finally:
         channel.close()
-
-
-class _CallDetails(NamedTuple):
-    method: str
-    timeout: float | None
-    metadata: Any
-    credentials: Any
-    wait_for_ready: bool | None
-    compression: Any
-
-
-class _TokenBearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds the token to the metadata of every call."""
-
-    def __init__(self, token: str) -> None:
-        self._metadata = [("authorization", f"Bearer {token}")]
-
-    def intercept_unary_unary(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_token(client_call_details), request)
-
-    def intercept_unary_stream(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_token(client_call_details), request)
-
-    def _with_token(self, details: Any) -> _CallDetails:
-        return _CallDetails(
-            method=details.method,
-            timeout=details.timeout,
-            metadata=self._metadata,
-            credentials=details.credentials,
-            wait_for_ready=details.wait_for_ready,
-            compression=details.compression,
-        )
 
 
 def _read(path: Path) -> bytes:
