@@ -11,7 +11,7 @@ import grpc.aio
 import uvloop
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.channel import SERVICE_NAME
+from trainer_client.link.channel import SERVICE_NAME
 
 STREAMS_PER_CHANNEL = 100
 SLOW_BYTES = 64 << 10

@@ -33,7 +33,7 @@ from benchmarks import store_daemon
 from benchmarks.measure import BenchmarkError
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from trainer_client.rank_store import RankStore, Slab
+from trainer_client.link.rank_store import RankStore, Slab
 
 MIB = 1 << 20
 COPIES = 16

@@ -30,9 +30,9 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from paramserver.v1.buffers import keep_chunk_buffers
-from trainer_client.channel import open_channel
-from trainer_client.rank_store import RankStore, Slab
-from trainer_client.streams import Streams
+from trainer_client.link.channel import open_channel
+from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.link.streams import Streams
 
 CALL_SECONDS = 120.0
 MIB = 1 << 20

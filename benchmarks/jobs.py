@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measure import Threads
-from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
+from paramserver.optimizer_kernel import OptimizerUpdate
+from paramserver.v1 import parameter_store_pb2 as pb
 from storage.config import EngineConfig
 from storage.engine import Engine
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
@@ -117,10 +118,9 @@ class Training:
 
 def adamw(spec: GroupSpec, step: int) -> Kernel:
     """AdamW with usual hyper-parameters."""
-    hyper_parameters = AdamWHyperParameters(
-        lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, update_count=step
-    )
-    return AdamWUpdate(shards=spec.shards, hyper_parameters=[hyper_parameters], grad_scale=1.0)
+    adamw = pb.AdamW(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, update_count=step)
+    row = pb.ApplyGradientsRequest.HyperParameters(adamw=adamw)
+    return OptimizerUpdate(shards=spec.shards, hyper_parameters=[row], grad_scale=1.0)
 
 
 def nothing(_: GroupSpec, __: int) -> Kernel:

@@ -212,14 +212,14 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             session.require_run().check_whole()
             step = wire.step(request.step, "step")
             hyper_parameters = [
-                wire.adamw_hyper_parameters(h) for h in wire.batch(request.hyper_parameters, "hyper_parameters")
+                wire.hyper_parameters(h) for h in wire.batch(request.hyper_parameters, "hyper_parameters")
             ]
             checked = []
             for update in wire.batch(request.updates, "updates"):
                 lease = session.lease(update.grad_lease_id)
                 if lease.mode is not LeaseMode.GRADIENT or lease.group != update.group:
                     raise ConflictError(f"lease {lease.lease_id} is not for the gradient of group {update.group!r}")
-                kernel = wire.adamw_update(job.group(update.group).spec, update, hyper_parameters)
+                kernel = wire.optimizer_update(job.group(update.group).spec, update, hyper_parameters)
                 self._engine.check_update(job, step, update.group)
                 checked.append((lease, kernel))
             if len({lease.group for lease, _ in checked}) != len(checked):

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
+from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.transfers import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.update_rules import HyperParameters
 from storage.errors import InvalidRequestError
 from storage.shard import (
     DType,
@@ -256,9 +257,9 @@ def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
     return slab
 
 
-def adamw_update(
-    group: GroupSpec, update: pb.ApplyGradientsRequest.GroupUpdate, hyper_parameters: Sequence[AdamWHyperParameters]
-) -> AdamWUpdate:
+def optimizer_update(
+    group: GroupSpec, update: pb.ApplyGradientsRequest.GroupUpdate, hyper_parameters: Sequence[HyperParameters]
+) -> OptimizerUpdate:
     """The kernel for one group; raises InvalidRequestError where the request does not fit the group."""
     indexes = update.hyper_parameters_of_shard
     if len(indexes) != len(group.shards):
@@ -271,14 +272,14 @@ def adamw_update(
         )
     if not math.isfinite(update.grad_scale):
         raise InvalidRequestError(f"group {group.name!r}: grad_scale {update.grad_scale} is not finite")
-    return AdamWUpdate(
+    return OptimizerUpdate(
         shards=group.shards,
         hyper_parameters=[None if index < 0 else hyper_parameters[index] for index in indexes],
         grad_scale=update.grad_scale,
     )
 
 
-def adamw_hyper_parameters(message: pb.ApplyGradientsRequest.HyperParameters) -> AdamWHyperParameters:
+def hyper_parameters(message: HyperParameters) -> HyperParameters:
     """Raises InvalidRequestError, naming the field, for values that torch.optim.AdamW would refuse."""
     if message.WhichOneof("optimizer") != "adamw":
         raise InvalidRequestError("hyper_parameters.optimizer is not set; this store knows adamw")
@@ -293,14 +294,7 @@ def adamw_hyper_parameters(message: pb.ApplyGradientsRequest.HyperParameters) ->
     ):
         if not good:
             raise InvalidRequestError(f"adamw.{field} = {value} is out of its range")
-    return AdamWHyperParameters(
-        lr=a.lr,
-        beta1=a.beta1,
-        beta2=a.beta2,
-        eps=a.eps,
-        weight_decay=a.weight_decay,
-        update_count=a.update_count,
-    )
+    return message
 
 
 def _shape(parameter: pb.Parameter) -> tuple[int, ...]:

@@ -3,7 +3,6 @@ client of that store for everything else."""
 
 from __future__ import annotations
 
-from trainer_client.credentials import Credentials
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
@@ -23,6 +22,7 @@ from trainer_client.errors import (
     UnauthenticatedError,
 )
 from trainer_client.initialization import initialize
+from trainer_client.link.credentials import Credentials
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store.client_sync import StoreClientSync

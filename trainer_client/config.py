@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import ValidationError as PydanticError
 
-from trainer_client.credentials import Credentials
 from trainer_client.errors import ConfigError
+from trainer_client.link.credentials import Credentials
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEFAULT_STATE_DIR = "paramserver-state"

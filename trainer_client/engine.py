@@ -19,17 +19,19 @@ from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import client_state
-from trainer_client.channel import Pending
 from trainer_client.collectives import Collectives
+from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
 from trainer_client.errors import TrainerClientError
+from trainer_client.gather import Gather
 from trainer_client.gradients import Gradients
 from trainer_client.hooks import Phase, UnitHooks
+from trainer_client.link.rank_store import GroupUpdate, RankStore
 from trainer_client.optimizer import StoreOptimizer
+from trainer_client.parameters import ModelParameter
 from trainer_client.precision import LossScaler
-from trainer_client.rank_store import GroupUpdate, RankStore
+from trainer_client.states import GroupStates
 from trainer_client.trace import Clock
-from trainer_client.units import FlatGroup, ModelParameter, Unit
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Engine:
         global_steps: steps made or skipped, the newest step of the job.
         skipped_steps: steps skipped because the gradient was not finite.
         micro_steps: calls of `step`, one per micro-batch.
-        resumed_step: the committed step that the run started from; 0 for a new job.
+        resumed_step: the global step that the run started from; 0 for a new job.
         client_state: the user's own values (JSON-like, tensors too), committed with each step and given back on resume:
             a data cursor, for example. Set them before the `step()` that they belong to.
     """
@@ -70,10 +72,12 @@ class Engine:
         optimizer: StoreOptimizer,
         lr_scheduler: Scheduler | None,
         parameters: Sequence[ModelParameter],
-        units: Sequence[Unit],
+        states: Sequence[GroupStates],
         gradients: Gradients,
         hooks: UnitHooks,
+        gather: Gather,
         store: RankStore,
+        commits: Commits,
         collectives: Collectives,
         scaler: LossScaler,
         clock: Clock,
@@ -93,10 +97,12 @@ class Engine:
         self.client_state: dict[str, Any] = {}
         self.local_rank = local_rank
         self.device = collectives.device
-        self._units = units
+        self._states = states
         self._gradients = gradients
         self._hooks = hooks
+        self._gather = gather
         self._store = store
+        self._commits = commits
         self._collectives = collectives
         self._scaler = scaler
         self._clock = clock
@@ -108,7 +114,6 @@ class Engine:
         self._trainable = [parameter.tensor.requires_grad for parameter in parameters]
         self._global_grad_norm: float | None = None
         self._backwards = 0  # since the last boundary
-        self._commit: Pending[bool] | None = None
         self._closed = False
         # Names as a plain checkpoint has them, tied ones included; None for a buffer.
         index_of = {id(parameter.tensor): parameter.index for parameter in parameters}
@@ -139,7 +144,7 @@ class Engine:
         if self._batch.accumulation > 1:
             loss = loss / self._batch.accumulation
         scaled = loss if self._scaler.scale == 1.0 else loss.float() * self._scaler.scale
-        self._hooks.begin_backward(self.global_steps + 1)
+        self._hooks.begin_backward(self._commits.next)
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
         except BaseException:
@@ -184,7 +189,9 @@ class Engine:
         self.global_steps += 1
         self._backwards = 0
         # The scheduler has stepped: a resume starts with the learning rate that an uninterrupted run has.
-        self._commit = self._store.commit(self.global_steps, self._client_state(), self.global_steps - 1)
+        self._commits.begin(self._client_state())
+        if self._gather.is_one_sided:
+            self._collectives.barrier()
         self._hooks.finish_step()
         self._report()
 
@@ -221,9 +228,7 @@ class Engine:
 
     def wait_for_commit(self) -> None:
         """Returns when the newest step is committed as the job's durability class says. Raises StoreError."""
-        commit, self._commit = self._commit, None
-        if commit is not None:
-            commit.wait()
+        self._commits.wait()
 
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -237,12 +242,11 @@ class Engine:
         self._require_open()
         weights: dict[int, torch.Tensor] = {}
         keep = not rank0_only or self._collectives.rank == 0
-        for unit in self._units:
-            for group in unit.groups:
-                whole = self._gather_weights(group)
-                if keep:
-                    pieces = zip(group.parameters, group.pieces(whole), strict=True)
-                    weights |= {parameter.index: piece.clone() for parameter, piece in pieces}
+        for state in self._states:
+            whole = self._gather_weights(state)
+            if keep:
+                pieces = zip(state.group.parameters, state.group.pieces(whole), strict=True)
+                weights |= {parameter.index: piece.clone() for parameter, piece in pieces}
         if not keep:
             return {}
         return {
@@ -250,10 +254,10 @@ class Engine:
             for name, index in self._state_names.items()
         }
 
-    def load_client_state(self, step: int, state: Mapping[str, Any]) -> None:
+    def load_client_state(self, state: Mapping[str, Any]) -> None:
         """Takes over what a commit carried, as the last act of `initialize`."""
         counters = state["counters"]
-        self.global_steps = self.resumed_step = step
+        self.global_steps = self.resumed_step = counters["global_steps"]
         self.skipped_steps = counters["skipped_steps"]
         self.micro_steps = counters["micro_steps"]
         self._clock.now = counters["clock"]
@@ -267,7 +271,8 @@ class Engine:
 
     def commit_initial_state(self) -> None:
         """Commits step 0, the initial weights, which are staged."""
-        self._store.commit(0, self._client_state(), 0).wait()
+        self._commits.begin(self._client_state())
+        self._commits.wait()
 
     def close(self) -> None:
         """Waits for the last commit, leaves the job, and stops the daemon that belongs to it. Idempotent.
@@ -316,12 +321,13 @@ class Engine:
                 GroupUpdate(group=group.name, gradient=leased, scale=scale, hyper_parameters_of_shard=chosen)
             )
         if updates:
-            self._store.apply_gradients(self.global_steps + 1, table.rows, updates)
+            self._store.apply_gradients(self._commits.next, table.rows, updates)
 
     def _client_state(self) -> bytes:
         return client_state.encode(
             {
                 "counters": {
+                    "global_steps": self.global_steps,
                     "skipped_steps": self.skipped_steps,
                     "micro_steps": self.micro_steps,
                     "clock": self._clock.now,
@@ -335,15 +341,11 @@ class Engine:
             }
         )
 
-    def _gather_weights(self, group: FlatGroup) -> torch.Tensor:
+    def _gather_weights(self, state: GroupStates) -> torch.Tensor:
         """The group's fp32 weights [layout.numel] on the CPU. A collective."""
-        slab = group.slab(pb.KIND_MASTER) if group.has_master else group.param
-        leases = self._store.acquire_read([slab], self._clock.now).wait()
-        stored = leases[0].data.view(torch.float32 if group.has_master else group.dtype)
-        whole = torch.empty(group.layout.numel, dtype=stored.dtype, device=self.device)
-        self._collectives.all_gather_flat(whole, stored)
-        self._store.check_leases()
-        self._store.release(leases)
+        chunk = state.read(state.group.weight_kind)
+        whole = torch.empty(state.group.layout.numel, dtype=chunk.dtype, device=self.device)
+        self._collectives.all_gather_flat(whole, chunk)
         return whole.float().cpu()
 
     def _report(self) -> None:
@@ -365,8 +367,10 @@ class Engine:
 class _HyperParameterTable:
     """The distinct hyper-parameters of a step; most parameters of a model share one row."""
 
-    def __init__(self, lookup: Callable[[int, int], pb.AdamW], update_counts: Sequence[int]) -> None:
-        self.rows: list[pb.AdamW] = []
+    def __init__(
+        self, lookup: Callable[[int, int], pb.ApplyGradientsRequest.HyperParameters], update_counts: Sequence[int]
+    ) -> None:
+        self.rows: list[pb.ApplyGradientsRequest.HyperParameters] = []
         self._lookup = lookup
         self._update_counts = update_counts
         self._known: dict[bytes, int] = {}

@@ -14,12 +14,13 @@ from functools import partial
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.channel import Pending
 from trainer_client.collectives import Collectives
 from trainer_client.errors import TrainerClientError
-from trainer_client.planes import LeasedBytes
-from trainer_client.rank_store import RankStore
-from trainer_client.units import FlatGroup, Unit
+from trainer_client.flat_group import FlatGroup
+from trainer_client.link.channel import Pending
+from trainer_client.link.planes import LeasedBytes
+from trainer_client.link.rank_store import RankStore
+from trainer_client.units import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.gradients import Gradients
+from trainer_client.link.rank_store import RankStore, Slab
 from trainer_client.precision import cast_floating_inputs
-from trainer_client.rank_store import RankStore, Slab
 from trainer_client.trace import Clock, Trace
 from trainer_client.units import Unit, UnitState
 

@@ -5,56 +5,46 @@ Owns the order of things. Must never leave a daemon, a session or a process grou
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import client_state
-from trainer_client.channel import wait_until_serving
 from trainer_client.collectives import Collectives
+from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
-from trainer_client.credentials import NO_CREDENTIALS
 from trainer_client.engine import Engine, Scheduler
-from trainer_client.errors import ConfigError, JobConflictError, LocalDaemonError
+from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.gradients import Gradients
 from trainer_client.hooks import UnitHooks
+from trainer_client.job import Job
+from trainer_client.link.channel import wait_until_serving
+from trainer_client.link.credentials import NO_CREDENTIALS
+from trainer_client.link.rank_store import RankStore
 from trainer_client.local_daemon import LocalDaemon, local_address
 from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
+from trainer_client.parameters import ModelParameter, list_parameters
 from trainer_client.precision import LossScaler, PrecisionPolicy
-from trainer_client.rank_store import RankStore
 from trainer_client.trace import Clock
-from trainer_client.units import PROTO_DTYPES, ModelParameter, Placement, Unit, find_units, list_parameters
 
 log = logging.getLogger(__name__)
 
 SchedulerArgument = LRScheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
 
 _SERVING_SECONDS = 30.0
-_ID_BYTES = 16
 
 # Of the store's host tier, all ranks together have this part (1 / it) filled ahead of use.
 _PREFETCH_SHARE = 8
-
-_TIERS: Mapping[str, pb.Tier] = {"cpu": pb.TIER_HOST, "nvme": pb.TIER_NVME}
-_RESUME_POLICIES: Mapping[str, pb.ResumePolicy] = {
-    "auto": pb.RESUME_POLICY_AUTO,
-    "never": pb.RESUME_POLICY_NEVER,
-    "must": pb.RESUME_POLICY_MUST,
-}
 
 
 def initialize(
@@ -115,155 +105,77 @@ def initialize(
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
         # end their sessions, which the daemon's end waits for.
         resources.callback(processes.close)
-        job = _Job(settings, model, parameters, store, collectives)
-        engine = job.start(store_optimizer, scheduler, batch, local_rank, resources)
+        job = Job(settings, model, parameters, store_optimizer, store, collectives)
+        engine = _make_engine(
+            settings,
+            model,
+            parameters,
+            store_optimizer,
+            scheduler,
+            job,
+            store,
+            collectives,
+            batch,
+            local_rank,
+            resources,
+        )
     return engine, store_optimizer, _make_loader(training_data, batch, collectives, collate_fn), scheduler
 
 
-class _Job:
-    """One job being opened by one rank: declared, filled or rolled back, and handed to an engine."""
-
-    def __init__(
-        self,
-        settings: TrainingConfig,
-        model: nn.Module,
-        parameters: Sequence[ModelParameter],
-        store: RankStore,
-        collectives: Collectives,
-    ) -> None:
-        self._settings = settings
-        self._model = model
-        self._parameters = parameters
-        self._store = store
-        self._collectives = collectives
-        self._policy = PrecisionPolicy.of(settings)
-        specs = find_units(model, parameters)
-        self._units = [Unit(i, spec, self._policy, store, collectives) for i, spec in enumerate(specs)]
-        # Ranks that see the same start of a daemon share a store.
-        epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
-        self._store_ranks = [rank for rank, e in enumerate(collectives.gather_ids(epoch)) if e == epoch]
-
-    def start(
-        self,
-        optimizer: StoreOptimizer,
-        scheduler: Scheduler | None,
-        batch: BatchSizes,
-        local_rank: int,
-        resources: ExitStack,
-    ) -> Engine:
-        """An engine at the newest step that all ranks have committed, or at step 0 of a new job. A collective."""
-        committed = {step.step: step.client_state for step in self._open()}
-        resumed = self._agree_on(list(committed))
-        if resumed is None:
-            self._write_initial_values()
+def _make_engine(
+    settings: TrainingConfig,
+    model: nn.Module,
+    parameters: Sequence[ModelParameter],
+    optimizer: StoreOptimizer,
+    scheduler: Scheduler | None,
+    job: Job,
+    store: RankStore,
+    collectives: Collectives,
+    batch: BatchSizes,
+    local_rank: int,
+    resources: ExitStack,
+) -> Engine:
+    """An engine at the job's newest step, or at step 0 of a new job. A collective."""
+    gradients = Gradients(job.units, store, collectives)
+    clock = Clock()
+    hooks = UnitHooks(
+        units=job.units,
+        gradients=gradients,
+        store=store,
+        compute_dtype=PrecisionPolicy.of(settings).compute_dtype,
+        clock=clock,
+        prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
+    )
+    hooks.install()
+    engine = Engine(
+        module=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        parameters=parameters,
+        states=job.states,
+        gradients=gradients,
+        hooks=hooks,
+        gather=job.gather,
+        store=store,
+        commits=Commits(store, job.resumed_step),
+        collectives=collectives,
+        scaler=LossScaler(settings.fp16),
+        clock=clock,
+        batch=batch,
+        gradient_clipping=settings.gradient_clipping,
+        steps_per_print=settings.steps_per_print,
+        local_rank=local_rank,
+        resources=resources.pop_all(),
+    )
+    try:
+        if job.resumed_step is None:
+            engine.commit_initial_state()
         else:
-            self._roll_back(resumed)
-        for unit in self._units:
-            for group in unit.groups:
-                group.take_over()
-        _move_buffers(self._model, self._collectives.device)
-        engine = self._engine(optimizer, scheduler, batch, local_rank, resources)
-        try:
-            if resumed is None:
-                engine.commit_initial_state()
-            else:
-                engine.load_client_state(resumed, client_state.decode(committed[resumed]))
-        except BaseException:
-            engine.close()
-            raise
-        return engine
-
-    def _open(self) -> Sequence[pb.CommittedStep]:
-        """Attaches to the job and declares this rank's shard groups; the committed steps."""
-        section = self._settings.paramserver
-        dtype = PROTO_DTYPES[self._policy.compute_dtype]
-        committed = self._store.open_job(
-            pb.OpenJobRequest(
-                job=section.job,
-                run_id=self._collectives.broadcast_id(secrets.token_bytes(_ID_BYTES)).hex(),
-                rank=self._collectives.rank,
-                world_size=self._collectives.world_size,
-                attached_ranks=len(self._store_ranks),
-                parameters=[
-                    pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=dtype, trainable=p.tensor.requires_grad)
-                    for p in self._parameters
-                ],
-                durability=_durability(section.durability),
-                resume=_RESUME_POLICIES[section.resume],
-            )
-        )
-        zero = self._settings.zero_optimization
-        placement = Placement(param=_TIERS[zero.offload_param.device], optimizer=_TIERS[zero.offload_optimizer.device])
-        self._store.register_shards(group.to_proto(placement) for unit in self._units for group in unit.groups)
-        return committed
-
-    def _agree_on(self, steps: Sequence[int]) -> int | None:
-        """The newest step that every rank has; None if the job is new on every rank."""
-        newest = self._collectives.newest_common_step(steps)
-        if newest is None and any(self._collectives.any_rank([bool(steps)])):
-            raise JobConflictError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"job {self._settings.paramserver.job!r} has no step that all ranks have committed (this one: "
-                f"{list(steps)}): a node's state is missing; restore it, or delete the job on every node",
-            )
-        return newest
-
-    def _write_initial_values(self) -> None:
-        """Stages this rank's chunks of rank 0's weights as step 0. A collective."""
-        for unit in self._units:
-            for group in unit.groups:
-                chunk = group.initial_chunk()
-                kinds = [pb.KIND_PARAM, pb.KIND_MASTER] if group.has_master else [pb.KIND_PARAM]
-                leases = self._store.acquire_write([group.slab(kind) for kind in kinds], step=0).wait()
-                for kind, leased in zip(kinds, leases, strict=True):
-                    leased.data.view(torch.float32 if kind == pb.KIND_MASTER else group.dtype).copy_(chunk)
-                self._store.publish(leases)
-
-    def _roll_back(self, step: int) -> None:
-        """Makes `step` the newest one of every store. A collective."""
-        if self._store_ranks[0] == self._collectives.rank:
-            self._store.roll_back(step)
-        self._collectives.barrier()
-        if self._collectives.rank == 0:
-            log.info("job %r resumes from step %d", self._settings.paramserver.job, step)
-
-    def _engine(
-        self,
-        optimizer: StoreOptimizer,
-        scheduler: Scheduler | None,
-        batch: BatchSizes,
-        local_rank: int,
-        resources: ExitStack,
-    ) -> Engine:
-        gradients = Gradients(self._units, self._store, self._collectives)
-        clock = Clock()
-        hooks = UnitHooks(
-            units=self._units,
-            gradients=gradients,
-            store=self._store,
-            compute_dtype=self._policy.compute_dtype,
-            clock=clock,
-            prefetch_bytes=self._store.arena_bytes // (_PREFETCH_SHARE * len(self._store_ranks)),
-        )
-        hooks.install()
-        return Engine(
-            module=self._model,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            parameters=self._parameters,
-            units=self._units,
-            gradients=gradients,
-            hooks=hooks,
-            store=self._store,
-            collectives=self._collectives,
-            scaler=LossScaler(self._settings.fp16),
-            clock=clock,
-            batch=batch,
-            gradient_clipping=self._settings.gradient_clipping,
-            steps_per_print=self._settings.steps_per_print,
-            local_rank=local_rank,
-            resources=resources.pop_all(),
-        )
+            engine.load_client_state(client_state.decode(job.resumed_state))
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _config_source(
@@ -341,22 +253,6 @@ def _connect(
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store
-
-
-def _durability(text: str) -> pb.Durability:
-    durability = pb.Durability()
-    name, _, every = text.partition(":")
-    if name == "snapshot":
-        durability.snapshot.every_steps = int(every)
-    else:
-        getattr(durability, name).SetInParent()
-    return durability
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
 
 
 def _make_loader(

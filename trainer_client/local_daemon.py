@@ -18,9 +18,9 @@ import grpc
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
-from trainer_client.channel import check_address, is_serving, open_channel
 from trainer_client.config import TrainingConfig
 from trainer_client.errors import LocalDaemonError
+from trainer_client.link.channel import check_address, is_serving, open_channel
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,10 @@ import torch
 from torch.optim import AdamW
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import update_rules
 from trainer_client.config import OptimizerSection
 from trainer_client.errors import ConfigError
-from trainer_client.units import ModelParameter
+from trainer_client.parameters import ModelParameter
 
 ParameterGroup: TypeAlias = dict[str, Any]
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
@@ -72,17 +73,24 @@ class StoreOptimizer(torch.optim.Optimizer):
         finally:
             self._update = None
 
-    def hyper_parameters(self, parameter: int, update_count: int) -> pb.AdamW:
+    @property
+    def state_kinds(self) -> tuple[pb.Kind, ...]:
+        """The states that the optimizer keeps of a parameter."""
+        return update_rules.STATE_KINDS["adamw"]
+
+    def hyper_parameters(self, parameter: int, update_count: int) -> pb.ApplyGradientsRequest.HyperParameters:
         """Those of a parameter (index in the model) for its `update_count`-th update."""
         group = self._group_of[parameter]
         beta1, beta2 = group["betas"]
-        return pb.AdamW(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            update_count=update_count,
+        return pb.ApplyGradientsRequest.HyperParameters(
+            adamw=pb.AdamW(
+                lr=float(group["lr"]),
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                update_count=update_count,
+            )
         )
 
     def settings(self) -> list[ParameterGroup]:

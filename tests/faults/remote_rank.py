@@ -12,8 +12,8 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import Kind
 from tests.integration.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import GRAD_SCALE, Layout, reference_of
-from trainer_client.planes import LeasedBytes
-from trainer_client.rank_store import GroupUpdate, RankStore, Slab
+from trainer_client.link.planes import LeasedBytes
+from trainer_client.link.rank_store import GroupUpdate, RankStore, Slab
 
 
 class RemoteRank:
@@ -59,13 +59,13 @@ class RemoteRank:
 
     def apply(self, step: int, group: str, gradient: LeasedBytes) -> None:
         """Sends a gradient and hands it over."""
-        hyper: list[pb.AdamW] = []
+        hyper: list[pb.ApplyGradientsRequest.HyperParameters] = []
         indexes: list[int] = []
         for index in range(len(self.layout.shards)):
             values = self.layout.hyper_parameters(step, index)
             indexes.append(-1 if values is None else len(hyper))
             if values is not None:
-                hyper.append(pb.AdamW(**{name: getattr(values, name) for name in pb.AdamW.DESCRIPTOR.fields_by_name}))
+                hyper.append(values)
         update = GroupUpdate(group=group, gradient=gradient, scale=GRAD_SCALE, hyper_parameters_of_shard=indexes)
         self.store.apply_gradients(step, hyper, [update])
 

@@ -24,8 +24,8 @@ from tests.faults.remote_rank import RemoteRank
 from tests.integration.daemon import Daemon, admin_of
 from tests.integration.store_client import Rank
 from tests.unit.storage.builders import Layout
-from trainer_client.channel import open_channel, wait_until_serving
 from trainer_client.errors import StoreError, StoreTimeoutError, StoreUnavailableError
+from trainer_client.link.channel import open_channel, wait_until_serving
 
 HEARTBEAT_TIMEOUT_SECONDS = 8.0
 GRACE_SECONDS = 2.0

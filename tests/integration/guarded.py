@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 from paramserver.security.certificates import make_certificates
 from paramserver.security.tokens import Role, add_token
 from tests.integration.daemon import CHANNEL_OPTIONS, Daemon
-from trainer_client.credentials import Credentials
+from trainer_client.link.credentials import Credentials
 
 LOG_SECONDS = 10.0
 

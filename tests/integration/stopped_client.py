@@ -12,7 +12,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from tests.integration.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import StoreUnavailableError
-from trainer_client.rank_store import RankStore, Slab
+from trainer_client.link.rank_store import RankStore, Slab
 
 LATE = 0xEE
 

@@ -30,7 +30,7 @@ with socket.socket(socket.AF_UNIX) as door:
 PLANE = """
 import sys
 from contextlib import closing
-from trainer_client.rank_store import RankStore
+from trainer_client.link.rank_store import RankStore
 with closing(RankStore(sys.argv[1], "in another container")) as store:
     print(store.plane.name)
 """

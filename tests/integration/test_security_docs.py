@@ -16,8 +16,8 @@ import pytest
 from paramserver.security.quotas import JobQuota, Quota
 from tests.integration.daemon import ROOT
 from tests.integration.guarded import free_port
-from trainer_client.channel import wait_until_serving
-from trainer_client.credentials import Credentials
+from trainer_client.link.channel import wait_until_serving
+from trainer_client.link.credentials import Credentials
 
 DOCUMENT = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 SECONDS = 40.0

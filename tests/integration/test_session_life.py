@@ -28,7 +28,7 @@ from tests.integration.store_client import Clients, refused
 from tests.integration.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreUnavailableError
-from trainer_client.rank_store import RankStore, Slab
+from trainer_client.link.rank_store import RankStore, Slab
 
 CODE = grpc.StatusCode
 READ, WRITE = pb.LEASE_MODE_READ, pb.LEASE_MODE_WRITE
@@ -240,7 +240,7 @@ def test_operators_see_who_is_connected_and_what_they_hold(clients: Clients, dae
 ABANDON = """
 import os, signal, sys
 from tests.integration.test_session_life import cycle
-from trainer_client.arena import Arena
+from trainer_client.link.arena import Arena
 kept = [cycle(*sys.argv[1:]) for _ in range(5)]
 arenas = [Arena.map(stream.welcome.arena) for stream in kept[:2]]
 assert all(arenas)

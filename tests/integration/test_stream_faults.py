@@ -21,9 +21,9 @@ from tests.integration.store_client import Clients, Rank, refused
 from tests.integration.stream_client import Reading, Writing, read
 from tests.integration.tampering import CutAfter, Tamper, TamperingProxy, flip_a_bit_of
 from tests.unit.storage.builders import Layout
-from trainer_client.channel import open_channel
 from trainer_client.errors import DataLossError
-from trainer_client.streams import Streams
+from trainer_client.link.channel import open_channel
+from trainer_client.link.streams import Streams
 
 CODE = grpc.StatusCode
 STALL_SECONDS = 1.0

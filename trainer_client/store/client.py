@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import torch
 
-from trainer_client.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
-from trainer_client.credentials import Credentials
+from trainer_client.link.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
+from trainer_client.link.credentials import Credentials
 from trainer_client.store.client_sync import StoreClientSync
 from trainer_client.store.connection import Call, Timeout
 from trainer_client.store.reader import StoreReaderSync

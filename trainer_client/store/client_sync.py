@@ -15,9 +15,9 @@ import grpc
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.channel import CONTROL_DEADLINE_SECONDS, translate
-from trainer_client.credentials import Credentials
 from trainer_client.errors import StoreUnavailableError
+from trainer_client.link.channel import CONTROL_DEADLINE_SECONDS, translate
+from trainer_client.link.credentials import Credentials
 from trainer_client.store.connection import Call, Connection, Timeout
 from trainer_client.store.reader import StoreReaderSync, list_tensors
 from trainer_client.store.types import Commit, Placement, StoredJob, StoredTensor, TensorSpec

@@ -20,12 +20,12 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from trainer_client.arena import Arena
-from trainer_client.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate
-from trainer_client.credentials import Credentials
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
-from trainer_client.session import Session
-from trainer_client.streams import Streams
+from trainer_client.link.arena import Arena
+from trainer_client.link.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate
+from trainer_client.link.credentials import Credentials
+from trainer_client.link.session import Session
+from trainer_client.link.streams import Streams
 
 Timeout = float | timedelta | None
 

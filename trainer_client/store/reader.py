@@ -19,8 +19,8 @@ import grpc
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
+from trainer_client.link.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 from trainer_client.store.connection import Call, Connection, Link, Timeout, release, result_of
 from trainer_client.store.types import Kind, StoredTensor, bytes_of, kind_to_proto
 

@@ -19,7 +19,6 @@ import grpc
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 from trainer_client.errors import (
     ConfigError,
     JobConflictError,
@@ -28,6 +27,7 @@ from trainer_client.errors import (
     StoreUnavailableError,
 )
 from trainer_client.layout import ALIGNMENT, round_up
+from trainer_client.link.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 from trainer_client.store.connection import Call, Connection, Link, Timeout, release, result_of, resume
 from trainer_client.store.types import (
     Placement,

@@ -226,14 +226,14 @@ def test_batches_and_client_states_are_bounded() -> None:
     ],
 )
 def test_hyper_parameters_that_torch_would_refuse_are_refused(changes: dict[str, Any], named: str) -> None:
-    assert wire.adamw_hyper_parameters(adamw()).beta1 == 0.9
+    assert wire.hyper_parameters(adamw()).adamw.beta1 == 0.9
     with pytest.raises(InvalidRequestError, match=named):
-        wire.adamw_hyper_parameters(adamw(**changes))
+        wire.hyper_parameters(adamw(**changes))
 
 
 def test_an_optimizer_that_is_not_set_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="optimizer is not set; this store knows adamw"):
-        wire.adamw_hyper_parameters(pb.ApplyGradientsRequest.HyperParameters())
+        wire.hyper_parameters(pb.ApplyGradientsRequest.HyperParameters())
 
 
 @pytest.mark.parametrize(
@@ -248,16 +248,16 @@ def test_an_optimizer_that_is_not_set_is_refused() -> None:
     ],
 )
 def test_an_update_that_does_not_fit_its_group_is_refused(indexes: list[int], scale: float, named: str) -> None:
-    group, known = wire.group_spec(shard_group()), [wire.adamw_hyper_parameters(adamw())]
+    group, known = wire.group_spec(shard_group()), [wire.hyper_parameters(adamw())]
 
     def update(indexes: list[int], scale: float) -> pb.ApplyGradientsRequest.GroupUpdate:
         return pb.ApplyGradientsRequest.GroupUpdate(
             group=group.name, grad_scale=scale, hyper_parameters_of_shard=indexes
         )
 
-    assert wire.adamw_update(group, update([-1], 1.0), known).hyper_parameters == [None]
+    assert wire.optimizer_update(group, update([-1], 1.0), known).hyper_parameters == [None]
     with pytest.raises(InvalidRequestError, match=named):
-        wire.adamw_update(group, update(indexes, scale), known)
+        wire.optimizer_update(group, update(indexes, scale), known)
 
 
 def test_every_enum_of_the_wire_is_known_or_refused() -> None:

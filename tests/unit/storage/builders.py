@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch._dynamo  # by torch at the first optimizer otherwise: seconds in which the loop would be blocked
 
-from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
+from paramserver.optimizer_kernel import OptimizerUpdate
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.update_rules import HyperParameters
 from storage import syscalls
 from storage.config import EngineConfig
 from storage.engine import Engine
@@ -114,12 +116,12 @@ class Layout:
         """Whether shard `index` of each group has no gradient in `step`."""
         return self.with_skips and (step + index) % 4 == 0
 
-    def hyper_parameters(self, step: int, index: int) -> AdamWHyperParameters | None:
+    def hyper_parameters(self, step: int, index: int) -> HyperParameters | None:
         """Of shard `index` in `step`: each shard has its own, and the learning rate changes."""
         if self.skips(step, index):
             return None
         updates = sum(not self.skips(s, index) for s in range(1, step + 1))
-        return AdamWHyperParameters(**self._adamw(step, index), update_count=updates)
+        return HyperParameters(adamw=pb.AdamW(**self._adamw(step, index), update_count=updates))
 
     def _adamw(self, step: int, index: int) -> dict[str, float]:
         return {
@@ -252,7 +254,7 @@ class Training:
             tensor = self.engine.host.tensor(region, layout.precision, spec.numel)
             for index, shard in enumerate(layout.shards):
                 tensor[shard.position :][: shard.numel] = self.reference.gradient(step, group, index)
-            update = AdamWUpdate(
+            update = OptimizerUpdate(
                 shards=spec.shards,
                 hyper_parameters=[layout.hyper_parameters(step, index) for index in range(len(layout.shards))],
                 grad_scale=GRAD_SCALE,

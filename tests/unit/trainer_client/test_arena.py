@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.arena import Arena
 from trainer_client.errors import SessionEndedError
+from trainer_client.link.arena import Arena
 
 SIZE = 1 << 16
 NONCE = b"nonce of 20 bytes..."

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer_client.channel import check_address, wait_until_serving
 from trainer_client.errors import ConfigError, StoreUnavailableError
-from trainer_client.rank_store import RankStore
+from trainer_client.link.channel import check_address, wait_until_serving
+from trainer_client.link.rank_store import RankStore
 
 
 @pytest.mark.parametrize("address", ["unix:/run/p/paramserver.sock", "localhost:50051", "[::1]:50051"])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainer_client.channel import open_channel
 from trainer_client.config import load_config
-from trainer_client.credentials import Credentials
 from trainer_client.errors import ConfigError
+from trainer_client.link.channel import open_channel
+from trainer_client.link.credentials import Credentials
 
 OFFLOAD = {"device": "cpu"}
 ENVIRON = {

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainer_client.config import OptimizerSection
 from trainer_client.errors import ConfigError
 from trainer_client.optimizer import StoreOptimizer, make_optimizer
-from trainer_client.units import list_parameters
+from trainer_client.parameters import list_parameters
 
 
 def model() -> nn.Module:
@@ -33,7 +33,7 @@ def test_hyper_parameters_are_those_of_the_parameters_group() -> None:
     ]
     _, optimizer = taken_over(net, groups, lr=0.25, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.125)
 
-    first, last = optimizer.hyper_parameters(0, 1), optimizer.hyper_parameters(3, 7)
+    first, last = optimizer.hyper_parameters(0, 1).adamw, optimizer.hyper_parameters(3, 7).adamw
 
     assert (first.lr, first.weight_decay, first.update_count) == (0.5, 0.0, 1)
     assert (last.lr, last.weight_decay, last.beta1, last.beta2, last.eps) == (0.25, 0.125, 0.5, 0.75, 1e-3)
@@ -51,7 +51,7 @@ def test_a_scheduler_drives_it_without_warnings(made_for: str) -> None:
             optimizer.step()
         scheduler.step()
 
-    assert optimizer.hyper_parameters(0, 1).lr == 0.25
+    assert optimizer.hyper_parameters(0, 1).adamw.lr == 0.25
 
 
 def test_direct_steps_are_refused_with_what_to_call() -> None:
@@ -111,9 +111,9 @@ def test_the_config_makes_one_and_a_callable_too() -> None:
     from_config = make_optimizer(None, section, None, list_parameters(net))
     called = make_optimizer(lambda params: AdamW(params, lr=0.25), section, None, list_parameters(net))
 
-    assert from_config.hyper_parameters(0, 1).lr == 0.5
-    assert from_config.hyper_parameters(0, 1).beta2 == 0.9
-    assert called.hyper_parameters(0, 1).lr == 0.25
+    assert from_config.hyper_parameters(0, 1).adamw.lr == 0.5
+    assert from_config.hyper_parameters(0, 1).adamw.beta2 == 0.9
+    assert called.hyper_parameters(0, 1).adamw.lr == 0.25
 
 
 def test_no_optimizer_at_all_is_refused_with_what_to_write() -> None:

@@ -7,9 +7,13 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.update_rules import STATE_KINDS
 from trainer_client.collectives import Collectives
 from trainer_client.errors import ConfigError
-from trainer_client.units import FlatGroup, Placement, find_units, list_parameters
+from trainer_client.flat_group import FlatGroup, Placement
+from trainer_client.initial_values import initial_chunk
+from trainer_client.parameters import list_parameters
+from trainer_client.unit_policy import find_units
 
 
 class Block(nn.Module):
@@ -71,12 +75,20 @@ def test_integer_and_meta_parameters_are_refused_by_name() -> None:
 
 def flat_group(model: nn.Module, dtype: torch.dtype, *, trainable: bool = True) -> FlatGroup:
     return FlatGroup(
-        name="block",
+        unit="block",
         parameters=list_parameters(model),
         dtype=dtype,
         trainable=trainable,
-        collectives=Collectives(torch.device("cpu")),
+        state_kinds=STATE_KINDS["adamw"],
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
     )
+
+
+def fill(group: FlatGroup, chunk: torch.Tensor) -> None:
+    group.allocate()
+    group.flat.copy_(chunk)
 
 
 def test_a_released_group_has_no_memory_and_reads_as_nan() -> None:
@@ -96,10 +108,10 @@ def test_a_gathered_group_has_the_values_that_its_chunks_had(dtype: torch.dtype)
     model = nn.Linear(5, 7)
     weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
     group = flat_group(model, dtype)
-    chunk = group.initial_chunk()
+    chunk = initial_chunk(group, Collectives(torch.device("cpu")))
     group.take_over()
 
-    group.fill(chunk.to(dtype))
+    fill(group, chunk)
 
     assert torch.equal(model.weight, weight.to(dtype))
     assert torch.equal(model.bias, bias.to(dtype))
@@ -110,13 +122,13 @@ def test_what_autograd_saved_is_right_again_after_a_refill() -> None:
     inputs = torch.randn(3, 4, requires_grad=True)
     expected = torch.autograd.grad(model(inputs).sum(), [inputs, *model.parameters()])
     group = flat_group(model, torch.float32)
-    chunk = group.initial_chunk()
+    chunk = initial_chunk(group, Collectives(torch.device("cpu")))
     group.take_over()
 
-    group.fill(chunk)
+    fill(group, chunk)
     output = model(inputs).sum()
     group.free()
-    group.fill(chunk)
+    fill(group, chunk)
     actual = torch.autograd.grad(output, [inputs, *model.parameters()])
 
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

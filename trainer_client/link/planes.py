@@ -13,9 +13,9 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.buffers import keep_chunk_buffers
-from trainer_client.arena import Arena
-from trainer_client.channel import LEASE_DEADLINE_SECONDS
-from trainer_client.streams import Streams
+from trainer_client.link.arena import Arena
+from trainer_client.link.channel import LEASE_DEADLINE_SECONDS
+from trainer_client.link.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

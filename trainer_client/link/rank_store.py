@@ -16,8 +16,9 @@ import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from trainer_client.arena import Arena
-from trainer_client.channel import (
+from trainer_client.errors import StoreError
+from trainer_client.link.arena import Arena
+from trainer_client.link.channel import (
     COMMIT_DEADLINE_SECONDS,
     CONTROL_DEADLINE_SECONDS,
     LEASE_DEADLINE_SECONDS,
@@ -25,12 +26,11 @@ from trainer_client.channel import (
     open_channel,
     translate,
 )
-from trainer_client.credentials import NO_CREDENTIALS, Credentials
-from trainer_client.errors import StoreError
-from trainer_client.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
-from trainer_client.sender import Sender
-from trainer_client.session import Session
-from trainer_client.streams import Streams
+from trainer_client.link.credentials import NO_CREDENTIALS, Credentials
+from trainer_client.link.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
+from trainer_client.link.sender import Sender
+from trainer_client.link.session import Session
+from trainer_client.link.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,12 @@ class RankStore:
         request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
         self._call(self._stub.ReleaseLeases, request)
 
-    def apply_gradients(self, step: int, hyper_parameters: Sequence[pb.AdamW], updates: Sequence[GroupUpdate]) -> None:
+    def apply_gradients(
+        self,
+        step: int,
+        hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
+        updates: Sequence[GroupUpdate],
+    ) -> None:
         """Hands gradients over, in this order; returns when the store has accepted them. Consumes their leases."""
         for update in updates:
             self.plane.flush(update.gradient)
@@ -180,7 +185,7 @@ class RankStore:
         request = pb.ApplyGradientsRequest(
             session_id=self.session_id,
             step=step,
-            hyper_parameters=[pb.ApplyGradientsRequest.HyperParameters(adamw=adamw) for adamw in hyper_parameters],
+            hyper_parameters=hyper_parameters,
             updates=[
                 pb.ApplyGradientsRequest.GroupUpdate(
                     group=update.group,

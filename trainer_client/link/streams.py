@@ -17,8 +17,8 @@ import grpc
 from paramserver.v1 import chunks
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.chunks import MAX_CHUNK_BYTES, Chunk
-from trainer_client.channel import SERVICE_NAME, translate
 from trainer_client.errors import DataLossError, StoreError
+from trainer_client.link.channel import SERVICE_NAME, translate
 
 # The store may send that much before it hears of us again; it hears when a part of it was consumed.
 READ_WINDOW_BYTES = 16 << 20

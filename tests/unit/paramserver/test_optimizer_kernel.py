@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch._dynamo  # by torch at the first optimizer otherwise: seconds
 
-from paramserver.optimizers.adamw import AdamWHyperParameters, AdamWUpdate
+from paramserver.optimizer_kernel import OptimizerUpdate
+from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import Kind, Shard
 from storage.transform import Tile
 
@@ -36,9 +37,10 @@ def gradient(step: int) -> torch.Tensor:
 
 
 def update(states: dict[Kind, torch.Tensor], shard: Shard, step: int, tile_numel: int, scale: float) -> None:
-    kernel = AdamWUpdate(
+    row = pb.ApplyGradientsRequest.HyperParameters(adamw=pb.AdamW(**HYPER, update_count=step))
+    kernel = OptimizerUpdate(
         shards=[shard],
-        hyper_parameters=[AdamWHyperParameters(**HYPER, update_count=step)],
+        hyper_parameters=[row],
         grad_scale=scale,
     )
     numel = len(states[Kind.PARAM])

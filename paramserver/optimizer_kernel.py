@@ -1,42 +1,31 @@
-"""AdamW on tiles, by torch's fused CPU kernel (Loshchilov & Hutter, arXiv:1711.05101; torch.optim.AdamW)."""
+"""The optimizer as a kernel on tiles: unscales the gradient, updates each parameter's range, casts the weight."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch.optim.adamw import adamw
-
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import update_rules
 from storage.shard import Kind, Shard
 from storage.transform import Tile
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWHyperParameters:
-    """torch.optim.AdamW's. `update_count` is the number of updates of the parameter, this one included."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    update_count: int
+_STATES: Mapping[Kind, pb.Kind] = {Kind.EXP_AVG: pb.KIND_EXP_AVG, Kind.EXP_AVG_SQ: pb.KIND_EXP_AVG_SQ}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWUpdate:
+class OptimizerUpdate:
     """The update of one group. `hyper_parameters` has one entry per shard; None leaves the shard as it is.
 
     The gradient is converted to fp32 and multiplied by `grad_scale` first.
     """
 
     shards: Sequence[Shard]
-    hyper_parameters: Sequence[AdamWHyperParameters | None]
+    hyper_parameters: Sequence[update_rules.HyperParameters | None]
     grad_scale: float
 
     def __call__(self, tile: Tile) -> None:
-        """Updates weight and moments of the tile in place, and the low-precision parameter from the master weight."""
+        """Updates weight and states of the tile in place, and the low-precision parameter from the master weight."""
         gradient = tile.scratch
         gradient.copy_(tile.gradient).mul_(self.grad_scale)
         low_precision = Kind.MASTER in tile.tensors
@@ -49,22 +38,9 @@ class AdamWUpdate:
             if hyper is None or first >= last:
                 continue
             part = slice(first - tile.start, last - tile.start)
-            adamw(
-                [weight[part]],
-                [gradient[part]],
-                [tile.tensors[Kind.EXP_AVG][part]],
-                [tile.tensors[Kind.EXP_AVG_SQ][part]],
-                [],
-                # torch increments the count before it uses it.
-                [torch.tensor(float(hyper.update_count - 1))],
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                lr=hyper.lr,
-                weight_decay=hyper.weight_decay,
-                eps=hyper.eps,
-            )
+            states = {
+                wire_kind: tile.tensors[kind][part] for kind, wire_kind in _STATES.items() if kind in tile.tensors
+            }
+            update_rules.apply(hyper, weight[part], gradient[part], states)
         if low_precision:
             tile.tensors[Kind.PARAM].copy_(weight)

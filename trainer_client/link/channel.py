@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from trainer_client.credentials import NO_CREDENTIALS, Credentials
 from trainer_client.errors import (
     ConfigError,
     DataLossError,
@@ -27,6 +26,7 @@ from trainer_client.errors import (
     StoreUnavailableError,
     UnauthenticatedError,
 )
+from trainer_client.link.credentials import NO_CREDENTIALS, Credentials
 
 SERVICE_NAME = "paramserver.v1.ParameterStore"
 

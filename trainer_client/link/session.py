@@ -19,9 +19,9 @@ import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from trainer_client.arena import session_ended
-from trainer_client.channel import CONTROL_DEADLINE_SECONDS, translate
 from trainer_client.errors import DaemonRestartedError, StoreError, StoreTimeoutError, StoreUnavailableError
+from trainer_client.link.arena import session_ended
+from trainer_client.link.channel import CONTROL_DEADLINE_SECONDS, translate
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,159 @@
+"""Flat groups: the memory that the parameters of a unit live in while they are gathered, and what the store calls it.
+
+Owns the flat buffers and the parameters' `.data`. Must never know where a chunk comes from, nor when it is needed.
+
+[Note: released parameters] A flat buffer is freed by resizing its storage to 0 and refilled in place: tensors that
+autograd saved from the parameters (F.linear saves a view of its weight) share the storage and are right again once it
+is refilled. `.data` assignment keeps the version counters of parameter and buffer apart, so a refill does not look like
+an in-place change to autograd. A tensor with a freed storage must not be read, it is a null pointer with a shape.
+Released parameters therefore show a NaN of their shape, expanded from one element: whoever reads a weight outside of
+its unit gets NaN, not a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.layout import ShardRange, flat_layout
+from trainer_client.link.rank_store import Slab
+from trainer_client.parameters import ModelParameter
+
+PROTO_DTYPES = {
+    torch.float32: pb.DTYPE_FLOAT32,
+    torch.bfloat16: pb.DTYPE_BFLOAT16,
+    torch.float16: pb.DTYPE_FLOAT16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    param: pb.Tier
+    optimizer: pb.Tier
+
+
+class FlatGroup:
+    """Parameters of a unit in one flat buffer; see layout.py [Note: flat groups].
+
+    Attributes:
+        shards: the parameter ranges in this rank's chunk, by position.
+        name: of the rank's shard group in the store; says which part of the flat buffer it is, not whose.
+        state_kinds: the optimizer's states, fp32; none for a frozen group.
+        flat: the flat buffer [layout.numel], without memory while released.
+    """
+
+    def __init__(
+        self,
+        *,
+        unit: str,
+        parameters: Sequence[ModelParameter],
+        dtype: torch.dtype,
+        trainable: bool,
+        state_kinds: Sequence[pb.Kind],
+        rank: int,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.dtype = dtype
+        self.trainable = trainable
+        self.state_kinds = tuple(state_kinds) if trainable else ()
+        self.layout = flat_layout([(p.fqn, p.shape.numel()) for p in parameters], world_size)
+        self.start, self.stop = self.layout.chunk_range(rank)
+        self._unit = unit
+        self.name = self.name_of(rank)
+        self.shards = self.shards_of(rank)
+        self.device = device
+        self.flat = torch.empty(0, dtype=dtype, device=device)
+        self._whole: list[torch.Tensor] = []
+        self._released: list[torch.Tensor] = []
+
+    @property
+    def has_master(self) -> bool:
+        return self.trainable and self.dtype != torch.float32
+
+    @property
+    def weight_kind(self) -> pb.Kind:
+        """The kind that holds the weight which the optimizer updates."""
+        return pb.KIND_MASTER if self.has_master else pb.KIND_PARAM
+
+    @property
+    def kinds(self) -> tuple[pb.Kind, ...]:
+        """What is kept of the group beyond a step: the parameter, the master weight and the optimizer's states."""
+        master = (pb.KIND_MASTER,) if self.has_master else ()
+        return (pb.KIND_PARAM, *master, *self.state_kinds)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one rank's part of the parameters."""
+        return self.layout.chunk * self.dtype.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the flat buffer while it is gathered."""
+        return self.layout.numel * self.dtype.itemsize
+
+    def dtype_of(self, kind: pb.Kind) -> torch.dtype:
+        return self.dtype if kind in (pb.KIND_PARAM, pb.KIND_GRAD) else torch.float32
+
+    def name_of(self, rank: int) -> str:
+        """The name of a rank's shard group in the store."""
+        start, stop = self.layout.chunk_range(rank)
+        return f"{self._unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen")
+
+    def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
+        return self.layout.shards_of(rank)
+
+    def slab(self, kind: pb.Kind, rank: int | None = None) -> Slab:
+        """The slab of a kind of this rank's chunk, or of another rank's."""
+        return Slab(group=self.name if rank is None else self.name_of(rank), kind=kind)
+
+    def to_proto(self, placement: Placement) -> pb.ShardGroup:
+        """The declaration of this rank's shard group."""
+        kinds = [
+            pb.KindSpec(
+                kind=kind,
+                dtype=PROTO_DTYPES[self.dtype_of(kind)],
+                placement=placement.param if kind == pb.KIND_PARAM else placement.optimizer,
+            )
+            for kind in self.kinds
+        ]
+        if self.trainable:
+            dtype = PROTO_DTYPES[self.dtype_of(pb.KIND_GRAD)]
+            kinds.append(pb.KindSpec(kind=pb.KIND_GRAD, dtype=dtype, placement=pb.TIER_HOST))
+        shards = [pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.position) for s in self.shards]
+        return pb.ShardGroup(name=self.name, numel=self.layout.chunk, shards=shards, kinds=kinds)
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of `flat` [layout.numel] as the group's parameters."""
+        return [
+            flat[slot.position : slot.position + slot.numel].view(parameter.shape)
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
+        ]
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Gives the parameters' own memory back: from now on they live in the flat buffer, released."""
+        # Views are made while the storage has its size: torch checks their bounds then, and only then.
+        self.flat = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        self._whole = self.pieces(self.flat)
+        nan = torch.full((1,), torch.nan, dtype=self.dtype, device=self.device)
+        self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
+        self.free()
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Gives the flat buffer its memory, to be filled by the caller, and shows it in the parameters."""
+        self.flat.untyped_storage().resize_(self.whole_bytes)
+        self._point_to(self._whole)
+
+    def free(self) -> None:
+        self._point_to(self._released)
+        self.flat.untyped_storage().resize_(0)
+
+    def _point_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.tensor.data = tensor

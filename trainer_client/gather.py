@@ -1,0 +1,90 @@
+"""How the whole parameters of a unit come together: by an all-gather of what each rank fetched, or all from the store.
+
+A gather is split into start and finish. Owns nothing between two gathers. Must never hold a lease longer than it takes
+to copy the bytes out, nor decide when to gather: that is the hooks' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.collectives import Collectives
+from trainer_client.flat_group import FlatGroup
+from trainer_client.link.channel import Pending
+from trainer_client.link.planes import LeasedBytes
+from trainer_client.link.rank_store import RankStore, Slab
+
+
+class Gather(Protocol):
+    """The contract. `groups` are those of one unit."""
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether a rank can gather alone, whatever the others do."""
+
+    def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
+        """What `start` will lease, in its order."""
+
+    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
+        """Asks for the bytes. Does not wait."""
+
+    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
+        """Fills the flat buffers; the leases may be returned then."""
+
+
+class CollectiveGather:
+    """Each rank leases its own chunk, and an all-gather makes the flat buffer of them. A collective."""
+
+    is_one_sided = False
+
+    def __init__(self, store: RankStore, collectives: Collectives) -> None:
+        self._store = store
+        self._collectives = collectives
+
+    def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
+        return [group.slab(pb.KIND_PARAM) for group in groups]
+
+    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
+        return self._store.acquire_read(self.slabs(groups), position)
+
+    @torch.no_grad()
+    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
+        for group, leased in zip(groups, leases, strict=True):
+            group.allocate()
+            self._collectives.all_gather_flat(group.flat, leased.data.view(group.dtype))
+
+
+class OneSidedGather:
+    """A rank leases every rank's chunk where all ranks share a store, and nothing passes between the ranks.
+
+    Ranks may then use different units, in any order. After a hand-over of gradients the ranks must meet once before any
+    of them gathers: a chunk whose update the store does not know of yet would be read as it was.
+    """
+
+    is_one_sided = True
+
+    def __init__(self, store: RankStore, world_size: int) -> None:
+        self._store = store
+        self._world_size = world_size
+
+    def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
+        return [group.slab(pb.KIND_PARAM, rank) for group in groups for rank in range(self._world_size)]
+
+    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
+        return self._store.acquire_read(self.slabs(groups), position)
+
+    @torch.no_grad()
+    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
+        chunks = iter(leases)
+        for group in groups:
+            group.allocate()
+            for rank in range(self._world_size):
+                first, last = group.layout.chunk_range(rank)
+                group.flat[first:last].copy_(next(chunks).data.view(group.dtype), non_blocking=True)
+            if group.flat.is_cuda:
+                # The leases are returned next: the device must have read them.
+                torch.cuda.current_stream(group.device).synchronize()
