@@ -73,6 +73,7 @@ class ZeroSection(Section):
     stage: Literal[3]
     offload_param: OffloadSection
     offload_optimizer: OffloadSection
+    stage3_max_live_parameters: PositiveInt | None = None
 
 
 class TlsSection(Section):

@@ -22,13 +22,14 @@ from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
-from trainer_client.errors import TrainerClientError
+from trainer_client.errors import PhaseError, TrainerClientError
 from trainer_client.gather import Gather
 from trainer_client.gradients import Gradients
-from trainer_client.hooks import Phase, UnitHooks
+from trainer_client.hooks import UnitHooks
 from trainer_client.link.rank_store import GroupUpdate, RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
+from trainer_client.phases import Phase
 from trainer_client.precision import LossScaler
 from trainer_client.states import GroupStates
 from trainer_client.trace import Clock
@@ -129,7 +130,11 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point inputs are cast to the compute dtype."""
         self._require_open()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._hooks.abandon_forward()
+            raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Backward of a micro-batch; divides by the accumulation steps and applies the loss scale. A collective.
@@ -170,6 +175,7 @@ class Engine:
         self.micro_steps += 1
         if not boundary:
             return
+        self._hooks.begin_step()
         # Every rank waits here before it takes part in the norm: after the norm, the last step is settled everywhere.
         self.wait_for_commit()
         norm = self._gradients.norm()
@@ -358,10 +364,8 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        if self._hooks.phase is Phase.BACKWARD:
-            raise RuntimeError("the engine was called from within a backward pass")
-        if self._hooks.phase is Phase.FAILED:
-            raise RuntimeError("a backward pass has failed: restart the job, it resumes from the last commit")
+        if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.FAILED):
+            raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
 
 
 class _HyperParameterTable:

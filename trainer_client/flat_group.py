@@ -6,21 +6,24 @@ Owns the flat buffers and the parameters' `.data`. Must never know where a chunk
 autograd saved from the parameters (F.linear saves a view of its weight) share the storage and are right again once it
 is refilled. `.data` assignment keeps the version counters of parameter and buffer apart, so a refill does not look like
 an in-place change to autograd. A tensor with a freed storage must not be read, it is a null pointer with a shape.
-Released parameters therefore show a NaN of their shape, expanded from one element: whoever reads a weight outside of
-its unit gets NaN, not a crash.
+Released parameters therefore show a NaN of their shape, expanded from one element, and are `ReleasedParameter`s: who
+wants the values has them gathered by `want`, or gets an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import ReleasedParameterError
 from trainer_client.layout import ShardRange, flat_layout
 from trainer_client.link.rank_store import Slab
 from trainer_client.parameters import ModelParameter
+from trainer_client.released import release, restore
 
 PROTO_DTYPES = {
     torch.float32: pb.DTYPE_FLOAT32,
@@ -39,6 +42,9 @@ class FlatGroup:
     """Parameters of a unit in one flat buffer; see layout.py [Note: flat groups].
 
     Attributes:
+        unit: name of the unit.
+        want: called when a released parameter's values are wanted, with the name of torch's function; gathers the
+            group, or raises.
         shards: the parameter ranges in this rank's chunk, by position.
         name: of the rank's shard group in the store; says which part of the flat buffer it is, not whose.
         state_kinds: the optimizer's states, fp32; none for a frozen group.
@@ -63,7 +69,8 @@ class FlatGroup:
         self.state_kinds = tuple(state_kinds) if trainable else ()
         self.layout = flat_layout([(p.fqn, p.shape.numel()) for p in parameters], world_size)
         self.start, self.stop = self.layout.chunk_range(rank)
-        self._unit = unit
+        self.unit = unit
+        self.want: Callable[[ModelParameter, str], None] = _refuse
         self.name = self.name_of(rank)
         self.shards = self.shards_of(rank)
         self.device = device
@@ -102,7 +109,7 @@ class FlatGroup:
     def name_of(self, rank: int) -> str:
         """The name of a rank's shard group in the store."""
         start, stop = self.layout.chunk_range(rank)
-        return f"{self._unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen")
+        return f"{self.unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen")
 
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
         return self.layout.shards_of(rank)
@@ -140,7 +147,7 @@ class FlatGroup:
         # Views are made while the storage has its size: torch checks their bounds then, and only then.
         self.flat = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         self._whole = self.pieces(self.flat)
-        nan = torch.full((1,), torch.nan, dtype=self.dtype, device=self.device)
+        nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
         self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
         self.free()
 
@@ -153,7 +160,22 @@ class FlatGroup:
     def free(self) -> None:
         self._point_to(self._released)
         self.flat.untyped_storage().resize_(0)
+        for parameter in self.parameters:
+            release(parameter.tensor, partial(self._want, parameter))
+
+    def holds_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a view of the gathered flat buffer."""
+        mine = self.flat.untyped_storage().data_ptr()
+        return mine != 0 and tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == mine
+
+    def _want(self, parameter: ModelParameter, function: str) -> None:
+        self.want(parameter, function)
 
     def _point_to(self, tensors: Sequence[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            restore(parameter.tensor)
             parameter.tensor.data = tensor
+
+
+def _refuse(parameter: ModelParameter, function: str) -> None:
+    raise ReleasedParameterError(parameter.fqn, function)
