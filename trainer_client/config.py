@@ -28,6 +28,9 @@ _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
 # And these are for a daemon that is not.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
+# Where "auto" is a value of ours, not of a tool that fills configs in.
+_AUTO_KEYS = ("paramserver.resume", "paramserver.gather")
+
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -101,6 +104,8 @@ class ParamserverSection(Section):
     host_budget: ByteSize = ByteSize(1 << 30)
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
+    gather: Literal["auto", "collective", "store"] = "auto"
+    collective_timeout_seconds: PositiveFloat = 1800.0
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
 
 
@@ -158,7 +163,7 @@ def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, st
         ConfigError: names each refused key in full, its value, and what to write instead.
     """
     raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
-    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path != "paramserver.resume"]
+    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path not in _AUTO_KEYS]
     if problems:
         raise ConfigError("\n".join(problems))
     try:

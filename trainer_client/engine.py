@@ -152,10 +152,10 @@ class Engine:
         self._hooks.begin_backward(self._commits.next)
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
+            self._hooks.finish_backward()
         except BaseException:
             self._hooks.abort_backward()
             raise
-        self._hooks.finish_backward()
         self._backwards += 1
         return loss
 

@@ -110,7 +110,8 @@ class GradientGroup:
         full, self._full = self._full, None
         direct = not self._reduced and self.chunk.device == device
         mean = self.chunk if direct else torch.empty(layout.chunk, dtype=dtype, device=device)
-        self._collectives.reduce_scatter_mean(mean, self._zeros() if full is None else full)
+        what = f"the reduction of {self.flat_group.unit}"
+        self._collectives.reduce_scatter_mean(mean, self._zeros() if full is None else full, what)
         if not direct:
             _put(self.chunk, mean, add=self._reduced)
         self._reduced = True
@@ -181,7 +182,7 @@ class Gradients:
 
     def finish_backward(self, step: int) -> None:
         """Reduces what came late or outside of a tracked backward, on any rank. A collective."""
-        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups])
+        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], "the end of a backward pass")
         for group, is_dirty in zip(self._groups, dirty, strict=True):
             if is_dirty:
                 group.start_lease(step)
@@ -198,7 +199,7 @@ class Gradients:
                 norms[index] = norm
             for slot in group.present:
                 present[group.flat_group.parameters[slot].index] = 1.0
-        rows = self._collectives.gather_rows(torch.cat((norms, present))).cpu()
+        rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm").cpu()
         anywhere = rows[:, self._parameters :].amax(dim=0) > 0
         # A zero for a parameter without gradient would not change the sum, but the order in which it is rounded.
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])

@@ -101,7 +101,8 @@ def initialize(
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
         local_rank, device = _join_processes(dist_init_required, distributed_port, processes)
-        collectives = Collectives(device)
+        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
+        processes.callback(collectives.close)
         batch = resolve_batch_sizes(settings, collectives.world_size)
         store = _connect(settings, collectives, local_rank, prefer_streams, resources)
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and

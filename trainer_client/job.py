@@ -16,7 +16,7 @@ from torch import nn
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.collectives import Collectives
 from trainer_client.config import TrainingConfig
-from trainer_client.errors import JobConflictError
+from trainer_client.errors import ConfigError, JobConflictError
 from trainer_client.flat_group import PROTO_DTYPES, FlatGroup, Placement
 from trainer_client.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.initial_values import stage_initial_values
@@ -93,9 +93,17 @@ class Job:
 
     def _choose_gather(self) -> Gather:
         ranks = self._collectives.world_size
-        # In host memory, a copy from the arena is faster than any collective.
+        asked = self._settings.paramserver.gather
         (far,) = self._collectives.any_rank([self.sharers != ranks or self._store.plane.name != "arena"])
-        if ranks > 1 and not far and self._collectives.device.type == "cpu":
+        if asked == "store" and far:
+            raise ConfigError(
+                'paramserver.gather = "store": not all ranks can read the shared memory of one store daemon (they are '
+                f"on several nodes, or use streams); {self.sharers} of {ranks} share this rank's: write "
+                '"auto" or "collective"'
+            )
+        # In host memory, a copy from the arena is faster than any collective.
+        host = self._collectives.device.type == "cpu"
+        if asked == "store" or (asked == "auto" and ranks > 1 and host and not far):
             return OneSidedGather(self._store, ranks)
         return CollectiveGather(self._store, self._collectives)
 
