@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from pydantic import ValidationError as PydanticError
 
 from trainer_client.errors import ConfigError
@@ -87,6 +96,22 @@ class TlsSection(Section):
     key: Path | None = None
 
 
+class UnitsSection(Section):
+    """What is gathered and released together; see unit_policy.py. Neither key: the repeated blocks of the model."""
+
+    classes: tuple[str, ...] = ()
+    max_parameters: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        if value == "blocks":
+            return {}
+        if isinstance(value, Mapping):
+            return value
+        raise ValueError('write "blocks", {"classes": [names]} or {"max_parameters": elements}')
+
+
 class ParamserverSection(Section):
     """Where the store is and how the job uses it.
 
@@ -104,6 +129,7 @@ class ParamserverSection(Section):
     host_budget: ByteSize = ByteSize(1 << 30)
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
+    units: UnitsSection = UnitsSection()
     gather: Literal["auto", "collective", "store"] = "auto"
     collective_timeout_seconds: PositiveFloat = 1800.0
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
@@ -258,6 +284,9 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
     """What no single key can tell."""
     if config.bf16.enabled and config.fp16.enabled:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: choose one")
+    units = config.paramserver.units
+    if units.classes and units.max_parameters:
+        raise ConfigError("paramserver.units.classes and paramserver.units.max_parameters are both set: choose one")
     zero = config.zero_optimization
     paths = {
         f"zero_optimization.{name}.nvme_path": section.nvme_path

@@ -201,6 +201,16 @@ class Engine:
         self._hooks.finish_step()
         self._report()
 
+    def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
+
+        Only needed where the use cannot be noticed: in a module that torch.compile has compiled. DeepSpeed's name.
+
+        Raises:
+            ConfigError: one of them is not of this engine's model.
+        """
+        self._hooks.lend(module, parameter)
+
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
         return self

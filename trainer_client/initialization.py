@@ -38,6 +38,7 @@ from trainer_client.precision import LossScaler, PrecisionPolicy
 from trainer_client.reduction_order import ReductionOrder
 from trainer_client.residency import Residency
 from trainer_client.trace import Clock
+from trainer_client.unit_policy import UnitPolicy, choose_policy
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
     *,
+    unit_policy: UnitPolicy | None = None,
     prefer_streams: bool = False,
 ) -> tuple[Engine, StoreOptimizer, DataLoader[Any] | None, Scheduler | None]:
     """Starts or resumes a training job. DeepSpeed's signature and return value; every rank calls it alike.
@@ -80,6 +82,7 @@ def initialize(
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: as needed.
         collate_fn: for the data loader.
         config, config_params: a dict or the path of a JSON file; two names of one argument.
+        unit_policy: from the model to the modules that are gathered and released as a whole; None: `paramserver.units`.
         prefer_streams: move tensors over gRPC although the store is on this node (for tests of that path).
 
     Returns:
@@ -95,6 +98,7 @@ def initialize(
     if model is None:
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)
+    policy = choose_policy(settings.paramserver.units, unit_policy)
     parameters = list_parameters(model)
     store_optimizer = make_optimizer(optimizer, settings.optimizer, model_parameters, parameters)
     scheduler = _make_scheduler(lr_scheduler, optimizer, store_optimizer)
@@ -108,7 +112,7 @@ def initialize(
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
         # end their sessions, which the daemon's end waits for.
         resources.callback(processes.close)
-        job = Job(settings, model, parameters, store_optimizer, store, collectives)
+        job = Job(settings, model, parameters, store_optimizer, store, collectives, policy)
         engine = _make_engine(
             settings,
             model,

@@ -25,7 +25,7 @@ from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
 from trainer_client.precision import PrecisionPolicy
 from trainer_client.states import StoredStates
-from trainer_client.unit_policy import UnitSpec, find_units
+from trainer_client.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.units import Unit
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class Job:
         optimizer: StoreOptimizer,
         store: RankStore,
         collectives: Collectives,
+        unit_policy: UnitPolicy,
     ) -> None:
         """A collective."""
         self._settings = settings
@@ -75,7 +76,7 @@ class Job:
         self._store_ranks = [rank for rank, e in enumerate(collectives.gather_ids(epoch)) if e == epoch]
         self.sharers = len(self._store_ranks)
         self.gather = self._choose_gather()
-        self.units = [self._unit(i, spec) for i, spec in enumerate(find_units(model, parameters))]
+        self.units = [self._unit(i, spec) for i, spec in enumerate(find_units(model, parameters, unit_policy))]
         self.states = [StoredStates(group, store) for unit in self.units for group in unit.groups]
 
         committed = {step.step: step.client_state for step in self._open()}
