@@ -253,8 +253,9 @@ class UnitHooks:
         tree = TensorTree.of(output)
         if torch.is_grad_enabled():
             watched = self._watch_outputs(unit, tree)
-            # One whose outputs hide their tensors stays: nothing would tell when its backward begins.
-            frame.may_release = watched or not tree.hides_some
+            # Where nothing tells when the unit's backward begins it stays, unless it has none.
+            has_none = bool(tree.tensors) and not tree.hides_some and not self._gradients.has_gradients(unit)
+            frame.may_release = watched or has_none
         if any(group.holds_memory_of(tensor) for group in unit.groups for tensor in tree.tensors):
             self._lend_to_caller(unit)
 
