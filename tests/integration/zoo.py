@@ -82,7 +82,7 @@ class Borrower(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.others: list[nn.Module] = []  # a plain list: no children
+        self.others: list[nn.Linear] = []  # a plain list: no children
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(hidden)
@@ -159,7 +159,7 @@ class OutputBlock(Block):
         super().__init__()
         self.kind = kind
 
-    def forward(self, *, state: Mapping[str, Any], sink: Opaque) -> Any:
+    def forward(self, *, state: Mapping[str, Any], sink: Opaque) -> Any:  # type: ignore[override]
         hidden = super().forward(state["hidden"][0])
         if self.kind == "none":
             sink.value = hidden
@@ -305,13 +305,13 @@ class Pixels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.vit = transformers.ViTForImageClassification(
-            transformers.ViTConfig(**SIZES, intermediate_size=48, image_size=8, patch_size=4, num_labels=5)
+            transformers.ViTConfig(**SIZES, intermediate_size=48, image_size=8, patch_size=4)
         )
 
     def forward(self, *, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        values = input_ids.to(self.vit.classifier.weight.dtype) / VOCABULARY
+        values = input_ids / VOCABULARY
         pixels = torch.cat((values, values), dim=1).view(-1, 1, 8, 8).expand(-1, 3, 8, 8)
-        return self.vit(pixel_values=pixels, labels=labels[:, 0] % 5)
+        return self.vit(pixel_values=pixels, labels=labels[:, 0] % 2)
 
 
 SIZES: Mapping[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -348,9 +348,9 @@ def t5() -> nn.Module:
         num_layers=2,
         num_heads=2,
         dropout_rate=0.0,
-        decoder_start_token_id=0,
         eos_token_id=None,
     )
+    config.decoder_start_token_id = 0
     return transformers.T5ForConditionalGeneration(config)
 
 
