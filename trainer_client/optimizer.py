@@ -178,8 +178,8 @@ class StoreOptimizer(torch.optim.Optimizer):
                 "pass the same groups"
             )
         for number, stored in enumerate(settings):
-            values = {key: value for key, value in stored.items() if key != "params"}
-            indexes = [index for first, last in stored["params"] for index in range(first, last + 1)]
+            values = dict(stored)
+            indexes = [index for first, last in values.pop("params") for index in range(first, last + 1)]
             if number == len(self.param_groups):
                 self.add_param_group({**values, "params": [self._parameters[index].tensor for index in indexes]})
                 continue
