@@ -12,13 +12,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic import ValidationError as PydanticError
 
 from trainer_client.errors import ConfigError
 from trainer_client.link.credentials import Credentials
+from trainer_client.refused_optimizers import HONOURED, why_refused
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEFAULT_STATE_DIR = "paramserver-state"
@@ -57,11 +58,93 @@ class AdamWSection(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: NonNegativeFloat = 1e-8
     weight_decay: NonNegativeFloat = 1e-2
+    # DeepSpeed has kernels of its own; the store's are torch's.
+    torch_adam: Literal[True] = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Of torch's class."""
+        return self.model_dump(exclude={"torch_adam"})
 
 
-class OptimizerSection(Section):
+class AdamSection(AdamWSection):
+    """Hyper-parameters of DeepSpeed's `Adam`, which is AdamW unless `adam_w_mode` is false."""
+
+    weight_decay: NonNegativeFloat = 0.0
+    adam_w_mode: bool = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Of torch's class."""
+        values = self.model_dump(exclude={"torch_adam", "adam_w_mode"})
+        return values | {"decoupled_weight_decay": self.adam_w_mode}
+
+
+class SgdSection(Section):
+    """Hyper-parameters of `torch.optim.SGD`, with its defaults."""
+
+    lr: NonNegativeFloat = 1e-3
+    momentum: NonNegativeFloat = 0.0
+    dampening: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    nesterov: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Of torch's class."""
+        return self.model_dump()
+
+
+class LionSection(Section):
+    """Hyper-parameters of Lion. DeepSpeed's defaults are not the paper's: the first two must be written."""
+
+    lr: NonNegativeFloat
+    betas: tuple[Beta, Beta]
+    weight_decay: NonNegativeFloat = 0.0
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `trainer_client.Lion`."""
+        return self.model_dump()
+
+
+class AdagradSection(Section):
+    """Hyper-parameters of `torch.optim.Adagrad`, with its defaults."""
+
+    lr: NonNegativeFloat = 1e-2
+    lr_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    eps: NonNegativeFloat = 1e-10
+
+    def arguments(self) -> dict[str, Any]:
+        """Of torch's class."""
+        return self.model_dump()
+
+
+class AdamWOptimizer(Section):
     type: Literal["AdamW"]
     params: AdamWSection = AdamWSection()
+
+
+class AdamOptimizer(Section):
+    type: Literal["Adam"]
+    params: AdamSection = AdamSection()
+
+
+class SgdOptimizer(Section):
+    type: Literal["SGD"]
+    params: SgdSection = SgdSection()
+
+
+class LionOptimizer(Section):
+    type: Literal["Lion"]
+    params: LionSection
+
+
+class AdagradOptimizer(Section):
+    type: Literal["Adagrad"]
+    params: AdagradSection = AdagradSection()
+
+
+OptimizerSection: TypeAlias = AdamWOptimizer | AdamOptimizer | SgdOptimizer | LionOptimizer | AdagradOptimizer
+_OPTIMIZERS: Mapping[str, type[Section]] = dict(zip(HONOURED, get_args(OptimizerSection), strict=True))
 
 
 class OffloadSection(Section):
@@ -88,7 +171,8 @@ class ParamserverSection(Section):
 
     `address` is `unix:/path` or `host:port` of a daemon that an operator runs. Without it (and without
     $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
-    ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials.
+    ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials. `may_thaw`
+    has patterns of FQNs: of parameters that are frozen, and in no parameter group, and may be trained later.
     """
 
     address: str | None = None
@@ -101,6 +185,7 @@ class ParamserverSection(Section):
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
+    may_thaw: tuple[str, ...] = ()
 
 
 class TrainingConfig(Section):
@@ -111,7 +196,7 @@ class TrainingConfig(Section):
     steps_per_print: PositiveInt | None = 10
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
-    optimizer: OptimizerSection | None = None
+    optimizer: OptimizerSection | None = Field(default=None, discriminator="type")
     zero_optimization: ZeroSection
     paramserver: ParamserverSection = ParamserverSection()
 
@@ -215,8 +300,15 @@ def _auto_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _explain(detail: Any) -> str:
     """One error of pydantic's as a sentence about a dotted key."""
-    path = ".".join(str(part) for part in detail["loc"])
+    path = ".".join(_keys_of(detail["loc"]))
     value = detail["input"]
+    if detail["type"].startswith("union_tag"):
+        if detail["type"].endswith("not_found"):
+            reason = f"is missing: write one of {', '.join(HONOURED)}"
+        else:
+            given = detail["ctx"]["tag"]
+            reason = f"= {given!r} is refused: {why_refused(given)}"
+        return f"{path}.type {reason}"
     if detail["type"] == "extra_forbidden":
         known = _keys_beside(detail["loc"])
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
@@ -233,15 +325,21 @@ def _explain(detail: Any) -> str:
     if path.endswith(("offload_param", "offload_optimizer")) or path.endswith(".device"):
         given = "missing" if detail["type"] == "missing" else f"{value!r}"
         return f'{path} is {given}; the store keeps this state: write {{"device": "cpu"}} or {{"device": "nvme"}}'
-    if detail["type"] == "missing":
-        return f"{path} is missing"
-    return f"{path} = {value!r} is refused: {detail['msg']}"
+    return f"{path} is missing" if detail["type"] == "missing" else f"{path} = {value!r} is refused: {detail['msg']}"
+
+
+def _keys_of(location: tuple[int | str, ...]) -> list[str]:
+    """pydantic's location without the optimizer's name, which is the value of a key."""
+    return [str(part) for index, part in enumerate(location) if not (index == 1 and part in _OPTIMIZERS)]
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The honoured keys of the section that holds `location`."""
     section: type[BaseModel] = TrainingConfig
     for part in location[:-1]:
+        if part in _OPTIMIZERS:
+            section = _OPTIMIZERS[str(part)]
+            continue
         annotation = section.model_fields[str(part)].annotation
         candidates = (annotation, *get_args(annotation))
         section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))

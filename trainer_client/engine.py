@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -17,7 +17,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import nn
 
-from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
@@ -26,6 +25,7 @@ from trainer_client.errors import TrainerClientError
 from trainer_client.gather import Gather
 from trainer_client.gradients import Gradients
 from trainer_client.hooks import Phase, UnitHooks
+from trainer_client.hyper_parameters import HyperParameterTable
 from trainer_client.link.rank_store import GroupUpdate, RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
@@ -111,7 +111,6 @@ class Engine:
         self._steps_per_print = steps_per_print
         self._resources = resources
         self._update_counts = [0] * len(parameters)  # per parameter of the model
-        self._trainable = [parameter.tensor.requires_grad for parameter in parameters]
         self._global_grad_norm: float | None = None
         self._backwards = 0  # since the last boundary
         self._closed = False
@@ -161,12 +160,15 @@ class Engine:
         by the next step, `wait_for_commit` or `close`. A step with a non-finite gradient is skipped on every rank.
 
         Raises:
+            ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
             StoreError: the store failed; the last committed step is intact.
         """
         self._require_open()
         if self._backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self.optimizer.check_groups()
         self.micro_steps += 1
         if not boundary:
             return
@@ -310,18 +312,25 @@ class Engine:
 
     def _hand_over(self, scale: float, present: Sequence[bool]) -> None:
         """Gives the store the gradients, in forward order, with the hyper-parameters of each shard."""
-        for index, is_present in enumerate(present):
-            self._update_counts[index] += is_present
-        table = _HyperParameterTable(self.optimizer.hyper_parameters, self._update_counts)
-        updates = []
+        group_of = self.optimizer.groups_of_parameters()
+        for index in group_of:
+            self._update_counts[index] += present[index]
+        table = HyperParameterTable(group_of, self.optimizer.row, self._update_counts)
+        updates, idle = [], []
         for group, leased in self._gradients.hand_over():
             indices = [group.parameters[shard.slot].index for shard in group.shards]
             chosen = [table.row_of(index) if present[index] else -1 for index in indices]
-            updates.append(
-                GroupUpdate(group=group.name, gradient=leased, scale=scale, hyper_parameters_of_shard=chosen)
-            )
+            if any(row >= 0 for row in chosen):
+                updates.append(
+                    GroupUpdate(group=group.name, gradient=leased, scale=scale, hyper_parameters_of_shard=chosen)
+                )
+            else:
+                idle.append(leased)
         if updates:
             self._store.apply_gradients(self._commits.next, table.rows, updates)
+        if idle:
+            # Waited for: the next step leases the same memory anew.
+            self._store.release(idle).wait()
 
     def _client_state(self) -> bytes:
         return client_state.encode(
@@ -362,25 +371,6 @@ class Engine:
             raise RuntimeError("the engine was called from within a backward pass")
         if self._hooks.phase is Phase.FAILED:
             raise RuntimeError("a backward pass has failed: restart the job, it resumes from the last commit")
-
-
-class _HyperParameterTable:
-    """The distinct hyper-parameters of a step; most parameters of a model share one row."""
-
-    def __init__(
-        self, lookup: Callable[[int, int], pb.ApplyGradientsRequest.HyperParameters], update_counts: Sequence[int]
-    ) -> None:
-        self.rows: list[pb.ApplyGradientsRequest.HyperParameters] = []
-        self._lookup = lookup
-        self._update_counts = update_counts
-        self._known: dict[bytes, int] = {}
-
-    def row_of(self, parameter: int) -> int:
-        row = self._lookup(parameter, self._update_counts[parameter])
-        number = self._known.setdefault(row.SerializeToString(deterministic=True), len(self.rows))
-        if number == len(self.rows):
-            self.rows.append(row)
-        return number
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -39,6 +39,8 @@ class FlatGroup:
     """Parameters of a unit in one flat buffer; see layout.py [Note: flat groups].
 
     Attributes:
+        trainable: whether the store has optimizer states of the parameters, and takes gradients of them. Those of a
+            trainable group may be frozen for a while.
         shards: the parameter ranges in this rank's chunk, by position.
         name: of the rank's shard group in the store; says which part of the flat buffer it is, not whose.
         state_kinds: the optimizer's states, fp32; none for a frozen group.

@@ -57,6 +57,16 @@ class GradientGroup:
         return len(self.missing) < len(self.flat_group.parameters)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether no gradient is missing; that of a parameter which is frozen for a while is not."""
+        return not any(self.flat_group.parameters[slot].tensor.requires_grad for slot in self.missing)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether all parameters are frozen for a while: no gradient will come."""
+        return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
+
+    @property
     def leased(self) -> LeasedBytes | None:
         """The lease of this step, waited for; None if nobody asked for one."""
         if self._pending is not None:
@@ -157,23 +167,28 @@ class Gradients:
 
         for group in self._groups:
             for slot, parameter in enumerate(group.flat_group.parameters):
-                take = partial(hook, group, slot)
-                parameter.tensor.register_post_accumulate_grad_hook(take)
+                frozen = not parameter.tensor.requires_grad
+                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
+                parameter.tensor.requires_grad_(True)
+                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, group, slot))
+                parameter.tensor.requires_grad_(not frozen)
 
     def start_backward(self, unit: Unit, step: int) -> None:
         """The unit's backward begins: its gradients will need memory."""
         for group in self._of_unit[unit.index]:
-            group.start_lease(step)
+            if not group.is_frozen:
+                group.start_lease(step)
 
     def unit_is_complete(self, unit: Unit) -> bool:
         """Whether every trainable parameter of the unit has its gradient."""
-        return not any(group.missing for group in self._of_unit[unit.index])
+        return all(group.is_complete for group in self._of_unit[unit.index])
 
     def reduce_unit(self, unit: Unit, step: int) -> None:
         """The unit's backward is over, on every rank. A collective."""
         for group in self._of_unit[unit.index]:
-            group.start_lease(step)
-            group.reduce()
+            if not group.is_frozen:
+                group.start_lease(step)
+                group.reduce()
 
     def finish_backward(self, step: int) -> None:
         """Reduces what came late or outside of a tracked backward, on any rank. A collective."""

@@ -70,7 +70,8 @@ def initialize(
         args: its `deepspeed_config` is the config's path if `config` is None.
         model: floating-point parameters, on the CPU. Afterwards they live in the store. On a new job, rank 0's initial
             values count; on a resume the initial values do not matter.
-        optimizer: a fresh `torch.optim.AdamW`, or a callable from parameters to one; None: the config's.
+        optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
+            parameters to one; None: the config's.
         model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
         training_data: a dataset, for the data loader that is returned.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
@@ -94,7 +95,9 @@ def initialize(
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)
     parameters = list_parameters(model)
-    store_optimizer = make_optimizer(optimizer, settings.optimizer, model_parameters, parameters)
+    store_optimizer = make_optimizer(
+        optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
+    )
     scheduler = _make_scheduler(lr_scheduler, optimizer, store_optimizer)
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())

@@ -112,7 +112,7 @@ class Job:
                 device=self._collectives.device,
             )
             for trainable in (True, False)
-            if (members := [p for p in spec.parameters if p.tensor.requires_grad == trainable])
+            if (members := [p for p in spec.parameters if self._optimizer.has_states(p) == trainable])
         ]
         return Unit(index=index, spec=spec, groups=groups, gather=self.gather, store=self._store)
 
@@ -128,7 +128,7 @@ class Job:
                 world_size=self._collectives.world_size,
                 attached_ranks=self.sharers,
                 parameters=[
-                    pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=dtype, trainable=p.tensor.requires_grad)
+                    pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=dtype, trainable=self._optimizer.has_states(p))
                     for p in self._parameters
                 ],
                 durability=_durability(section.durability),
