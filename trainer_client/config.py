@@ -178,6 +178,7 @@ class ZeroSection(Section):
     stage: Literal[0, 1, 2, 3] = 0
     offload_param: OffloadSection | None = None
     offload_optimizer: OffloadOptimizerSection | None = None
+    stage3_max_live_parameters: PositiveInt | None = None
 
 
 class PlacementSection(Section):

@@ -20,13 +20,14 @@ from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
-from trainer_client.errors import NonFiniteGradientError, TrainerClientError
+from trainer_client.errors import NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.gather import Gather
 from trainer_client.gradients import ReductionSchedule
-from trainer_client.hooks import Phase, UnitHooks
+from trainer_client.hooks import UnitHooks
 from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
+from trainer_client.phases import Phase
 from trainer_client.placement import Residence
 from trainer_client.precision import LossScaler
 from trainer_client.states import PlacedStates, placement_bytes
@@ -128,7 +129,11 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point inputs are cast to the compute dtype."""
         self._require_open()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._hooks.abandon_forward()
+            raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Backward of a micro-batch; divides by the accumulation steps and applies the loss scale. A collective.
@@ -179,6 +184,7 @@ class Engine:
         self.micro_steps += 1
         if not boundary:
             return
+        self._hooks.begin_step()
         # Every rank waits here before it takes part in the norm: after the norm, the last step is settled everywhere.
         self.wait_for_commit()
         made = self._step.make(self._commits.next)
@@ -388,10 +394,8 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        if self._hooks.phase is Phase.BACKWARD:
-            raise RuntimeError("the engine was called from within a backward pass")
-        if self._hooks.phase is Phase.FAILED:
-            raise RuntimeError("a backward pass has failed: restart the job, it resumes from the last commit")
+        if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.FAILED):
+            raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -229,6 +229,10 @@ class Gradients:
         for group in self._groups:
             group.expect_all()
 
+    def has_gradients(self, unit: Unit) -> bool:
+        """Whether anything of the unit is trained."""
+        return bool(self._of_unit[unit.index])
+
     def start_backward(self, unit: Unit, step: int) -> None:
         """The unit's backward begins: its gradients will need memory."""
         for group in self._of_unit[unit.index]:

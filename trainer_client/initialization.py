@@ -35,6 +35,8 @@ from trainer_client.local_daemon import LocalDaemon, local_address
 from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.parameters import ModelParameter, list_parameters
 from trainer_client.precision import LossScaler, PrecisionPolicy
+from trainer_client.reduction_order import ReductionOrder
+from trainer_client.residency import Residency
 from trainer_client.trace import Clock
 from trainer_client.training_step import Clipping, TrainingStep
 from trainer_client.updates import Updates
@@ -156,10 +158,15 @@ def _make_engine(
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
-        store=store,
+        residency=Residency(
+            job.units,
+            store,
+            prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
+            kept_elements=settings.zero_optimization.stage3_max_live_parameters,
+        ),
+        reduction_order=ReductionOrder(len(job.units), collectives),
         compute_dtype=policy.compute_dtype,
         clock=clock,
-        prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
     )
     hooks.install()
     engine = Engine(
