@@ -18,6 +18,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _MAX_STEPS = 16  # committed steps that a store keeps per job, at most
 
 
+class PendingRows:
+    """A gather of rows under way."""
+
+    def __init__(self, work: dist.Work, rows: torch.Tensor) -> None:
+        self._work = work
+        self._rows = rows
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._rows
+
+
 class Collectives:
     """Args:
     device: where tensors of collectives live; the process group's backend must know it.
@@ -57,6 +69,12 @@ class Collectives:
         rows = torch.empty(self.world_size * row.numel(), dtype=row.dtype, device=self.device)
         _all_gather(rows, row.to(self.device))
         return rows.view(self.world_size, -1)
+
+    def start_gather_rows(self, row: torch.Tensor, what: str) -> PendingRows:
+        """Every rank's `row` [n] on the CPU, as [world, n], world size > 1. Does not wait."""
+        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype)
+        work = _all_gather(rows.view(-1), row, async_op=True)
+        return PendingRows(work, rows)
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank."""

@@ -8,10 +8,11 @@ from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.collectives import Collectives
-from trainer_client.errors import ConfigError
-from trainer_client.flat_group import FlatGroup, Placement
+from trainer_client.errors import ConfigError, ReleasedParameterError
+from trainer_client.flat_group import FlatGroup
 from trainer_client.initial_values import initial_chunk
 from trainer_client.parameters import list_parameters
+from trainer_client.placement import GroupPlacement, Home, Residence
 from trainer_client.unit_policy import find_units
 
 
@@ -90,7 +91,7 @@ def fill(group: FlatGroup, chunk: torch.Tensor) -> None:
     group.flat.copy_(chunk)
 
 
-def test_a_released_group_has_no_memory_and_reads_as_nan() -> None:
+def test_a_released_group_has_no_memory_and_is_not_read() -> None:
     model = nn.Linear(30, 30)
     group = flat_group(model, torch.float32)
 
@@ -99,7 +100,10 @@ def test_a_released_group_has_no_memory_and_reads_as_nan() -> None:
     assert group.flat.untyped_storage().nbytes() == 0
     assert model.weight.shape == (30, 30)
     assert model.weight.untyped_storage().nbytes() == 4
-    assert model.weight.isnan().all()
+    with pytest.raises(ReleasedParameterError, match=r"weight.*linear"):
+        model(torch.ones(30))
+    with pytest.raises(ReleasedParameterError, match=r"weight.*data"):
+        print(model.weight.data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +150,9 @@ def test_a_group_declares_the_kinds_that_its_precision_needs(
 ) -> None:
     group = flat_group(nn.Linear(5, 7), dtype, trainable=trainable)
 
-    declared = group.to_proto(Placement(param=pb.TIER_NVME, optimizer=pb.TIER_HOST))
+    declared = group.to_proto(
+        GroupPlacement(residence=Residence.SHARDED, parameters=Home.NVME, gradients=Home.HOST, optimizer=Home.HOST)
+    )
 
     assert [spec.kind for spec in declared.kinds] == kinds
     assert declared.kinds[0].placement == pb.TIER_NVME
