@@ -12,13 +12,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ByteSize,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -26,8 +25,10 @@ from pydantic import (
 )
 from pydantic import ValidationError as PydanticError
 
+from trainer_client.config_section import Section
 from trainer_client.errors import ConfigError
 from trainer_client.link.credentials import Credentials
+from trainer_client.optimizer_sections import OPTIMIZERS, OptimizerSection
 from trainer_client.refused_optimizers import HONOURED, why_refused
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
@@ -38,16 +39,11 @@ _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
 # And these are for a daemon that is not.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 HomeName = Literal["device", "gpu", "host", "nvme"]
 # "nvme" is short for {"nvme": 1.0}.
 HomeShares = Annotated[dict[HomeName, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
 DTypeName = Literal["fp32", "bf16", "fp16"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Bf16Section(Section):
@@ -63,102 +59,6 @@ class Fp16Section(Section):
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     min_loss_scale: PositiveFloat = 1.0
-
-
-class AdamWSection(Section):
-    """Hyper-parameters of `torch.optim.AdamW`, with its defaults."""
-
-    lr: NonNegativeFloat = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: NonNegativeFloat = 1e-8
-    weight_decay: NonNegativeFloat = 1e-2
-    # DeepSpeed has kernels of its own; the store's are torch's.
-    torch_adam: Literal[True] = True
-
-    def arguments(self) -> dict[str, Any]:
-        """Of torch's class."""
-        return self.model_dump(exclude={"torch_adam"})
-
-
-class AdamSection(AdamWSection):
-    """Hyper-parameters of DeepSpeed's `Adam`, which is AdamW unless `adam_w_mode` is false."""
-
-    weight_decay: NonNegativeFloat = 0.0
-    adam_w_mode: bool = True
-
-    def arguments(self) -> dict[str, Any]:
-        """Of torch's class."""
-        values = self.model_dump(exclude={"torch_adam", "adam_w_mode"})
-        return values | {"decoupled_weight_decay": self.adam_w_mode}
-
-
-class SgdSection(Section):
-    """Hyper-parameters of `torch.optim.SGD`, with its defaults."""
-
-    lr: NonNegativeFloat = 1e-3
-    momentum: NonNegativeFloat = 0.0
-    dampening: float = 0.0
-    weight_decay: NonNegativeFloat = 0.0
-    nesterov: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        """Of torch's class."""
-        return self.model_dump()
-
-
-class LionSection(Section):
-    """Hyper-parameters of Lion. DeepSpeed's defaults are not the paper's: the first two must be written."""
-
-    lr: NonNegativeFloat
-    betas: tuple[Beta, Beta]
-    weight_decay: NonNegativeFloat = 0.0
-
-    def arguments(self) -> dict[str, Any]:
-        """Of `trainer_client.Lion`."""
-        return self.model_dump()
-
-
-class AdagradSection(Section):
-    """Hyper-parameters of `torch.optim.Adagrad`, with its defaults."""
-
-    lr: NonNegativeFloat = 1e-2
-    lr_decay: NonNegativeFloat = 0.0
-    weight_decay: NonNegativeFloat = 0.0
-    initial_accumulator_value: NonNegativeFloat = 0.0
-    eps: NonNegativeFloat = 1e-10
-
-    def arguments(self) -> dict[str, Any]:
-        """Of torch's class."""
-        return self.model_dump()
-
-
-class AdamWOptimizer(Section):
-    type: Literal["AdamW"]
-    params: AdamWSection = AdamWSection()
-
-
-class AdamOptimizer(Section):
-    type: Literal["Adam"]
-    params: AdamSection = AdamSection()
-
-
-class SgdOptimizer(Section):
-    type: Literal["SGD"]
-    params: SgdSection = SgdSection()
-
-
-class LionOptimizer(Section):
-    type: Literal["Lion"]
-    params: LionSection
-
-
-class AdagradOptimizer(Section):
-    type: Literal["Adagrad"]
-    params: AdagradSection = AdagradSection()
-
-
-OptimizerSection: TypeAlias = AdamWOptimizer | AdamOptimizer | SgdOptimizer | LionOptimizer | AdagradOptimizer
-_OPTIMIZERS: Mapping[str, type[Section]] = dict(zip(HONOURED, get_args(OptimizerSection), strict=True))
 
 
 class OffloadSection(Section):
@@ -373,15 +273,15 @@ def _explain(detail: Any) -> str:
 
 def _keys_of(location: tuple[int | str, ...]) -> list[str]:
     """pydantic's location without the optimizer's name, which is the value of a key."""
-    return [str(part) for index, part in enumerate(location) if not (index == 1 and part in _OPTIMIZERS)]
+    return [str(part) for index, part in enumerate(location) if not (index == 1 and part in OPTIMIZERS)]
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The honoured keys of the section that holds `location`."""
     section: type[BaseModel] = TrainingConfig
     for part in location[:-1]:
-        if part in _OPTIMIZERS:
-            section = _OPTIMIZERS[str(part)]
+        if part in OPTIMIZERS:
+            section = OPTIMIZERS[str(part)]
             continue
         annotation = section.model_fields[str(part)].annotation
         candidates = (annotation, *get_args(annotation))

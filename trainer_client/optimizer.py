@@ -17,10 +17,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import update_rules
-from trainer_client.config import OptimizerSection
 from trainer_client.errors import ConfigError
 from trainer_client.hyper_parameters import HyperParameters, ParameterGroup, check_settings, row_maker
 from trainer_client.lion import Lion
+from trainer_client.optimizer_sections import OptimizerSection
 from trainer_client.parameters import ModelParameter
 
 log = logging.getLogger(__name__)

@@ -73,8 +73,11 @@ def batches(count: int) -> Iterator[torch.Tensor]:
         yield torch.randn(4, WIDTH, generator=generator)
 
 
+IN_THE_STORE = {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}
+ON_THE_DEVICE = {"stage": 2}
+
+
 def start(address: str, job: str, model: nn.Module, optimizer: Any, **config: Any) -> Engine:
-    offload = {"device": "nvme"}
     section = config.pop("paramserver", {})
     return trainer_client.initialize(
         model=model,
@@ -83,7 +86,7 @@ def start(address: str, job: str, model: nn.Module, optimizer: Any, **config: An
         config={
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": CLIPPING,
-            "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+            "zero_optimization": IN_THE_STORE,
             "paramserver": {"address": address, "job": job, **section},
             **config,
         },
@@ -142,19 +145,21 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("home", [IN_THE_STORE, ON_THE_DEVICE], ids=["nvme", "device"])
 @pytest.mark.parametrize("name", CASES)
-def test_an_optimizer_in_the_store_gives_the_bits_of_plain_pytorch(store: Daemon, name: str) -> None:
+def test_an_optimizer_gives_the_bits_of_plain_pytorch(store: Daemon, name: str, home: dict[str, Any]) -> None:
+    job = f"{name} at stage {home['stage']}"
     case, plain, model = CASES[name], Net(), Net()
     reference = (case.reference or case.make)(plain.parameters())
     expected = [train_plain(plain, reference, inputs) for inputs in batches(STEPS)]
 
-    with start(store.address, name, model, case.make(model.parameters())) as engine:
+    with start(store.address, job, model, case.make(model.parameters()), zero_optimization=home) as engine:
         seen = [train(engine, inputs) for inputs in batches(STEPS)]
         weights = engine.full_state_dict()
 
     assert seen == expected
     assert_same_weights(weights, plain.state_dict())
-    with StoreClientSync.connect(store.address) as client, client.read(name) as reader:
+    with StoreClientSync.connect(store.address) as client, client.read(job) as reader:
         for fqn, parameter in plain.named_parameters():
             for kind in case.states:
                 assert torch.equal(reader.get(fqn, kind=kind), reference.state[parameter][kind]), f"{kind} of {fqn}"
@@ -231,11 +236,14 @@ CHANGES_STEPS = 9
 MAY_THAW = {"may_thaw": ["blocks.1.*"]}
 
 
-def changed_through_store(address: str, job: str, make: Make, data: Iterable[torch.Tensor]) -> Trained:
+def changed_through_store(
+    address: str, job: str, make: Make, data: Iterable[torch.Tensor], home: Any = IN_THE_STORE
+) -> Trained:
     model = Net()
     changes = Changes(model, make)
     seen = []
-    with start(address, job, model, changes.original, paramserver=MAY_THAW) as engine:
+    config = {"paramserver": MAY_THAW, "zero_optimization": home}
+    with start(address, job, model, changes.original, **config) as engine:
         for step, inputs in enumerate(data, start=1):
             changes.before(step, engine.optimizer)
             seen.append(train(engine, inputs))
@@ -252,12 +260,16 @@ def changed_plainly(make: Make) -> Trained:
     return expected, plain.state_dict()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "Adagrad"])
-def test_groups_that_come_later_and_what_is_frozen_and_thawed(store: Daemon, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [("AdamW", IN_THE_STORE), ("SGD with momentum", IN_THE_STORE), ("Adagrad", IN_THE_STORE), ("AdamW", ON_THE_DEVICE)],
+)
+def test_groups_that_come_later_and_what_is_frozen_and_thawed(store: Daemon, name: str, home: dict[str, Any]) -> None:
+    job = f"{name} changing at stage {home['stage']}"
     make = CASES[name].make
     expected, weights_expected = changed_plainly(make)
 
-    seen, weights = changed_through_store(store.address, f"{name} changing", make, batches(CHANGES_STEPS))
+    seen, weights = changed_through_store(store.address, job, make, batches(CHANGES_STEPS), home)
 
     assert seen == expected
     assert_same_weights(weights, weights_expected)
