@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import update_rules
+from paramserver.v1.row_ranges import find_problem
 from trainer_client.errors import ConfigError
 from trainer_client.hyper_parameters import HyperParameters, ParameterGroup, check_settings, row_maker
 from trainer_client.lion import Lion
@@ -206,13 +207,15 @@ class StoreOptimizer(torch.optim.Optimizer):
             index = self._index_of[id(tensor)]
             if index not in self._stateful:
                 raise ConfigError(_without_states(self._parameters[index].fqn))
-        if self._state_kinds is None:
-            return
-        needed = update_rules.state_kinds(self.row(number, 1))
-        if missing := [pb.Kind.Name(kind)[5:].lower() for kind in needed if kind not in self._state_kinds]:
+        row = self.row(number, 1)
+        if problem := find_problem(row):
+            raise ConfigError(f"parameter group {number} of the optimizer: {problem}")
+        kept = self._state_kinds
+        if missing := [kind for kind in update_rules.state_kinds(row) if kept is not None and kind not in kept]:
+            names = ", ".join(pb.Kind.Name(kind).removeprefix("KIND_").lower() for kind in missing)
             raise ConfigError(
-                f"parameter group {number} needs {', '.join(missing)} now, which no group did when the job was opened: "
-                "give one a momentum from the beginning"
+                f"parameter group {number} needs {names} now, which no group did when the job was opened: give one a "
+                "momentum from the beginning"
             )
 
 

@@ -278,6 +278,24 @@ def test_what_has_no_states_can_neither_be_grouped_nor_thawed() -> None:
         optimizer.check_groups()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("lr", -0.5, r"group 1 of the optimizer: adamw\.lr = -0\.5 is out of its range"),
+        ("lr", float("nan"), r"adamw\.lr = nan"),
+        ("betas", (0.9, 1.0), r"adamw\.beta2 = 1\.0"),
+        ("amsgrad", True, "amsgrad=True of parameter group 1"),
+    ],
+)
+def test_a_step_is_not_begun_with_settings_that_make_no_sense(key: str, value: Any, named: str) -> None:
+    net = model()
+    _, optimizer = taken_over(net, [{"params": net[0].parameters()}, {"params": net[1].parameters()}])
+    optimizer.param_groups[1][key] = value  # as a schedule does
+
+    with pytest.raises(ConfigError, match=named):
+        optimizer.check_groups()
+
+
 def test_a_momentum_that_the_job_has_no_state_for_is_refused() -> None:
     net = model()
     optimizer = StoreOptimizer(SGD(net.parameters(), lr=0.5), list_parameters(net))
