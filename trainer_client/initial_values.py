@@ -98,6 +98,7 @@ class InitialValues:
                 chunk = self.chunk(group)
                 kinds = (pb.KIND_PARAM, pb.KIND_MASTER) if group.has_master else (pb.KIND_PARAM,)
                 state.stage(dict.fromkeys(kinds, chunk), step=0)
+                state.refill()
                 group.take_over()
                 progress.advance(task, group.layout.numel * torch.float32.itemsize)
 

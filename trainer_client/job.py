@@ -11,20 +11,22 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 import grpc
+import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.collectives import Collectives
 from trainer_client.config import TrainingConfig
 from trainer_client.errors import JobConflictError
-from trainer_client.flat_group import PROTO_DTYPES, FlatGroup, Placement
+from trainer_client.flat_group import PROTO_DTYPES, FlatGroup
 from trainer_client.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.initial_values import InitialValues
 from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
+from trainer_client.placement import GroupPlacement, Home, PlacementPolicy
 from trainer_client.precision import PrecisionPolicy
-from trainer_client.states import StoredStates
+from trainer_client.states import PlacedStates
 from trainer_client.unit_policy import UnitSpec, find_units
 from trainer_client.units import Unit
 
@@ -34,7 +36,6 @@ ROOT_NAME = "(root)"
 
 _ID_BYTES = 16
 
-_TIERS: Mapping[str, pb.Tier] = {"cpu": pb.TIER_HOST, "nvme": pb.TIER_NVME}
 _RESUME_POLICIES: Mapping[str, pb.ResumePolicy] = {
     "auto": pb.RESUME_POLICY_AUTO,
     "never": pb.RESUME_POLICY_NEVER,
@@ -75,9 +76,10 @@ class Job:
         epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
         self._store_ranks = [rank for rank, e in enumerate(collectives.gather_ids(epoch)) if e == epoch]
         self.sharers = len(self._store_ranks)
-        self.gather = self._choose_gather()
-        self.units = [self._unit(i, spec) for i, spec in enumerate(find_units(model, parameters))]
-        self.states = [StoredStates(group, store) for unit in self.units for group in unit.groups]
+        placement = PlacementPolicy.of(settings)
+        self.gather = self._choose_gather(placement)
+        self.units = [self._unit(i, spec, placement) for i, spec in enumerate(find_units(model, parameters))]
+        self.states = self._place(placement)
 
         committed = {step.step: step.client_state for step in self._open()}
         self.resumed_step = self._agree_on(list(committed))
@@ -88,38 +90,63 @@ class Job:
             self.resumed_state = committed[self.resumed_step]
             self._roll_back(self.resumed_step)
             for state in self.states:
+                state.load()
+                state.refill()
                 state.group.take_over()
         _move_buffers(model, collectives)
 
-    def _choose_gather(self) -> Gather:
+    def _choose_gather(self, placement: PlacementPolicy) -> Gather:
         ranks = self._collectives.world_size
         # In host memory, a copy from the arena is faster than any collective.
         (far,) = self._collectives.any_rank([self.sharers != ranks or self._store.plane.name != "arena"])
-        if ranks > 1 and not far and self._collectives.device.type == "cpu":
+        shared = Home.DEVICE not in placement.parameters
+        if ranks > 1 and not far and shared and self._collectives.device.type == "cpu":
             return OneSidedGather(self._store, ranks)
         return CollectiveGather(self._store, self._collectives)
 
-    def _unit(self, index: int, spec: UnitSpec) -> Unit:
+    def _unit(self, index: int, spec: UnitSpec, placement: PlacementPolicy) -> Unit:
+        members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
+        for parameter in spec.parameters:
+            key = (not parameter.tensor.requires_grad, self._policy.dtype_of(parameter))
+            members.setdefault(key, []).append(parameter)
+        usual = self._policy.compute_dtype or torch.float32
         groups = [
             FlatGroup(
                 unit=spec.fqn or ROOT_NAME,
-                parameters=members,
-                dtype=self._policy.compute_dtype,
-                trainable=trainable,
+                parameters=members[frozen, dtype],
+                dtype=dtype,
+                gradient_dtype=self._policy.accumulation_dtype or dtype,
+                suffix="" if dtype is usual else f":{str(dtype).removeprefix('torch.')}",
+                trainable=not frozen,
                 state_kinds=self._optimizer.state_kinds,
                 rank=self._collectives.rank,
                 world_size=self._collectives.world_size,
                 device=self._collectives.device,
             )
-            for trainable in (True, False)
-            if (members := [p for p in spec.parameters if p.tensor.requires_grad == trainable])
+            for frozen, dtype in sorted(members, key=str)
         ]
-        return Unit(index=index, spec=spec, groups=groups, gather=self.gather, store=self._store)
+        return Unit(
+            index=index,
+            spec=spec,
+            groups=groups,
+            gather=self.gather,
+            store=self._store,
+            residence=placement.residence,
+        )
+
+    def _place(self, policy: PlacementPolicy) -> list[PlacedStates]:
+        """Trainable groups and frozen ones are spread apart: only the former have more than parameters."""
+        placed: dict[str, GroupPlacement] = {}
+        groups = [group for unit in self.units for group in unit.groups]
+        for trainable in (True, False):
+            alike = [group for group in groups if group.trainable == trainable]
+            assigned = policy.assign([group.layout.chunk for group in alike])
+            placed |= {group.name: placement for group, placement in zip(alike, assigned, strict=True)}
+        return [PlacedStates(group, placed[group.name], self._store, self._collectives) for group in groups]
 
     def _open(self) -> Sequence[pb.CommittedStep]:
         """Attaches to the job and declares this rank's shard groups; the committed steps."""
         section = self._settings.paramserver
-        dtype = PROTO_DTYPES[self._policy.compute_dtype]
         committed = self._store.open_job(
             pb.OpenJobRequest(
                 job=section.job,
@@ -128,16 +155,19 @@ class Job:
                 world_size=self._collectives.world_size,
                 attached_ranks=self.sharers,
                 parameters=[
-                    pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=dtype, trainable=p.tensor.requires_grad)
+                    pb.Parameter(
+                        fqn=p.fqn,
+                        shape=p.shape,
+                        dtype=PROTO_DTYPES[self._policy.dtype_of(p)],
+                        trainable=p.tensor.requires_grad,
+                    )
                     for p in self._parameters
                 ],
                 durability=_durability(section.durability),
                 resume=_RESUME_POLICIES[section.resume],
             )
         )
-        zero = self._settings.zero_optimization
-        placement = Placement(param=_TIERS[zero.offload_param.device], optimizer=_TIERS[zero.offload_optimizer.device])
-        self._store.register_shards(group.to_proto(placement) for unit in self.units for group in unit.groups)
+        self._store.register_shards(state.group.to_proto(state.placement) for state in self.states)
         return committed
 
     def _agree_on(self, steps: Sequence[int]) -> int | None:
