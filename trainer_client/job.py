@@ -20,7 +20,7 @@ from trainer_client.config import TrainingConfig
 from trainer_client.errors import JobConflictError
 from trainer_client.flat_group import PROTO_DTYPES, FlatGroup
 from trainer_client.gather import CollectiveGather, Gather, OneSidedGather
-from trainer_client.initial_values import stage_initial_values
+from trainer_client.initial_values import InitialValues
 from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
@@ -63,6 +63,7 @@ class Job:
         optimizer: StoreOptimizer,
         store: RankStore,
         collectives: Collectives,
+        initial_values: InitialValues,
     ) -> None:
         """A collective."""
         self._settings = settings
@@ -84,15 +85,14 @@ class Job:
         self.resumed_step = self._agree_on(list(committed))
         self.resumed_state = b""
         if self.resumed_step is None:
-            stage_initial_values(self.states, collectives)
+            initial_values.stage(self.states)
         else:
             self.resumed_state = committed[self.resumed_step]
             self._roll_back(self.resumed_step)
             for state in self.states:
                 state.load()
-        for state in self.states:
-            state.refill()
-            state.group.take_over()
+                state.refill()
+                state.group.take_over()
         _move_buffers(model, collectives)
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
