@@ -9,21 +9,26 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpc
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.config import TrainingConfig
-from trainer_client.errors import JobConflictError
+from trainer_client.errors import StoreNotFoundError
 from trainer_client.flat_group import PROTO_DTYPES, FlatGroup, Placement
 from trainer_client.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.initial_values import stage_initial_values
 from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
+from trainer_client.origin import Origin
 from trainer_client.parameters import ModelParameter
 from trainer_client.precision import PrecisionPolicy
+from trainer_client.relayout import fill
+from trainer_client.resume import Start, carried_state, find_start, name_layout
 from trainer_client.states import StoredStates
 from trainer_client.unit_policy import UnitSpec, find_units
 from trainer_client.units import Unit
@@ -38,7 +43,8 @@ _TIERS: Mapping[str, pb.Tier] = {"cpu": pb.TIER_HOST, "nvme": pb.TIER_NVME}
 _RESUME_POLICIES: Mapping[str, pb.ResumePolicy] = {
     "auto": pb.RESUME_POLICY_AUTO,
     "never": pb.RESUME_POLICY_NEVER,
-    "must": pb.RESUME_POLICY_MUST,
+    # What is not on this node may be on others.
+    "must": pb.RESUME_POLICY_AUTO,
 }
 
 
@@ -50,8 +56,10 @@ class Job:
         states: this rank's chunks, in the units' order.
         gather: how the units' parameters come together.
         sharers: how many ranks use the same store.
-        resumed_step: the commit that the run starts from; None for a new job, whose initial values are staged.
-        resumed_state: what that commit carried for this rank.
+        resumed_step: the commit that the run starts from; None for a new job.
+        resumed_state: what that commit carried for this rank; None for a new job.
+        is_staged: the states that the run starts from are staged and not committed: those of a new job, or of one that
+            is laid out anew.
     """
 
     def __init__(
@@ -78,14 +86,23 @@ class Job:
         self.units = [self._unit(i, spec) for i, spec in enumerate(find_units(model, parameters))]
         self.states = [StoredStates(group, store) for unit in self.units for group in unit.groups]
 
-        committed = {step.step: step.client_state for step in self._open()}
-        self.resumed_step = self._agree_on(list(committed))
-        self.resumed_state = b""
-        if self.resumed_step is None:
-            stage_initial_values(self.states, collectives)
+        groups = [state.group for state in self.states]
+        layout = name_layout(groups, collectives)
+        opened = self._open(layout)
+        section = settings.paramserver
+        start = find_start(section.job, layout, opened.layouts, groups, store, section.peers, collectives)
+        self.resumed_step = None if start is None else start.step
+        self.resumed_state: dict[str, Any] | None = None
+        self.is_staged = start is None or not start.fits
+        if start is None:
+            self._begin()
+        elif start.fits:
+            encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
+            self.resumed_state = client_state.decode(encoded)
+            self._register()
+            self._roll_back(start.step)
         else:
-            self.resumed_state = committed[self.resumed_step]
-            self._roll_back(self.resumed_step)
+            self.resumed_state = self._lay_out(start)
         for unit in self.units:
             for group in unit.groups:
                 group.take_over()
@@ -116,11 +133,11 @@ class Job:
         ]
         return Unit(index=index, spec=spec, groups=groups, gather=self.gather, store=self._store)
 
-    def _open(self) -> Sequence[pb.CommittedStep]:
-        """Attaches to the job and declares this rank's shard groups; the committed steps."""
+    def _open(self, layout: str) -> pb.OpenJobResponse:
+        """Attaches to the job; what is committed of it."""
         section = self._settings.paramserver
         dtype = PROTO_DTYPES[self._policy.compute_dtype]
-        committed = self._store.open_job(
+        return self._store.open_job(
             pb.OpenJobRequest(
                 job=section.job,
                 run_id=self._collectives.broadcast_id(secrets.token_bytes(_ID_BYTES)).hex(),
@@ -133,23 +150,43 @@ class Job:
                 ],
                 durability=_durability(section.durability),
                 resume=_RESUME_POLICIES[section.resume],
+                layout=layout,
             )
         )
+
+    def _begin(self) -> None:
+        """Stages the initial values of a new job. A collective."""
+        section = self._settings.paramserver
+        if section.resume == "must":
+            raise StoreNotFoundError(
+                grpc.StatusCode.NOT_FOUND,
+                f"job {section.job!r} has no committed step to resume from, and paramserver.resume is 'must'",
+            )
+        self._register()
+        stage_initial_values(self.states, self._collectives)
+
+    def _lay_out(self, start: Start) -> dict[str, Any]:
+        """Stages what another layout holds; the state that goes with it. A collective."""
+        section = self._settings.paramserver
+        if self._collectives.rank == 0:
+            log.info("job %r goes on from step %d with another layout of its shards", section.job, start.step)
+        self._store.begin_layout(start.step + 1)
+        self._register()
+        with Origin(
+            job=section.job,
+            layout=start.layout,
+            step=start.step,
+            stores=start.stores,
+            credentials=self._store.credentials,
+        ) as origin:
+            fill(self.states, origin, start.fresh, start.step + 1)
+            return carried_state(origin, start, self._parameters, self._collectives.rank)
+
+    def _register(self) -> None:
+        """Declares this rank's shard groups."""
         zero = self._settings.zero_optimization
         placement = Placement(param=_TIERS[zero.offload_param.device], optimizer=_TIERS[zero.offload_optimizer.device])
         self._store.register_shards(group.to_proto(placement) for unit in self.units for group in unit.groups)
-        return committed
-
-    def _agree_on(self, steps: Sequence[int]) -> int | None:
-        """The newest step that every rank has; None if the job is new on every rank."""
-        newest = self._collectives.newest_common_step(steps)
-        if newest is None and any(self._collectives.any_rank([bool(steps)])):
-            raise JobConflictError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"job {self._settings.paramserver.job!r} has no step that all ranks have committed (this one: "
-                f"{list(steps)}): a node's state is missing; restore it, or delete the job on every node",
-            )
-        return newest
 
     def _roll_back(self, step: int) -> None:
         """Makes `step` the newest one of every store. A collective."""
