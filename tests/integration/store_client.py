@@ -190,8 +190,7 @@ class Rank(Client):
             values = self.layout.hyper_parameters(step, index)
             indexes.append(-1 if values is None else len(hyper))
             if values is not None:
-                adamw = pb.AdamW(**{name: getattr(values, name) for name in pb.AdamW.DESCRIPTOR.fields_by_name})
-                hyper.append(pb.ApplyGradientsRequest.HyperParameters(adamw=adamw))
+                hyper.append(values)
         fields: dict[str, Any] = {
             "grad_lease_id": lease.lease_id,
             "grad_scale": GRAD_SCALE,
