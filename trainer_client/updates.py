@@ -93,6 +93,7 @@ class Updates:
             gradient=gradient.take_lease(step),
             scale=rule.scale,
             hyper_parameters_of_shard=rule.rows(group, group.shards),
+            clip_value=rule.clip_value,
         )
 
     @torch.no_grad()

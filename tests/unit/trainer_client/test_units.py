@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1.update_rules import STATE_KINDS
 from trainer_client.collectives import Collectives
 from trainer_client.errors import ConfigError
 from trainer_client.flat_group import FlatGroup
@@ -80,7 +79,7 @@ def flat_group(model: nn.Module, dtype: torch.dtype, *, trainable: bool = True) 
         parameters=list_parameters(model),
         dtype=dtype,
         trainable=trainable,
-        state_kinds=STATE_KINDS["adamw"],
+        state_kinds=(pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ),
         rank=0,
         world_size=1,
         device=torch.device("cpu"),
