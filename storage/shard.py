@@ -30,7 +30,15 @@ class Kind(enum.Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM_BUFFER = "momentum_buffer"
+    SUM = "sum"
     GRAD = "grad"
+
+
+# What an optimizer keeps of a parameter beside its weight: fp32, zeros until it is written.
+OPTIMIZER_STATES = frozenset({Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM_BUFFER, Kind.SUM})
+# Of one group; a tile has room for so many.
+MAX_OPTIMIZER_STATES = 2
 
 
 class DType(enum.Enum):
@@ -132,6 +140,12 @@ class GroupSpec:
             raise InvalidRequestError(f"group {self.name!r} names a kind twice")
         if Kind.PARAM not in self.slab_of_kind:
             raise InvalidRequestError(f"group {self.name!r} has no slab of kind param")
+        states = sorted(kind.value for kind in OPTIMIZER_STATES & self.slab_of_kind.keys())
+        if len(states) > MAX_OPTIMIZER_STATES:
+            raise InvalidRequestError(
+                f"group {self.name!r} has the optimizer states {', '.join(states)}; no optimizer here has more than "
+                f"{MAX_OPTIMIZER_STATES}"
+            )
         end = 0
         for shard in self.shards:
             if shard.position < end or shard.numel <= 0 or shard.position + shard.numel > self.numel:

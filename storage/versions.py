@@ -32,6 +32,11 @@ class PendingStep:
     def __post_init__(self) -> None:
         self.at_rest.set()
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of the step would be lost with it."""
+        return not self.writes and not self.abandoned and self.at_rest.is_set()
+
     def check_open(self) -> None:
         """Raises ConflictError when nothing can become part of the step any more."""
         if self.abandoned or not self.at_rest.is_set():
@@ -76,7 +81,7 @@ class Job:
 
     @property
     def next_step(self) -> int:
-        """The only step that can be prepared now."""
+        """The lowest step that can be prepared now; for a job without steps the only one."""
         newest = self.newest
         return self.first_step if newest is None else newest + 1
 
@@ -108,15 +113,25 @@ class Job:
         raise NotFoundError(f"group {group!r} of job {self.spec.name!r} has no slab of kind {kind.value}")
 
     def open_pending(self, step: int) -> PendingStep:
-        """The step under way, begun if need be; raises ConflictError for any step but the next."""
-        if step != self.next_step:
+        """The step under way, begun if need be. Steps may be left out: who keeps states itself hands over some only.
+
+        Raises:
+            ConflictError: the step is not above the last committed one, or another one is under way.
+        """
+        if step < self.next_step or (self.newest is None and step != self.first_step):
             raise ConflictError(
                 f"job {self.spec.name!r}: step {step} cannot be prepared, the next one is {self.next_step}; "
                 "resume from the last committed step"
             )
-        if self.pending is None:
-            self.pending = PendingStep(step)
-        return self.pending
+        pending = self.pending
+        if pending is None or (pending.step != step and pending.is_untouched):
+            pending = self.pending = PendingStep(step)
+        if pending.step != step:
+            raise ConflictError(
+                f"job {self.spec.name!r}: step {step} cannot be prepared, step {pending.step} is under way; "
+                "commit that one, or resume from the last committed step"
+            )
+        return pending
 
 
 def unneeded_versions(slab: Slab, retained: Iterable[int]) -> list[int]:

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic import ValidationError as PydanticError
 
 from trainer_client.errors import ConfigError
@@ -29,6 +38,11 @@ _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+HomeName = Literal["device", "gpu", "host", "nvme"]
+# "nvme" is short for {"nvme": 1.0}.
+HomeShares = Annotated[dict[HomeName, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
+DTypeName = Literal["fp32", "bf16", "fp16"]
 
 
 class Section(BaseModel):
@@ -65,14 +79,36 @@ class OptimizerSection(Section):
 
 
 class OffloadSection(Section):
-    device: Literal["cpu", "nvme"]
+    device: Literal["none", "cpu", "nvme"]
     nvme_path: Path | None = None
 
 
+class OffloadOptimizerSection(OffloadSection):
+    """`ratio` is the part of the optimizer's states that is offloaded; the rest stays on the device."""
+
+    ratio: Fraction = 1.0
+
+
 class ZeroSection(Section):
-    stage: Literal[3]
-    offload_param: OffloadSection
-    offload_optimizer: OffloadSection
+    """Without an offload section, or with device "none", its state stays on the device."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    offload_param: OffloadSection | None = None
+    offload_optimizer: OffloadOptimizerSection | None = None
+
+
+class PlacementSection(Section):
+    """Where each kind of state lives: one home, or the fraction of each; see PlacementPolicy."""
+
+    parameters: HomeShares | None = None
+    gradients: HomeShares | None = None
+    optimizer: HomeShares | None = None
+
+
+class DataTypesSection(Section):
+    """`grad_accum_dtype`: of gradients between micro-batches; null: of the parameter."""
+
+    grad_accum_dtype: DTypeName | None = None
 
 
 class TlsSection(Section):
@@ -103,6 +139,10 @@ class ParamserverSection(Section):
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
+    placement: PlacementSection = PlacementSection()
+    gradient_reduction: Literal["auto", "micro_batch", "boundary"] = "auto"
+    gradient_clipping_value: PositiveFloat | None = None
+    max_consecutive_skipped_steps: PositiveInt | None = None
 
 
 class TrainingConfig(Section):
@@ -113,8 +153,10 @@ class TrainingConfig(Section):
     steps_per_print: PositiveInt | None = 10
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
+    data_types: DataTypesSection = DataTypesSection()
+    communication_data_type: DTypeName | None = None
     optimizer: OptimizerSection | None = None
-    zero_optimization: ZeroSection
+    zero_optimization: ZeroSection = ZeroSection()
     paramserver: ParamserverSection = ParamserverSection()
 
     def store_address(self, environ: Mapping[str, str]) -> str | None:
@@ -134,9 +176,18 @@ class TrainingConfig(Section):
 
     def state_dir(self) -> Path:
         """The state directory of the job's own daemon."""
-        zero = self.zero_optimization
-        nvme_path = zero.offload_param.nvme_path or zero.offload_optimizer.nvme_path
+        nvme_path = next(iter(self.nvme_paths().values()), None)
         return self.paramserver.state_dir or nvme_path or Path(DEFAULT_STATE_DIR)
+
+    def nvme_paths(self) -> dict[str, Path]:
+        """DeepSpeed's keys for the state directory, as far as they are given."""
+        zero = self.zero_optimization
+        sections = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
+        return {
+            f"zero_optimization.{name}.nvme_path": section.nvme_path
+            for name, section in sections.items()
+            if section is not None and section.nvme_path is not None
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,16 +276,7 @@ def _explain(detail: Any) -> str:
         hint = f"did you mean {near[0]}?" if near else "remove it"
         return f"{path} is not honoured by this version; {hint} (honoured here: {', '.join(known)})"
     if path == "zero_optimization.stage":
-        stage = value if detail["type"] != "missing" else "missing"
-        return f"zero_optimization.stage is {stage}; this version honours stage 3 only: write 3"
-    if detail["type"] == "missing" and path == "zero_optimization":
-        return (
-            'zero_optimization is missing: write {"stage": 3, "offload_param": {"device": "nvme"}, '
-            '"offload_optimizer": {"device": "nvme"}}'
-        )
-    if path.endswith(("offload_param", "offload_optimizer")) or path.endswith(".device"):
-        given = "missing" if detail["type"] == "missing" else f"{value!r}"
-        return f'{path} is {given}; the store keeps this state: write {{"device": "cpu"}} or {{"device": "nvme"}}'
+        return f"zero_optimization.stage is {value!r}: write 0, 1, 2 or 3"
     if detail["type"] == "missing":
         return f"{path} is missing"
     return f"{path} = {value!r} is refused: {detail['msg']}"
@@ -254,12 +296,12 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
     """What no single key can tell."""
     if config.bf16.enabled and config.fp16.enabled:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: choose one")
-    zero = config.zero_optimization
-    paths = {
-        f"zero_optimization.{name}.nvme_path": section.nvme_path
-        for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer))
-        if section.nvme_path is not None
-    }
+    if config.gradient_clipping and config.paramserver.gradient_clipping_value is not None:
+        raise ConfigError(
+            f"gradient_clipping = {config.gradient_clipping} (by norm) and paramserver.gradient_clipping_value = "
+            f"{config.paramserver.gradient_clipping_value} (by value) are both given: choose one"
+        )
+    paths = config.nvme_paths()
     if len(set(paths.values())) > 1:
         listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())
         raise ConfigError(f"the store has one directory, but {listed}: write the same path in both")

@@ -21,6 +21,11 @@ class ClientStateError(TrainerClientError):
     """A value cannot be part of the client state that a commit carries, or a stored client state cannot be read."""
 
 
+class NonFiniteGradientError(TrainerClientError):
+    """As many steps in a row as the config allows were skipped: the gradients were not finite. The states are those of
+    the last step that was made."""
+
+
 class LocalDaemonError(TrainerClientError):
     """The store daemon that belongs to this job could not be started."""
 

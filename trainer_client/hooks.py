@@ -55,7 +55,7 @@ class Phase(enum.Enum):
 class UnitHooks:
     """Args:
     units: the root first.
-    compute_dtype: of the root's floating-point inputs.
+    compute_dtype: of the root's floating-point inputs; None: they stay as they are.
     clock: the job's, so that positions go on growing after a resume.
     prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
     """
@@ -66,7 +66,7 @@ class UnitHooks:
         units: Sequence[Unit],
         gradients: Gradients,
         store: RankStore,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
         clock: Clock,
         prefetch_bytes: int,
     ) -> None:
@@ -89,13 +89,14 @@ class UnitHooks:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
 
-    def begin_backward(self, step: int) -> None:
-        """Gradients that come from now on belong to `step`."""
+    def begin_backward(self, step: int, *, reduces: bool) -> None:
+        """Gradients that come from now on belong to `step`; `reduces`: see Gradients.begin_backward."""
         if self.phase is Phase.BACKWARD:
             raise RuntimeError("engine.backward() was called within a backward pass")
         self.phase = Phase.BACKWARD
         self._trace = self._training
         self._step = step
+        self._gradients.begin_backward(reduces=reduces)
         self._gather_for_backward(self._units[0])
 
     def finish_backward(self) -> None:
@@ -125,7 +126,8 @@ class UnitHooks:
         recomputes = self.phase is Phase.BACKWARD
         if unit.is_root and not recomputes:
             self._begin_root_forward()
-            args, kwargs = cast_floating_inputs((args, kwargs), self._compute_dtype)
+            if self._compute_dtype is not None:
+                args, kwargs = cast_floating_inputs((args, kwargs), self._compute_dtype)
         if recomputes:
             self._gather_for_backward(unit)
         else:

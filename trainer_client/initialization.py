@@ -24,7 +24,7 @@ from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
 from trainer_client.engine import Engine, Scheduler
 from trainer_client.errors import ConfigError, LocalDaemonError
-from trainer_client.gradients import Gradients
+from trainer_client.gradients import Gradients, ReductionSchedule
 from trainer_client.hooks import UnitHooks
 from trainer_client.job import Job
 from trainer_client.link.channel import wait_until_serving
@@ -35,6 +35,8 @@ from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_opt
 from trainer_client.parameters import ModelParameter, list_parameters
 from trainer_client.precision import LossScaler, PrecisionPolicy
 from trainer_client.trace import Clock
+from trainer_client.training_step import Clipping, TrainingStep
+from trainer_client.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -135,13 +137,23 @@ def _make_engine(
     resources: ExitStack,
 ) -> Engine:
     """An engine at the job's newest step, or at step 0 of a new job. A collective."""
-    gradients = Gradients(job.units, store, collectives)
+    policy = PrecisionPolicy.of(settings)
+    gradients = Gradients(job.units, job.states, policy.reduction_dtype, store, collectives)
+    scaler = LossScaler(settings.fp16)
+    step = TrainingStep(
+        gradients=gradients,
+        updates=Updates(job.states, store, collectives),
+        optimizer=optimizer,
+        scaler=scaler,
+        clipping=Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value),
+        parameters=len(parameters),
+    )
     clock = Clock()
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
         store=store,
-        compute_dtype=PrecisionPolicy.of(settings).compute_dtype,
+        compute_dtype=policy.compute_dtype,
         clock=clock,
         prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
     )
@@ -152,16 +164,19 @@ def _make_engine(
         lr_scheduler=scheduler,
         parameters=parameters,
         states=job.states,
-        gradients=gradients,
+        step=step,
         hooks=hooks,
         gather=job.gather,
         store=store,
-        commits=Commits(store, job.resumed_step),
+        commits=Commits(
+            store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
+        ),
         collectives=collectives,
-        scaler=LossScaler(settings.fp16),
+        scaler=scaler,
         clock=clock,
         batch=batch,
-        gradient_clipping=settings.gradient_clipping,
+        reduction=ReductionSchedule.of(settings),
+        max_skipped_in_row=settings.paramserver.max_consecutive_skipped_steps,
         steps_per_print=settings.steps_per_print,
         local_rank=local_rank,
         resources=resources.pop_all(),
@@ -169,7 +184,7 @@ def _make_engine(
     try:
         if job.resumed_state is not None:
             engine.load_client_state(job.resumed_state)
-        if job.is_staged:
+        if job.staged_step is not None:
             engine.commit_initial_state()
     except BaseException:
         engine.close()

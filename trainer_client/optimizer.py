@@ -14,7 +14,6 @@ import torch
 from torch.optim import AdamW
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import update_rules
 from trainer_client.config import OptimizerSection
 from trainer_client.errors import ConfigError
 from trainer_client.parameters import ModelParameter
@@ -76,7 +75,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     @property
     def state_kinds(self) -> tuple[pb.Kind, ...]:
         """The states that the optimizer keeps of a parameter."""
-        return update_rules.STATE_KINDS["adamw"]
+        return (pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ)
 
     def hyper_parameters(self, parameter: int, update_count: int) -> pb.ApplyGradientsRequest.HyperParameters:
         """Those of a parameter (index in the model) for its `update_count`-th update."""

@@ -13,6 +13,7 @@ from trainer_client.gather import Gather
 from trainer_client.link.channel import Pending
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.placement import Residence
 from trainer_client.unit_policy import UnitSpec
 
 
@@ -26,6 +27,9 @@ class UnitState(enum.Enum):
     GATHERED = enum.auto()
     """The whole parameters of the unit are in the flat buffers; no lease is held."""
 
+    RESIDENT = enum.auto()
+    """As GATHERED, for good (stages 0 to 2): nothing is gathered and nothing released."""
+
 
 class Unit:
     """A unit and its flat groups; a gather is split into start and wait, both idempotent.
@@ -35,13 +39,20 @@ class Unit:
     """
 
     def __init__(
-        self, *, index: int, spec: UnitSpec, groups: Iterable[FlatGroup], gather: Gather, store: RankStore
+        self,
+        *,
+        index: int,
+        spec: UnitSpec,
+        groups: Iterable[FlatGroup],
+        gather: Gather,
+        store: RankStore,
+        residence: Residence,
     ) -> None:
         self.index = index
         self.fqn = spec.fqn
         self.module = spec.module
         self.groups = tuple(groups)
-        self.state = UnitState.SHARDED
+        self.state = UnitState.SHARDED if residence is Residence.SHARDED else UnitState.RESIDENT
         self._gather = gather
         self._store = store
         self._pending: Pending[list[LeasedBytes]] | None = None
@@ -52,8 +63,8 @@ class Unit:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that this rank fetches for one gather."""
-        return sum(group.chunk_bytes for group in self.groups)
+        """Bytes that this rank fetches from the store for one gather."""
+        return sum(group.chunk_bytes for group in self.groups if group.chunk is None)
 
     def slabs(self) -> list[Slab]:
         """What a gather of the unit leases."""
@@ -63,7 +74,7 @@ class Unit:
         """Asks for the bytes. Does not wait."""
         if self.state is not UnitState.SHARDED:
             return
-        if self.groups:
+        if self.slabs():
             self._pending = self._gather.start(self.groups, position)
         self.state = UnitState.FETCHING
 
@@ -73,16 +84,19 @@ class Unit:
         Args:
             next_use: the position at which the unit is needed again, for the store's placement.
         """
-        if self.state is UnitState.GATHERED:
+        if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return
-        if leases := self._take_leases():
-            self._gather.finish(self.groups, leases)
+        leases = self._take_leases()
+        self._gather.finish(self.groups, leases)
+        if leases:
             self._store.check_leases()
             self._store.release(leases, next_use)
         self.state = UnitState.GATHERED
 
     def release(self) -> None:
-        """Gives the memory back, or the leases of a gather that nobody waited for."""
+        """Gives the memory back, unless it is resident, or the leases of a gather that nobody waited for."""
+        if self.state is UnitState.RESIDENT:
+            return
         if self.state is UnitState.GATHERED:
             for group in self.groups:
                 group.free()

@@ -19,9 +19,11 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_UNSPECIFIED: _ClassVar[Kind]
     KIND_PARAM: _ClassVar[Kind]
     KIND_MASTER: _ClassVar[Kind]
+    KIND_GRAD: _ClassVar[Kind]
     KIND_EXP_AVG: _ClassVar[Kind]
     KIND_EXP_AVG_SQ: _ClassVar[Kind]
-    KIND_GRAD: _ClassVar[Kind]
+    KIND_MOMENTUM_BUFFER: _ClassVar[Kind]
+    KIND_SUM: _ClassVar[Kind]
 
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -55,9 +57,11 @@ DTYPE_FLOAT16: DType
 KIND_UNSPECIFIED: Kind
 KIND_PARAM: Kind
 KIND_MASTER: Kind
+KIND_GRAD: Kind
 KIND_EXP_AVG: Kind
 KIND_EXP_AVG_SQ: Kind
-KIND_GRAD: Kind
+KIND_MOMENTUM_BUFFER: Kind
+KIND_SUM: Kind
 TIER_UNSPECIFIED: Tier
 TIER_GPU: Tier
 TIER_HOST: Tier
@@ -553,24 +557,94 @@ class AdamW(_message.Message):
     update_count: int
     def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
 
+class Adam(_message.Message):
+    __slots__ = ("lr", "beta1", "beta2", "eps", "weight_decay", "update_count")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    update_count: int
+    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
+
+class Sgd(_message.Message):
+    __slots__ = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "update_count")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    DAMPENING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    NESTEROV_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    update_count: int
+    def __init__(self, lr: _Optional[float] = ..., momentum: _Optional[float] = ..., dampening: _Optional[float] = ..., weight_decay: _Optional[float] = ..., nesterov: _Optional[bool] = ..., update_count: _Optional[int] = ...) -> None: ...
+
+class Lion(_message.Message):
+    __slots__ = ("lr", "beta1", "beta2", "weight_decay")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
+
+class Adagrad(_message.Message):
+    __slots__ = ("lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value", "update_count")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    LR_DECAY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ACCUMULATOR_VALUE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    lr_decay: float
+    weight_decay: float
+    eps: float
+    initial_accumulator_value: float
+    update_count: int
+    def __init__(self, lr: _Optional[float] = ..., lr_decay: _Optional[float] = ..., weight_decay: _Optional[float] = ..., eps: _Optional[float] = ..., initial_accumulator_value: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
+
 class ApplyGradientsRequest(_message.Message):
     __slots__ = ("session_id", "step", "hyper_parameters", "updates")
     class HyperParameters(_message.Message):
-        __slots__ = ("adamw",)
+        __slots__ = ("adamw", "adam", "sgd", "lion", "adagrad")
         ADAMW_FIELD_NUMBER: _ClassVar[int]
+        ADAM_FIELD_NUMBER: _ClassVar[int]
+        SGD_FIELD_NUMBER: _ClassVar[int]
+        LION_FIELD_NUMBER: _ClassVar[int]
+        ADAGRAD_FIELD_NUMBER: _ClassVar[int]
         adamw: AdamW
-        def __init__(self, adamw: _Optional[_Union[AdamW, _Mapping]] = ...) -> None: ...
+        adam: Adam
+        sgd: Sgd
+        lion: Lion
+        adagrad: Adagrad
+        def __init__(self, adamw: _Optional[_Union[AdamW, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., lion: _Optional[_Union[Lion, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ...) -> None: ...
     class GroupUpdate(_message.Message):
-        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard")
+        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard", "grad_clip_value")
         GROUP_FIELD_NUMBER: _ClassVar[int]
         GRAD_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
         GRAD_SCALE_FIELD_NUMBER: _ClassVar[int]
         HYPER_PARAMETERS_OF_SHARD_FIELD_NUMBER: _ClassVar[int]
+        GRAD_CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
         group: str
         grad_lease_id: int
         grad_scale: float
         hyper_parameters_of_shard: _containers.RepeatedScalarFieldContainer[int]
-        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ...) -> None: ...
+        grad_clip_value: float
+        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ..., grad_clip_value: _Optional[float] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]

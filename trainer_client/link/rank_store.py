@@ -52,6 +52,7 @@ class GroupUpdate:
     gradient: LeasedBytes
     scale: float
     hyper_parameters_of_shard: Sequence[int]
+    clip_value: float | None = None
 
 
 class RankStore:
@@ -199,6 +200,7 @@ class RankStore:
                     grad_lease_id=update.gradient.lease_id,
                     grad_scale=update.scale,
                     hyper_parameters_of_shard=update.hyper_parameters_of_shard,
+                    grad_clip_value=update.clip_value,
                 )
                 for update in updates
             ],

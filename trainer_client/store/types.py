@@ -15,7 +15,7 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
 
-Kind = Literal["param", "master", "exp_avg", "exp_avg_sq"]
+Kind = Literal["param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"]
 Placement = Literal["nvme", "host"]
 
 _KINDS: dict[Kind, pb.Kind] = {
@@ -23,6 +23,8 @@ _KINDS: dict[Kind, pb.Kind] = {
     "master": pb.KIND_MASTER,
     "exp_avg": pb.KIND_EXP_AVG,
     "exp_avg_sq": pb.KIND_EXP_AVG_SQ,
+    "momentum_buffer": pb.KIND_MOMENTUM_BUFFER,
+    "sum": pb.KIND_SUM,
 }
 _KIND_NAMES = {value: name for name, value in _KINDS.items()}
 _PLACEMENTS: dict[str, pb.Tier] = {"nvme": pb.TIER_NVME, "host": pb.TIER_HOST}
@@ -121,7 +123,7 @@ class StoredTensor:
     """A tensor that the store has elements of.
 
     Attributes:
-        kinds: what is stored of it ("param", and a trained one's "master", "exp_avg", "exp_avg_sq"), with the types.
+        kinds: what is stored of it ("param", and of a trained one "master" and the optimizer's states), with the types.
         held: the element ranges, as (offset, numel), that this store has: all of it, unless the ranks of the job are
             attached to several stores.
     """

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1.update_rules import STATE_KINDS
 from trainer_client.collectives import Collectives
 from trainer_client.errors import ConfigError
-from trainer_client.flat_group import FlatGroup, Placement
+from trainer_client.flat_group import FlatGroup
 from trainer_client.initial_values import initial_chunk
 from trainer_client.parameters import list_parameters
+from trainer_client.placement import GroupPlacement, Home, Residence
 from trainer_client.unit_policy import find_units
 
 
@@ -79,7 +79,7 @@ def flat_group(model: nn.Module, dtype: torch.dtype, *, trainable: bool = True) 
         parameters=list_parameters(model),
         dtype=dtype,
         trainable=trainable,
-        state_kinds=STATE_KINDS["adamw"],
+        state_kinds=(pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ),
         rank=0,
         world_size=1,
         device=torch.device("cpu"),
@@ -147,7 +147,9 @@ def test_a_group_declares_the_kinds_that_its_precision_needs(
 ) -> None:
     group = flat_group(nn.Linear(5, 7), dtype, trainable=trainable)
 
-    declared = group.to_proto(Placement(param=pb.TIER_NVME, optimizer=pb.TIER_HOST))
+    declared = group.to_proto(
+        GroupPlacement(residence=Residence.SHARDED, parameters=Home.NVME, gradients=Home.HOST, optimizer=Home.HOST)
+    )
 
     assert [spec.kind for spec in declared.kinds] == kinds
     assert declared.kinds[0].placement == pb.TIER_NVME
