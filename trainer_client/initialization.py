@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
@@ -199,7 +198,9 @@ def _make_engine(
         hooks=hooks,
         gather=job.gather,
         store=store,
-        commits=Commits(store, job.states, settings.paramserver.durability, job.resumed_step),
+        commits=Commits(
+            store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
+        ),
         collectives=collectives,
         scaler=scaler,
         clock=clock,
@@ -211,10 +212,10 @@ def _make_engine(
         resources=resources.pop_all(),
     )
     try:
-        if job.resumed_step is None:
+        if job.resumed_state is not None:
+            engine.load_client_state(job.resumed_state)
+        if job.staged_step is not None:
             engine.commit_initial_state()
-        else:
-            engine.load_client_state(client_state.decode(job.resumed_state))
     except BaseException:
         engine.close()
         raise
