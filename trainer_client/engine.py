@@ -310,14 +310,15 @@ class Engine:
         self._clock.now = counters["clock"]
         self._step.update_counts = list(state["update_counts"])
         self._scaler.load_state_dict(state["scaler"])
-        self.optimizer.load_settings(state["optimizer"])
+        if state["optimizer"] is not None:  # None: of another optimizer
+            self.optimizer.load_settings(state["optimizer"])
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.client_state = state["user"]
         client_state.restore_random_states(state["random"], self.device)
 
     def commit_initial_state(self) -> None:
-        """Commits step 0, the initial weights, which are staged."""
+        """Commits what is staged: the initial weights as step 0, or the resumed step in another layout as the next."""
         self._commits.begin(self._client_state())
         self._commits.wait()
 
