@@ -145,6 +145,7 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
         local_ranks=request.attached_ranks,
         parameters=parameters,
         durability=durability(request.durability),
+        layout=name(request.layout, "layout") if request.layout else "",
     )
 
 

@@ -8,6 +8,7 @@ from trainer_client.errors import (
     ClientStateError,
     ConfigError,
     DataLossError,
+    DeferredInitError,
     InvalidRequestError,
     JobConflictError,
     LocalDaemonError,
@@ -24,6 +25,7 @@ from trainer_client.errors import (
 )
 from trainer_client.initialization import initialize
 from trainer_client.link.credentials import Credentials
+from trainer_client.lion import Lion
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store.client_sync import StoreClientSync
@@ -37,10 +39,12 @@ __all__ = [
     "ConfigError",
     "Credentials",
     "DataLossError",
+    "DeferredInitError",
     "Engine",
     "InvalidRequestError",
     "JobConflictError",
     "Kind",
+    "Lion",
     "LocalDaemonError",
     "NonFiniteGradientError",
     "PermissionDeniedError",

@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
@@ -27,14 +26,19 @@ from trainer_client.engine import Engine, Scheduler
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.gradients import Gradients, ReductionSchedule
 from trainer_client.hooks import UnitHooks
+from trainer_client.initial_values import InitialValues
 from trainer_client.job import Job
 from trainer_client.link.channel import wait_until_serving
 from trainer_client.link.credentials import NO_CREDENTIALS
 from trainer_client.link.rank_store import RankStore
+from trainer_client.loading import Weights
 from trainer_client.local_daemon import LocalDaemon, local_address
+from trainer_client.module_init import ParamInitFn
 from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.parameters import ModelParameter, list_parameters
 from trainer_client.precision import LossScaler, PrecisionPolicy
+from trainer_client.reduction_order import ReductionOrder
+from trainer_client.residency import Residency
 from trainer_client.trace import Clock
 from trainer_client.training_step import Clipping, TrainingStep
 from trainer_client.updates import Updates
@@ -64,15 +68,20 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
     *,
+    weights: str | Path | None = None,
+    strict_weights: bool = True,
+    param_init_fn: ParamInitFn | None = None,
     prefer_streams: bool = False,
 ) -> tuple[Engine, StoreOptimizer, DataLoader[Any] | None, Scheduler | None]:
     """Starts or resumes a training job. DeepSpeed's signature and return value; every rank calls it alike.
 
     Args:
         args: its `deepspeed_config` is the config's path if `config` is None.
-        model: floating-point parameters, on the CPU. Afterwards they live in the store. On a new job, rank 0's initial
-            values count; on a resume the initial values do not matter.
-        optimizer: a fresh `torch.optim.AdamW`, or a callable from parameters to one; None: the config's.
+        model: floating-point parameters, on the CPU, or on the meta device: built under `trainer_client.zero.Init()`,
+            or under torch.device("meta") where its own functions can initialise it. Afterwards they live in the store.
+            On a new job, rank 0's initial values count; on a resume the initial values do not matter.
+        optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
+            parameters to one; None: the config's.
         model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
         training_data: a dataset, for the data loader that is returned.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
@@ -80,6 +89,11 @@ def initialize(
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: as needed.
         collate_fn: for the data loader.
         config, config_params: a dict or the path of a JSON file; two names of one argument.
+        weights: a safetensors file, or a directory with model.safetensors or model.safetensors.index.json: the values
+            that a new job begins with. Each rank reads its own parts. (On a resume, buffers are read from it.)
+        strict_weights: False: what the files lack keeps its initial values, what the model lacks is left out.
+        param_init_fn: initialises the parameters and buffers that a module on the meta device itself has, in place (as
+            FSDP's); None: its `reset_parameters()`, then `_init_weights(module)` of the transformers model around it.
         prefer_streams: move tensors over gRPC although the store is on this node (for tests of that path).
 
     Returns:
@@ -96,7 +110,9 @@ def initialize(
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)
     parameters = list_parameters(model)
-    store_optimizer = make_optimizer(optimizer, settings.optimizer, model_parameters, parameters)
+    store_optimizer = make_optimizer(
+        optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
+    )
     scheduler = _make_scheduler(lr_scheduler, optimizer, store_optimizer)
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
@@ -107,7 +123,15 @@ def initialize(
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
         # end their sessions, which the daemon's end waits for.
         resources.callback(processes.close)
-        job = Job(settings, model, parameters, store_optimizer, store, collectives)
+        initial_values = InitialValues(
+            model,
+            parameters,
+            collectives,
+            param_init_fn=param_init_fn,
+            weights=Weights(weights) if weights is not None else None,
+            strict_weights=strict_weights,
+        )
+        job = Job(settings, model, parameters, store_optimizer, store, collectives, initial_values)
         engine = _make_engine(
             settings,
             model,
@@ -153,10 +177,15 @@ def _make_engine(
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
-        store=store,
+        residency=Residency(
+            job.units,
+            store,
+            prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
+            kept_elements=settings.zero_optimization.stage3_max_live_parameters,
+        ),
+        reduction_order=ReductionOrder(len(job.units), collectives),
         compute_dtype=policy.compute_dtype,
         clock=clock,
-        prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
     )
     hooks.install()
     engine = Engine(
@@ -169,7 +198,9 @@ def _make_engine(
         hooks=hooks,
         gather=job.gather,
         store=store,
-        commits=Commits(store, job.states, settings.paramserver.durability, job.resumed_step),
+        commits=Commits(
+            store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
+        ),
         collectives=collectives,
         scaler=scaler,
         clock=clock,
@@ -181,10 +212,10 @@ def _make_engine(
         resources=resources.pop_all(),
     )
     try:
-        if job.resumed_step is None:
+        if job.resumed_state is not None:
+            engine.load_client_state(job.resumed_state)
+        if job.staged_step is not None:
             engine.commit_initial_state()
-        else:
-            engine.load_client_state(client_state.decode(job.resumed_state))
     except BaseException:
         engine.close()
         raise

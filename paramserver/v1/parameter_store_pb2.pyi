@@ -196,7 +196,7 @@ class Parameter(_message.Message):
     def __init__(self, fqn: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., trainable: _Optional[bool] = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
-    __slots__ = ("session_id", "job", "run_id", "rank", "world_size", "attached_ranks", "parameters", "durability", "resume")
+    __slots__ = ("session_id", "job", "run_id", "rank", "world_size", "attached_ranks", "parameters", "durability", "resume", "layout")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class OpenJobRequest(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     run_id: str
@@ -215,13 +216,38 @@ class OpenJobRequest(_message.Message):
     parameters: _containers.RepeatedCompositeFieldContainer[Parameter]
     durability: Durability
     resume: ResumePolicy
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., run_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attached_ranks: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., durability: _Optional[_Union[Durability, _Mapping]] = ..., resume: _Optional[_Union[ResumePolicy, str]] = ...) -> None: ...
+    layout: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., run_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attached_ranks: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., durability: _Optional[_Union[Durability, _Mapping]] = ..., resume: _Optional[_Union[ResumePolicy, str]] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class OpenJobResponse(_message.Message):
-    __slots__ = ("committed",)
+    __slots__ = ("committed", "layouts")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     committed: _containers.RepeatedCompositeFieldContainer[CommittedStep]
-    def __init__(self, committed: _Optional[_Iterable[_Union[CommittedStep, _Mapping]]] = ...) -> None: ...
+    layouts: _containers.RepeatedCompositeFieldContainer[StoredLayout]
+    def __init__(self, committed: _Optional[_Iterable[_Union[CommittedStep, _Mapping]]] = ..., layouts: _Optional[_Iterable[_Union[StoredLayout, _Mapping]]] = ...) -> None: ...
+
+class StoredLayout(_message.Message):
+    __slots__ = ("layout", "world_size", "steps")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    world_size: int
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layout: _Optional[str] = ..., world_size: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BeginLayoutRequest(_message.Message):
+    __slots__ = ("session_id", "first_step")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    first_step: int
+    def __init__(self, session_id: _Optional[str] = ..., first_step: _Optional[int] = ...) -> None: ...
+
+class BeginLayoutResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CommittedStep(_message.Message):
     __slots__ = ("step", "client_state")
@@ -232,14 +258,16 @@ class CommittedStep(_message.Message):
     def __init__(self, step: _Optional[int] = ..., client_state: _Optional[bytes] = ...) -> None: ...
 
 class OpenReaderRequest(_message.Message):
-    __slots__ = ("session_id", "job", "step")
+    __slots__ = ("session_id", "job", "step", "layout")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     step: int
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    layout: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class OpenReaderResponse(_message.Message):
     __slots__ = ("reader_id", "step")
@@ -248,6 +276,22 @@ class OpenReaderResponse(_message.Message):
     reader_id: int
     step: int
     def __init__(self, reader_id: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class ReadClientStateRequest(_message.Message):
+    __slots__ = ("session_id", "reader_id", "rank")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reader_id: int
+    rank: int
+    def __init__(self, session_id: _Optional[str] = ..., reader_id: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class ReadClientStateResponse(_message.Message):
+    __slots__ = ("client_state",)
+    CLIENT_STATE_FIELD_NUMBER: _ClassVar[int]
+    client_state: bytes
+    def __init__(self, client_state: _Optional[bytes] = ...) -> None: ...
 
 class CloseReaderRequest(_message.Message):
     __slots__ = ("session_id", "reader_id")
@@ -680,30 +724,34 @@ class ListStoredJobsResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[StoredJob, _Mapping]]] = ...) -> None: ...
 
 class StoredJob(_message.Message):
-    __slots__ = ("name", "world_size", "committed_step", "durable")
+    __slots__ = ("name", "world_size", "committed_step", "durable", "layouts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     world_size: int
     committed_step: int
     durable: bool
-    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_step: _Optional[int] = ..., durable: _Optional[bool] = ...) -> None: ...
+    layouts: _containers.RepeatedCompositeFieldContainer[StoredLayout]
+    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_step: _Optional[int] = ..., durable: _Optional[bool] = ..., layouts: _Optional[_Iterable[_Union[StoredLayout, _Mapping]]] = ...) -> None: ...
 
 class ListStoredTensorsRequest(_message.Message):
-    __slots__ = ("session_id", "job", "fqn_prefix", "page_size", "page_token")
+    __slots__ = ("session_id", "job", "fqn_prefix", "page_size", "page_token", "layout")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     FQN_PREFIX_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     fqn_prefix: str
     page_size: int
     page_token: str
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., fqn_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    layout: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., fqn_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class ListStoredTensorsResponse(_message.Message):
     __slots__ = ("tensors", "next_page_token")
