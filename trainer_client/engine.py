@@ -154,10 +154,10 @@ class Engine:
         self._hooks.begin_backward(self._commits.next, reduces=reduces)
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
+            self._hooks.finish_backward()
         except BaseException:
             self._hooks.abort_backward()
             raise
-        self._hooks.finish_backward()
         self._backwards += 1
         return loss
 
@@ -208,6 +208,16 @@ class Engine:
                 "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
                 "states are those before these steps"
             )
+
+    def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
+
+        Only needed where the use cannot be noticed: in a module that torch.compile has compiled. DeepSpeed's name.
+
+        Raises:
+            ConfigError: one of them is not of this engine's model.
+        """
+        self._hooks.lend(module, parameter)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)

@@ -41,6 +41,7 @@ from trainer_client.reduction_order import ReductionOrder
 from trainer_client.residency import Residency
 from trainer_client.trace import Clock
 from trainer_client.training_step import Clipping, TrainingStep
+from trainer_client.unit_policy import UnitPolicy, choose_policy
 from trainer_client.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def initialize(
     weights: str | Path | None = None,
     strict_weights: bool = True,
     param_init_fn: ParamInitFn | None = None,
+    unit_policy: UnitPolicy | None = None,
     prefer_streams: bool = False,
 ) -> tuple[Engine, StoreOptimizer, DataLoader[Any] | None, Scheduler | None]:
     """Starts or resumes a training job. DeepSpeed's signature and return value; every rank calls it alike.
@@ -94,6 +96,7 @@ def initialize(
         strict_weights: False: what the files lack keeps its initial values, what the model lacks is left out.
         param_init_fn: initialises the parameters and buffers that a module on the meta device itself has, in place (as
             FSDP's); None: its `reset_parameters()`, then `_init_weights(module)` of the transformers model around it.
+        unit_policy: from the model to the modules that are gathered and released as a whole; None: `paramserver.units`.
         prefer_streams: move tensors over gRPC although the store is on this node (for tests of that path).
 
     Returns:
@@ -109,6 +112,7 @@ def initialize(
     if model is None:
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)
+    policy = choose_policy(settings.paramserver.units, unit_policy)
     parameters = list_parameters(model)
     store_optimizer = make_optimizer(
         optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
@@ -117,7 +121,8 @@ def initialize(
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
         local_rank, device = _join_processes(dist_init_required, distributed_port, processes)
-        collectives = Collectives(device)
+        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
+        processes.callback(collectives.close)
         batch = resolve_batch_sizes(settings, collectives.world_size)
         store = _connect(settings, collectives, local_rank, prefer_streams, resources)
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
@@ -131,7 +136,7 @@ def initialize(
             weights=Weights(weights) if weights is not None else None,
             strict_weights=strict_weights,
         )
-        job = Job(settings, model, parameters, store_optimizer, store, collectives, initial_values)
+        job = Job(settings, model, parameters, store_optimizer, store, collectives, policy, initial_values)
         engine = _make_engine(
             settings,
             model,
