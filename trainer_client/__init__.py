@@ -3,6 +3,8 @@ client of that store for everything else."""
 
 from __future__ import annotations
 
+from trainer_client import utils, zero
+from trainer_client.access import StateShard
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
@@ -47,6 +49,7 @@ __all__ = [
     "NonFiniteGradientError",
     "PermissionDeniedError",
     "Placement",
+    "StateShard",
     "StepAbortedError",
     "StoreBudgetError",
     "StoreClient",
@@ -66,4 +69,6 @@ __all__ = [
     "TrainerClientError",
     "UnauthenticatedError",
     "initialize",
+    "utils",
+    "zero",
 ]

@@ -45,10 +45,10 @@ class Collectives:
         """
         _reduce_scatter(chunk, flat.div_(self.world_size))
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Every rank's `tensor` becomes rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Every rank's `tensor` becomes that of rank `source`."""
         if self.world_size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=source)
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Every rank's `row` [n], as [world, n]."""

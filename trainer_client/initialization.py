@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from trainer_client import client_state
+from trainer_client.access import StateAccess
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
@@ -188,6 +189,14 @@ def _make_engine(
         step=step,
         hooks=hooks,
         gather=job.gather,
+        access=StateAccess(
+            model=model,
+            units=job.units,
+            states=job.states,
+            gradients=gradients,
+            scaler=scaler,
+            collectives=collectives,
+        ),
         store=store,
         commits=Commits(store, job.states, settings.paramserver.durability, job.resumed_step),
         collectives=collectives,
