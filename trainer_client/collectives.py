@@ -135,11 +135,11 @@ class Collectives:
         with self.within(what):
             _reduce_scatter(chunk, flat.div_(self.world_size), group=self._groups[_MAIN])
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Every rank's `tensor` becomes rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Every rank's `tensor` becomes that of rank `source`."""
         if self.world_size > 1:
             with self.within("a broadcast"):
-                dist.broadcast(tensor, src=0, group=self._groups[_MAIN])
+                dist.broadcast(tensor, src=source, group=self._groups[_MAIN])
 
     def gather_rows(self, row: torch.Tensor, what: str = "an exchange") -> torch.Tensor:
         """Every rank's `row` [n], as [world, n]."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from trainer_client import client_state
+from trainer_client.access import ParameterKey, StateAccess, StateShard, own
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
@@ -73,6 +74,7 @@ class Engine:
         step: TrainingStep,
         hooks: UnitHooks,
         gather: Gather,
+        access: StateAccess,
         store: RankStore,
         commits: Commits,
         collectives: Collectives,
@@ -98,6 +100,7 @@ class Engine:
         self._step = step
         self._hooks = hooks
         self._gather = gather
+        self._access = access
         self._store = store
         self._commits = commits
         self._collectives = collectives
@@ -117,6 +120,7 @@ class Engine:
         self._state_names = {name: index_of.get(id(t)) for name, t in module.state_dict(keep_vars=True).items()}
         if any(state.placement.residence is Residence.SHARDED for state in states):
             module.register_state_dict_pre_hook(_refuse_state_dict)
+        own(parameters, self)
         atexit.register(self._leave)
         if collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
@@ -176,6 +180,8 @@ class Engine:
         self._require_open()
         if not self._syncs:
             raise RuntimeError("step() within no_sync(): leave it first, a step needs the gradients of all ranks")
+        if self._access.is_holding:
+            raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
         if self._backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
         boundary = self.is_gradient_accumulation_boundary()
@@ -309,6 +315,121 @@ class Engine:
             name: weights[index] if index is not None else self.module.get_buffer(name).detach().cpu().clone()
             for name, index in self._state_names.items()
         }
+
+    # Access to single parameters
+
+    def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
+        """The whole values of one kind of a parameter, of its shape, on the CPU, wherever they live. A collective.
+
+        Args:
+            parameter: or its FQN.
+            kind: "param" (what forward computes with, in its dtype), "master" (the fp32 weight), "grad" (between
+                backward and step: the mean over ranks so far, not scaled), or a state of the optimizer by torch's name,
+                as "exp_avg". All but "param" are fp32.
+
+        Returns:
+            None for "grad" if no rank has one in this step.
+
+        Raises:
+            ConfigError: no such parameter or kind.
+            RuntimeError: gradients are not reduced over the ranks yet (within `no_sync`, or before the last backward of
+                a step where only that one reduces).
+        """
+        self._require_open()
+        return self._access.full(parameter, kind)
+
+    def get_local(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
+        """As `get_full`, for the part of the flattened parameter that this rank has: [n], n may be 0. Not a collective.
+
+        A gradient that no rank has is None or zeros.
+        """
+        self._require_open()
+        return self._access.local(parameter, kind)
+
+    def set_full(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
+        """Changes one kind of a parameter, everywhere; every rank passes the same value. A collective.
+
+        "param" and "master" are one weight and change together. A gradient is changed between backward and step; all
+        else between two steps, as a commit of its own: it is there after a resume, or not at all. `set_many` changes
+        several in one commit.
+
+        Args:
+            value: of the parameter's shape, any dtype and device.
+
+        Raises:
+            ConfigError: no such parameter or kind, or the shape does not fit.
+            RuntimeError: it is not the time for it.
+        """
+        self._set({(parameter, kind): value}, local=False)
+
+    def set_local(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
+        """As `set_full`; each rank passes the part [n] that it has, as `get_local` gives it. A collective, too."""
+        self._set({(parameter, kind): value}, local=True)
+
+    def set_many(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor]) -> None:
+        """As `set_full` for several, by (parameter, kind), in one commit. A collective."""
+        self._set(values, local=False)
+
+    def state_dict(self, kind: str = "master") -> dict[str, StateShard]:
+        """This rank's part of one kind of all parameters that have it, by FQN, tied names included. Not a collective.
+
+        Each says which elements of which parameter it has, so that the dicts of all ranks are the whole state, for any
+        number of ranks. (`full_state_dict` gathers it.)
+        """
+        self._require_open()
+        return self._access.shards(kind)
+
+    @contextmanager
+    def gathered(
+        self, parameters: nn.Module | Iterable[torch.Tensor], modifier_rank: int | None = None
+    ) -> Iterator[None]:
+        """Within the context parameters are whole, in the dtype of the forward, for reading. A collective.
+
+        Their units are gathered, and stay so: forwards within the context gather nothing that is here.
+
+        Args:
+            parameters: or a module, for all of its parameters.
+            modifier_rank: what this rank writes into them (in place, under torch.no_grad) becomes everyone's at the end
+                of the context, as a commit of its own. An element that it leaves as it is keeps its fp32 value.
+
+        Raises:
+            RuntimeError: with `modifier_rank`, between backward and step, or within a forward.
+        """
+        self._require_open()
+        chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        if modifier_rank is None:
+            with self._access.gathered(chosen):
+                yield
+            return
+        self._require_between_steps("gathered(modifier_rank=...)")
+        before = self._access.parameters_before(chosen)
+        with self._access.gathered(chosen):
+            yield
+            self._require_between_steps("the end of gathered(modifier_rank=...)")
+            self.wait_for_commit()
+            self._access.stage_changed(chosen, before, modifier_rank, self._commits.next)
+        self._commit_change()
+
+    def _set(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> None:
+        self._require_open()
+        gradients = {parameter: value for (parameter, kind), value in values.items() if kind == "grad"}
+        for parameter, value in gradients.items():
+            self._access.set_gradient(parameter, value, local=local)
+        states = {key: value for key, value in values.items() if key[1] != "grad"}
+        if states:
+            self._require_between_steps("a change of parameters or optimizer states")
+            self.wait_for_commit()
+            self._access.stage(states, local=local, step=self._commits.next)
+            self._commit_change()
+
+    def _commit_change(self) -> None:
+        self._commits.begin(self._client_state())
+        self._commits.wait()
+
+    def _require_between_steps(self, what: str) -> None:
+        self._require_open()
+        if self._backwards or self._hooks.phase is not Phase.IDLE:
+            raise RuntimeError(f"{what} is possible between two steps: after step(), before the next forward")
 
     def load_client_state(self, state: Mapping[str, Any]) -> None:
         """Takes over what a commit carried, as the last act of `initialize`."""

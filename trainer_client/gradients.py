@@ -271,6 +271,28 @@ class Gradients:
                 group.memory.start(step)
                 group.reduce()
 
+    def chunk_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """This rank's part [layout.chunk] of a group's gradient so far, as it is (scaled), in its memory, if the
+        parameter in `slot` has one there. (Over several ranks one that no rank has is zeros, or None.)
+
+        Raises:
+            RuntimeError: it is not reduced over the ranks yet.
+        """
+        if self._owes_reduction:
+            raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
+        found = self._find(group)
+        alone = self._collectives.world_size == 1
+        is_there = found is not None and found.memory.is_there and (not alone or slot in found.present)
+        return found.chunk if found is not None and is_there else None
+
+    def is_present(self, group: FlatGroup, slot: int) -> bool:
+        """Whether a gradient of the parameter in `slot` has come on this rank in this step."""
+        found = self._find(group)
+        return found is not None and slot in found.present
+
+    def _find(self, group: FlatGroup) -> GradientGroup | None:
+        return next((found for found in self._groups if found.flat_group is group), None)
+
     def norm(self) -> GradientNorm:
         """The global norm, bit for bit that of `torch.nn.utils.clip_grad_norm_` at world size 1. A collective."""
         norms = torch.zeros(self._parameters, dtype=torch.float32)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from trainer_client.access import StateAccess
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
@@ -202,6 +203,14 @@ def _make_engine(
         step=step,
         hooks=hooks,
         gather=job.gather,
+        access=StateAccess(
+            model=model,
+            units=job.units,
+            states=job.states,
+            gradients=gradients,
+            scaler=scaler,
+            collectives=collectives,
+        ),
         store=store,
         commits=Commits(
             store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
