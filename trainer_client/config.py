@@ -21,6 +21,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
@@ -119,6 +120,15 @@ class TlsSection(Section):
     key: Path | None = None
 
 
+class DataSection(Section):
+    """Of the loader that `initialize(training_data=...)` returns: the order of the samples follows from `seed` and the
+    epoch; without `shuffle` it is the dataset's. `workers`: processes that load ahead; 0: the loop itself loads."""
+
+    seed: NonNegativeInt = 0
+    shuffle: bool = True
+    workers: NonNegativeInt = 0
+
+
 class ParamserverSection(Section):
     """Where the store is and how the job uses it.
 
@@ -138,6 +148,7 @@ class ParamserverSection(Section):
     host_budget: ByteSize = ByteSize(1 << 30)
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
+    data: DataSection = DataSection()
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
     placement: PlacementSection = PlacementSection()
     gradient_reduction: Literal["auto", "micro_batch", "boundary"] = "auto"
