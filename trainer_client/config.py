@@ -20,6 +20,7 @@ from pydantic import (
     ByteSize,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -123,6 +124,15 @@ class UnitsSection(Section):
         raise ValueError('write "blocks", {"classes": [names]} or {"max_parameters": elements}')
 
 
+class DataSection(Section):
+    """Of the loader that `initialize(training_data=...)` returns: the order of the samples follows from `seed` and the
+    epoch; without `shuffle` it is the dataset's. `workers`: processes that load ahead; 0: the loop itself loads."""
+
+    seed: NonNegativeInt = 0
+    shuffle: bool = True
+    workers: NonNegativeInt = 0
+
+
 class ParamserverSection(Section):
     """Where the store is and how the job uses it.
 
@@ -146,6 +156,7 @@ class ParamserverSection(Section):
     units: UnitsSection = UnitsSection()
     gather: Literal["auto", "collective", "store"] = "auto"
     collective_timeout_seconds: PositiveFloat = 1800.0
+    data: DataSection = DataSection()
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
     may_thaw: tuple[str, ...] = ()
     placement: PlacementSection = PlacementSection()

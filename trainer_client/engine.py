@@ -21,6 +21,7 @@ from trainer_client.access import ParameterKey, StateAccess, StateShard, own
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
+from trainer_client.data import TrainingLoader
 from trainer_client.errors import NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.gather import Gather
 from trainer_client.gradients import ReductionSchedule
@@ -81,6 +82,7 @@ class Engine:
         scaler: LossScaler,
         clock: Clock,
         batch: BatchSizes,
+        data: TrainingLoader | None,
         reduction: ReductionSchedule,
         max_skipped_in_row: int | None,
         steps_per_print: int | None,
@@ -107,6 +109,7 @@ class Engine:
         self._scaler = scaler
         self._clock = clock
         self._batch = batch
+        self._data = data
         self._reduction = reduction
         self._max_skipped_in_row = max_skipped_in_row
         self._steps_per_print = steps_per_print
@@ -188,6 +191,8 @@ class Engine:
         if boundary:
             self.optimizer.check_groups()
         self.micro_steps += 1
+        if self._data is not None:
+            self._data.finish_micro_batch()
         if not boundary:
             return
         self._hooks.begin_step()
@@ -196,6 +201,8 @@ class Engine:
         made = self._step.make(self._commits.next)
         self.global_steps += 1
         self._backwards = 0
+        if self._data is not None:
+            self._data.finish_step()
         if not made:
             log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)
         elif self.lr_scheduler is not None:
@@ -438,6 +445,14 @@ class Engine:
         self._step.skipped = counters["skipped_steps"]
         self._step.skipped_in_row = counters.get("skipped_in_row", 0)
         self.micro_steps = counters["micro_steps"]
+        if counters["accumulation"] != self._batch.accumulation:
+            # A commit is the end of a step, however many micro-batches made one then.
+            self.micro_steps = self.global_steps * self._batch.accumulation
+        if counters["train_batch_size"] != self._batch.train:
+            log.warning(
+                "the global batch was %d samples and is %d from here on: set train_batch_size to keep it",
+                *(counters["train_batch_size"], self._batch.train),
+            )
         self._clock.now = counters["clock"]
         self._step.update_counts = list(state["update_counts"])
         self._scaler.load_state_dict(state["scaler"])
@@ -446,6 +461,8 @@ class Engine:
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.client_state = state["user"]
+        if self._data is not None and state["data"] is not None:
+            self._data.load_state_dict(state["data"])
         client_state.restore_random_states(state["random"], self.device)
 
     def commit_initial_state(self) -> None:
@@ -497,6 +514,8 @@ class Engine:
                     "skipped_steps": self._step.skipped,
                     "skipped_in_row": self._step.skipped_in_row,
                     "micro_steps": self.micro_steps,
+                    "accumulation": self._batch.accumulation,
+                    "train_batch_size": self._batch.train,
                     "clock": self._clock.now,
                 },
                 "update_counts": self._step.update_counts,
@@ -504,6 +523,7 @@ class Engine:
                 "optimizer": self.optimizer.settings(),
                 "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
                 "random": client_state.random_states(self.device),
+                "data": None if self._data is None else self._data.state_dict(),
                 "user": self.client_state,
             }
         )

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer_client.access import StateAccess
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
+from trainer_client.data import TrainingLoader, make_loader
 from trainer_client.engine import Engine, Scheduler
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.gradients import Gradients, ReductionSchedule
@@ -86,7 +87,8 @@ def initialize(
         optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
             parameters to one; None: the config's.
         model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
-        training_data: a dataset, for the data loader that is returned.
+        training_data: a dataset, for the data loader that is returned. One that has a length is loaded in an order that
+            the number of ranks does not change, and its cursor is in every commit: see `trainer_client.data`.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
         distributed_port: of the rendezvous, where the environment has no MASTER_PORT.
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: as needed.
@@ -125,6 +127,14 @@ def initialize(
         collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
         processes.callback(collectives.close)
         batch = resolve_batch_sizes(settings, collectives.world_size)
+        loader = make_loader(
+            training_data,
+            batch,
+            settings.paramserver.data,
+            rank=collectives.rank,
+            world_size=collectives.world_size,
+            collate_fn=collate_fn,
+        )
         store = _connect(settings, collectives, local_rank, prefer_streams, resources)
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
         # end their sessions, which the daemon's end waits for.
@@ -148,10 +158,11 @@ def initialize(
             store,
             collectives,
             batch,
+            loader if isinstance(loader, TrainingLoader) else None,
             local_rank,
             resources,
         )
-    return engine, store_optimizer, _make_loader(training_data, batch, collectives, collate_fn), scheduler
+    return engine, store_optimizer, loader, scheduler
 
 
 def _make_engine(
@@ -164,6 +175,7 @@ def _make_engine(
     store: RankStore,
     collectives: Collectives,
     batch: BatchSizes,
+    data: TrainingLoader | None,
     local_rank: int,
     resources: ExitStack,
 ) -> Engine:
@@ -219,6 +231,7 @@ def _make_engine(
         scaler=scaler,
         clock=clock,
         batch=batch,
+        data=data,
         reduction=ReductionSchedule.of(settings),
         max_skipped_in_row=settings.paramserver.max_consecutive_skipped_steps,
         steps_per_print=settings.steps_per_print,
@@ -311,17 +324,3 @@ def _connect(
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store
-
-
-def _make_loader(
-    dataset: Dataset[Any] | None,
-    batch: BatchSizes,
-    collectives: Collectives,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any] | None:
-    if dataset is None:
-        return None
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=collectives.world_size, rank=collectives.rank)
-    return DataLoader(dataset, batch_size=batch.micro, sampler=sampler, collate_fn=collate_fn)
