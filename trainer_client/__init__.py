@@ -3,14 +3,18 @@ client of that store for everything else."""
 
 from __future__ import annotations
 
+from trainer_client import utils, zero
+from trainer_client.access import StateShard
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
     ConfigError,
     DataLossError,
+    DeferredInitError,
     InvalidRequestError,
     JobConflictError,
     LocalDaemonError,
+    NonFiniteGradientError,
     PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
@@ -23,6 +27,7 @@ from trainer_client.errors import (
 )
 from trainer_client.initialization import initialize
 from trainer_client.link.credentials import Credentials
+from trainer_client.lion import Lion
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store.client_sync import StoreClientSync
@@ -36,13 +41,17 @@ __all__ = [
     "ConfigError",
     "Credentials",
     "DataLossError",
+    "DeferredInitError",
     "Engine",
     "InvalidRequestError",
     "JobConflictError",
     "Kind",
+    "Lion",
     "LocalDaemonError",
+    "NonFiniteGradientError",
     "PermissionDeniedError",
     "Placement",
+    "StateShard",
     "StepAbortedError",
     "StoreBudgetError",
     "StoreClient",
@@ -62,4 +71,6 @@ __all__ = [
     "TrainerClientError",
     "UnauthenticatedError",
     "initialize",
+    "utils",
+    "zero",
 ]

@@ -25,8 +25,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 # The process groups; see [Note: process groups]. The last one is of the host, whatever the device.
 _MAIN, _UNITS, _CONTROL = range(3)
 
-_MAX_STEPS = 16  # committed steps that a store keeps per job, at most
-
 
 class PendingRows:
     """Rows [world, n] of all ranks, under way."""
@@ -138,11 +136,11 @@ class Collectives:
         with self.within(what):
             _reduce_scatter(chunk, flat.div_(self.world_size), group=self._groups[_MAIN])
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Every rank's `tensor` becomes rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Every rank's `tensor` becomes that of rank `source`."""
         if self.world_size > 1:
             with self.within("a broadcast"):
-                dist.broadcast(tensor, src=0, group=self._groups[_MAIN])
+                dist.broadcast(tensor, src=source, group=self._groups[_MAIN])
 
     def gather_rows(self, row: torch.Tensor, what: str = "an exchange") -> torch.Tensor:
         """Every rank's `row` [n], as [world, n]."""
@@ -175,18 +173,18 @@ class Collectives:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._groups[_MAIN])
         return [bool(flag) for flag in tensor.tolist()]
 
-    def newest_common_step(self, steps: Sequence[int]) -> int | None:
-        """The newest step that every rank has; None if there is none."""
-        row = torch.full((_MAX_STEPS,), -1, dtype=torch.int64)
-        newest = sorted(steps)[-_MAX_STEPS:]
-        row[: len(newest)] = torch.tensor(newest, dtype=torch.int64)
-        rows = [set(row) for row in self.gather_rows(row).tolist()]
-        return max(set.intersection(*rows) - {-1}, default=None)
-
     def gather_ids(self, identity: bytes) -> list[bytes]:
         """Every rank's `identity`, all of one length."""
         rows = self.gather_rows(torch.tensor(list(identity), dtype=torch.uint8))
         return [bytes(row) for row in rows.tolist()]
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Every rank's `content`, of any lengths."""
+        sizes = [int(size) for (size,) in self.gather_rows(torch.tensor([len(content)])).tolist()]
+        row = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        row[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        rows = self.gather_rows(row).cpu()
+        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_id(self, identity: bytes) -> bytes:
         """Rank 0's `identity`, all of one length."""

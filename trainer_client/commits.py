@@ -1,39 +1,85 @@
-"""The commits of a run: which one is newest, and the one under way.
+"""The commits of a run: which one is newest, the one under way, and which steps make one.
 
 Owns their numbers. A training step makes one commit, and so does a change of the states between two steps; the numbers
 therefore count commits, and equal those of the steps until somebody changes states by hand.
+
+[Note: states on the device] A commit is a whole step. As soon as one flat group has a kind in the store that updates
+change, each step is committed, and carries what the groups that live on the device have newer. Where no group has, the
+store needs to see a step only as often as the durability class promises: each, every N-th, or none after the first.
+Numbers are then multiples of N, so that the store makes each of these commits durable.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainer_client.link.channel import Pending
 from trainer_client.link.rank_store import RankStore
+from trainer_client.states import PlacedStates
 
 
 class Commits:
     """Args:
-    newest: the number of the newest commit; None for a new job, whose first is `next`.
+    states: of all groups.
+    durability: the config's: `step`, `snapshot:N` or `none`.
+    newest: the number of the newest commit; None for a new job.
+    staged: the number that the first commit must have, where states are staged for it.
     """
 
-    def __init__(self, store: RankStore, newest: int | None = None) -> None:
+    def __init__(
+        self,
+        store: RankStore,
+        states: Sequence[PlacedStates],
+        durability: str,
+        *,
+        newest: int | None,
+        staged: int | None,
+    ) -> None:
         self.newest = newest
+        self._staged = staged
         self._store = store
+        self._states = states
         self._pending: Pending[bool] | None = None
+        name, _, every = durability.partition(":")
+        # Steps from one commit to the next; 0: steps make none.
+        self._interval = 1
+        if not any(state.is_in_store for state in states):
+            self._interval = {"step": 1, "none": 0, "snapshot": int(every or 1)}[name]
+        self._uncommitted_steps = 0
 
     @property
     def next(self) -> int:
         """The number of the commit that is being prepared."""
-        return 0 if self.newest is None else self.newest + 1
+        if self._staged is not None:
+            return self._staged
+        if self.newest is None:
+            return 0
+        stride = max(self._interval, 1)
+        return (self.newest // stride + 1) * stride
+
+    def count_step(self, step: int) -> bool:
+        """Takes note of a training step, the `step`-th of the job; whether it is to be committed."""
+        self._uncommitted_steps += 1
+        return self._interval > 0 and step % self._interval == 0
+
+    @property
+    def owes_commit(self) -> bool:
+        """Whether steps were made that the durability class wants to be committed before the run ends well."""
+        return self._interval > 0 and self._uncommitted_steps > 0
 
     def begin(self, client_state: bytes) -> None:
-        """This rank's vote for the next commit, in which all that was handed over since the last one takes part.
+        """This rank's vote for the next commit, in which all takes part that was handed over since the last one, or is
+        newer on the device.
 
         Every rank has committed the one before: all meet between two commits.
         """
         self.wait()
         settled = 0 if self.newest is None else self.newest
+        for state in self._states:
+            state.flush(self.next)
         self._pending = self._store.commit(self.next, client_state, settled)
-        self.newest = self.next
+        self.newest, self._staged = self.next, None
+        self._uncommitted_steps = 0
 
     def wait(self) -> None:
         """Returns when the newest commit is there as the job's durability class says. Raises StoreError."""

@@ -16,18 +16,22 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ByteSize,
-    ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
 )
 from pydantic import ValidationError as PydanticError
 
+from trainer_client.config_section import Section
 from trainer_client.errors import ConfigError
 from trainer_client.link.credentials import Credentials
+from trainer_client.optimizer_sections import OPTIMIZERS, OptimizerSection
+from trainer_client.refused_optimizers import HONOURED, why_refused
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEFAULT_STATE_DIR = "paramserver-state"
@@ -38,13 +42,13 @@ _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
 # Where "auto" is a value of ours, not of a tool that fills configs in.
-_AUTO_KEYS = ("paramserver.resume", "paramserver.gather")
+_AUTO_KEYS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
 
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+HomeName = Literal["device", "gpu", "host", "nvme"]
+# "nvme" is short for {"nvme": 1.0}.
+HomeShares = Annotated[dict[HomeName, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
+DTypeName = Literal["fp32", "bf16", "fp16"]
 
 
 class Bf16Section(Section):
@@ -62,30 +66,38 @@ class Fp16Section(Section):
     min_loss_scale: PositiveFloat = 1.0
 
 
-class AdamWSection(Section):
-    """Hyper-parameters of `torch.optim.AdamW`, with its defaults."""
-
-    lr: NonNegativeFloat = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: NonNegativeFloat = 1e-8
-    weight_decay: NonNegativeFloat = 1e-2
-
-
-class OptimizerSection(Section):
-    type: Literal["AdamW"]
-    params: AdamWSection = AdamWSection()
-
-
 class OffloadSection(Section):
-    device: Literal["cpu", "nvme"]
+    device: Literal["none", "cpu", "nvme"]
     nvme_path: Path | None = None
 
 
+class OffloadOptimizerSection(OffloadSection):
+    """`ratio` is the part of the optimizer's states that is offloaded; the rest stays on the device."""
+
+    ratio: Fraction = 1.0
+
+
 class ZeroSection(Section):
-    stage: Literal[3]
-    offload_param: OffloadSection
-    offload_optimizer: OffloadSection
+    """Without an offload section, or with device "none", its state stays on the device."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    offload_param: OffloadSection | None = None
+    offload_optimizer: OffloadOptimizerSection | None = None
     stage3_max_live_parameters: PositiveInt | None = None
+
+
+class PlacementSection(Section):
+    """Where each kind of state lives: one home, or the fraction of each; see PlacementPolicy."""
+
+    parameters: HomeShares | None = None
+    gradients: HomeShares | None = None
+    optimizer: HomeShares | None = None
+
+
+class DataTypesSection(Section):
+    """`grad_accum_dtype`: of gradients between micro-batches; null: of the parameter."""
+
+    grad_accum_dtype: DTypeName | None = None
 
 
 class TlsSection(Section):
@@ -112,12 +124,23 @@ class UnitsSection(Section):
         raise ValueError('write "blocks", {"classes": [names]} or {"max_parameters": elements}')
 
 
+class DataSection(Section):
+    """Of the loader that `initialize(training_data=...)` returns: the order of the samples follows from `seed` and the
+    epoch; without `shuffle` it is the dataset's. `workers`: processes that load ahead; 0: the loop itself loads."""
+
+    seed: NonNegativeInt = 0
+    shuffle: bool = True
+    workers: NonNegativeInt = 0
+
+
 class ParamserverSection(Section):
     """Where the store is and how the job uses it.
 
     `address` is `unix:/path` or `host:port` of a daemon that an operator runs. Without it (and without
     $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
-    ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials.
+    ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials. `peers` are
+    further stores that have parts of the job and no rank of this run: they are only read, when it is laid out anew.
+    `may_thaw` has patterns of FQNs: of parameters that are frozen, and in no parameter group, and may be trained later.
     """
 
     address: str | None = None
@@ -125,6 +148,7 @@ class ParamserverSection(Section):
     tls: TlsSection = TlsSection()
     insecure: bool = False
     job: Annotated[str, Field(min_length=1)] = "default"
+    peers: tuple[str, ...] = ()
     state_dir: Path | None = None
     host_budget: ByteSize = ByteSize(1 << 30)
     nvme_budget: ByteSize = ByteSize(64 << 30)
@@ -132,7 +156,13 @@ class ParamserverSection(Section):
     units: UnitsSection = UnitsSection()
     gather: Literal["auto", "collective", "store"] = "auto"
     collective_timeout_seconds: PositiveFloat = 1800.0
+    data: DataSection = DataSection()
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
+    may_thaw: tuple[str, ...] = ()
+    placement: PlacementSection = PlacementSection()
+    gradient_reduction: Literal["auto", "micro_batch", "boundary"] = "auto"
+    gradient_clipping_value: PositiveFloat | None = None
+    max_consecutive_skipped_steps: PositiveInt | None = None
 
 
 class TrainingConfig(Section):
@@ -143,8 +173,10 @@ class TrainingConfig(Section):
     steps_per_print: PositiveInt | None = 10
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
-    optimizer: OptimizerSection | None = None
-    zero_optimization: ZeroSection
+    data_types: DataTypesSection = DataTypesSection()
+    communication_data_type: DTypeName | None = None
+    optimizer: OptimizerSection | None = Field(default=None, discriminator="type")
+    zero_optimization: ZeroSection = ZeroSection()
     paramserver: ParamserverSection = ParamserverSection()
 
     def store_address(self, environ: Mapping[str, str]) -> str | None:
@@ -164,9 +196,18 @@ class TrainingConfig(Section):
 
     def state_dir(self) -> Path:
         """The state directory of the job's own daemon."""
-        zero = self.zero_optimization
-        nvme_path = zero.offload_param.nvme_path or zero.offload_optimizer.nvme_path
+        nvme_path = next(iter(self.nvme_paths().values()), None)
         return self.paramserver.state_dir or nvme_path or Path(DEFAULT_STATE_DIR)
+
+    def nvme_paths(self) -> dict[str, Path]:
+        """DeepSpeed's keys for the state directory, as far as they are given."""
+        zero = self.zero_optimization
+        sections = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
+        return {
+            f"zero_optimization.{name}.nvme_path": section.nvme_path
+            for name, section in sections.items()
+            if section is not None and section.nvme_path is not None
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,33 +288,37 @@ def _auto_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _explain(detail: Any) -> str:
     """One error of pydantic's as a sentence about a dotted key."""
-    path = ".".join(str(part) for part in detail["loc"])
+    path = ".".join(_keys_of(detail["loc"]))
     value = detail["input"]
+    if detail["type"].startswith("union_tag"):
+        if detail["type"].endswith("not_found"):
+            reason = f"is missing: write one of {', '.join(HONOURED)}"
+        else:
+            given = detail["ctx"]["tag"]
+            reason = f"= {given!r} is refused: {why_refused(given)}"
+        return f"{path}.type {reason}"
     if detail["type"] == "extra_forbidden":
         known = _keys_beside(detail["loc"])
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
         hint = f"did you mean {near[0]}?" if near else "remove it"
         return f"{path} is not honoured by this version; {hint} (honoured here: {', '.join(known)})"
     if path == "zero_optimization.stage":
-        stage = value if detail["type"] != "missing" else "missing"
-        return f"zero_optimization.stage is {stage}; this version honours stage 3 only: write 3"
-    if detail["type"] == "missing" and path == "zero_optimization":
-        return (
-            'zero_optimization is missing: write {"stage": 3, "offload_param": {"device": "nvme"}, '
-            '"offload_optimizer": {"device": "nvme"}}'
-        )
-    if path.endswith(("offload_param", "offload_optimizer")) or path.endswith(".device"):
-        given = "missing" if detail["type"] == "missing" else f"{value!r}"
-        return f'{path} is {given}; the store keeps this state: write {{"device": "cpu"}} or {{"device": "nvme"}}'
-    if detail["type"] == "missing":
-        return f"{path} is missing"
-    return f"{path} = {value!r} is refused: {detail['msg']}"
+        return f"zero_optimization.stage is {value!r}: write 0, 1, 2 or 3"
+    return f"{path} is missing" if detail["type"] == "missing" else f"{path} = {value!r} is refused: {detail['msg']}"
+
+
+def _keys_of(location: tuple[int | str, ...]) -> list[str]:
+    """pydantic's location without the optimizer's name, which is the value of a key."""
+    return [str(part) for index, part in enumerate(location) if not (index == 1 and part in OPTIMIZERS)]
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The honoured keys of the section that holds `location`."""
     section: type[BaseModel] = TrainingConfig
     for part in location[:-1]:
+        if part in OPTIMIZERS:
+            section = OPTIMIZERS[str(part)]
+            continue
         annotation = section.model_fields[str(part)].annotation
         candidates = (annotation, *get_args(annotation))
         section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
@@ -284,15 +329,15 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
     """What no single key can tell."""
     if config.bf16.enabled and config.fp16.enabled:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: choose one")
+    if config.gradient_clipping and config.paramserver.gradient_clipping_value is not None:
+        raise ConfigError(
+            f"gradient_clipping = {config.gradient_clipping} (by norm) and paramserver.gradient_clipping_value = "
+            f"{config.paramserver.gradient_clipping_value} (by value) are both given: choose one"
+        )
     units = config.paramserver.units
     if units.classes and units.max_parameters:
         raise ConfigError("paramserver.units.classes and paramserver.units.max_parameters are both set: choose one")
-    zero = config.zero_optimization
-    paths = {
-        f"zero_optimization.{name}.nvme_path": section.nvme_path
-        for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer))
-        if section.nvme_path is not None
-    }
+    paths = config.nvme_paths()
     if len(set(paths.values())) > 1:
         listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())
         raise ConfigError(f"the store has one directory, but {listed}: write the same path in both")

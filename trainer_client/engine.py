@@ -8,36 +8,35 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 
-from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import client_state
+from trainer_client.access import ParameterKey, StateAccess, StateShard, own
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
-from trainer_client.errors import PhaseError, TrainerClientError
+from trainer_client.data import TrainingLoader
+from trainer_client.errors import NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.gather import Gather
-from trainer_client.gradients import Gradients
+from trainer_client.gradients import ReductionSchedule
 from trainer_client.hooks import UnitHooks
-from trainer_client.link.rank_store import GroupUpdate, RankStore
+from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
 from trainer_client.phases import Phase
+from trainer_client.placement import Residence
 from trainer_client.precision import LossScaler
-from trainer_client.states import GroupStates
+from trainer_client.states import PlacedStates, placement_bytes
 from trainer_client.trace import Clock
+from trainer_client.training_step import TrainingStep
 
 log = logging.getLogger(__name__)
-
-# torch.nn.utils.clip_grad_norm_'s.
-_CLIP_EPSILON = 1e-6
 
 
 class Scheduler(Protocol):
@@ -56,10 +55,9 @@ class Engine:
         loss = engine(batch); engine.backward(loss); engine.step()
 
     Attributes:
-        module: the model. Outside of its forward, its parameters have no values.
+        module: the model. At stage 3, its parameters have no values outside of its forward.
         optimizer, lr_scheduler: what drives the hyper-parameters; `engine.step()` steps both.
         global_steps: steps made or skipped, the newest step of the job.
-        skipped_steps: steps skipped because the gradient was not finite.
         micro_steps: calls of `step`, one per micro-batch.
         resumed_step: the global step that the run started from; 0 for a new job.
         client_state: the user's own values (JSON-like, tensors too), committed with each step and given back on resume:
@@ -73,17 +71,20 @@ class Engine:
         optimizer: StoreOptimizer,
         lr_scheduler: Scheduler | None,
         parameters: Sequence[ModelParameter],
-        states: Sequence[GroupStates],
-        gradients: Gradients,
+        states: Sequence[PlacedStates],
+        step: TrainingStep,
         hooks: UnitHooks,
         gather: Gather,
+        access: StateAccess,
         store: RankStore,
         commits: Commits,
         collectives: Collectives,
         scaler: LossScaler,
         clock: Clock,
         batch: BatchSizes,
-        gradient_clipping: float,
+        data: TrainingLoader | None,
+        reduction: ReductionSchedule,
+        max_skipped_in_row: int | None,
         steps_per_print: int | None,
         local_rank: int,
         resources: ExitStack,
@@ -92,35 +93,40 @@ class Engine:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.global_steps = 0
-        self.skipped_steps = 0
         self.micro_steps = 0
         self.resumed_step = 0
         self.client_state: dict[str, Any] = {}
         self.local_rank = local_rank
         self.device = collectives.device
         self._states = states
-        self._gradients = gradients
+        self._step = step
         self._hooks = hooks
         self._gather = gather
+        self._access = access
         self._store = store
         self._commits = commits
         self._collectives = collectives
         self._scaler = scaler
         self._clock = clock
         self._batch = batch
-        self._gradient_clipping = gradient_clipping
+        self._data = data
+        self._reduction = reduction
+        self._max_skipped_in_row = max_skipped_in_row
         self._steps_per_print = steps_per_print
         self._resources = resources
-        self._update_counts = [0] * len(parameters)  # per parameter of the model
-        self._trainable = [parameter.tensor.requires_grad for parameter in parameters]
-        self._global_grad_norm: float | None = None
         self._backwards = 0  # since the last boundary
+        self._boundary: bool | None = None  # as the user says; None: by the count of micro-batches
+        self._syncs = True  # False within `no_sync`
         self._closed = False
         # Names as a plain checkpoint has them, tied ones included; None for a buffer.
         index_of = {id(parameter.tensor): parameter.index for parameter in parameters}
         self._state_names = {name: index_of.get(id(t)) for name, t in module.state_dict(keep_vars=True).items()}
-        module.register_state_dict_pre_hook(_refuse_state_dict)
-        atexit.register(self.close)
+        if any(state.placement.residence is Residence.SHARDED for state in states):
+            module.register_state_dict_pre_hook(_refuse_state_dict)
+        own(parameters, self)
+        atexit.register(self._leave)
+        if collectives.rank == 0:
+            log.info("placement, bytes of each rank: %s", self.placement())
 
     # DeepSpeed's verbs
 
@@ -149,7 +155,10 @@ class Engine:
         if self._batch.accumulation > 1:
             loss = loss / self._batch.accumulation
         scaled = loss if self._scaler.scale == 1.0 else loss.float() * self._scaler.scale
-        self._hooks.begin_backward(self._commits.next)
+        reduces = self._syncs and (
+            self._reduction is ReductionSchedule.MICRO_BATCH or self.is_gradient_accumulation_boundary()
+        )
+        self._hooks.begin_backward(self._commits.next, reduces=reduces)
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
             self._hooks.finish_backward()
@@ -162,44 +171,56 @@ class Engine:
     def step(self) -> None:
         """Ends a micro-batch; at the accumulation boundary, makes and commits a step. A collective.
 
-        Returns when the store has the gradients. The update and the commit go on in the store; their failure is raised
-        by the next step, `wait_for_commit` or `close`. A step with a non-finite gradient is skipped on every rank.
+        Returns when the store has the gradients; where parameters or optimizer states live on the device, when those
+        are updated. What the store updates and the commit go on there; their failure is raised by the next step,
+        `wait_for_commit` or `close`. A step with a non-finite gradient is skipped on every rank.
 
         Raises:
+            ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
+            NonFiniteGradientError: `paramserver.max_consecutive_skipped_steps` steps in a row were skipped.
             StoreError: the store failed; the last committed step is intact.
         """
         self._require_open()
+        if not self._syncs:
+            raise RuntimeError("step() within no_sync(): leave it first, a step needs the gradients of all ranks")
+        if self._access.is_holding:
+            raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
         if self._backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self.optimizer.check_groups()
         self.micro_steps += 1
+        if self._data is not None:
+            self._data.finish_micro_batch()
         if not boundary:
             return
         self._hooks.begin_step()
         # Every rank waits here before it takes part in the norm: after the norm, the last step is settled everywhere.
         self.wait_for_commit()
-        norm = self._gradients.norm()
-        unscaled = norm.total / self._scaler.scale
-        self._global_grad_norm = float(unscaled)
-        finite = math.isfinite(self._global_grad_norm)
-        if finite:
-            with self.optimizer.stepping_with(lambda: self._hand_over(self._gradient_scale(unscaled), norm.present)):
-                self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        else:
-            self._gradients.discard()
-            self.skipped_steps += 1
-            log.warning("step %d is skipped: its gradient norm is %s", self.global_steps + 1, self._global_grad_norm)
-        self._scaler.update(overflow=not finite)
+        made = self._step.make(self._commits.next)
         self.global_steps += 1
         self._backwards = 0
-        # The scheduler has stepped: a resume starts with the learning rate that an uninterrupted run has.
-        self._commits.begin(self._client_state())
-        if self._gather.is_one_sided:
-            self._collectives.barrier()
+        if self._data is not None:
+            self._data.finish_step()
+        if not made:
+            log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        if self._commits.count_step(self.global_steps):
+            # The scheduler has stepped: a resume starts with the learning rate that an uninterrupted run has.
+            self._commits.begin(self._client_state())
+            if self._gather.is_one_sided:
+                self._collectives.barrier()
+        self._step.refresh()
         self._hooks.finish_step()
         self._report()
+        if self._step.skipped_in_row == self._max_skipped_in_row:
+            raise NonFiniteGradientError(
+                f"the gradients of {self._step.skipped_in_row} steps in a row, up to step {self.global_steps}, are not "
+                "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
+                "states are those before these steps"
+            )
 
     def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
@@ -220,10 +241,37 @@ class Engine:
 
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of the last step's gradient over all ranks, before clipping; None before the first step."""
-        return self._global_grad_norm
+        return self._step.gradient_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because the gradient was not finite on some rank."""
+        return self._step.skipped
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within the context do not communicate, at any stage; every rank enters it alike.
+
+        Their gradients stay whole on each rank's device until the next backward pass outside of the context, or the
+        step: DDP's `no_sync`.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Whether the micro-batch under way is the last of its step, until said otherwise; None: as the config says.
+
+        To be called before its `backward`, on every rank alike.
+        """
+        self._boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` makes a step."""
+        if self._boundary is not None:
+            return self._boundary
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def gradient_accumulation_steps(self) -> int:
@@ -242,8 +290,13 @@ class Engine:
         """How tensor bytes reach this rank: "arena" (shared memory) or "streams" (gRPC)."""
         return self._store.plane.name
 
+    def placement(self) -> dict[str, dict[str, int]]:
+        """Where this rank's state lives: bytes by home ("device", "host", "nvme") of "parameters", "gradients" and
+        "optimizer" (master weights and optimizer states)."""
+        return placement_bytes(self._states)
+
     def wait_for_commit(self) -> None:
-        """Returns when the newest step is committed as the job's durability class says. Raises StoreError."""
+        """Returns when the newest commit is there as the job's durability class says. Raises StoreError."""
         self._commits.wait()
 
     @torch.no_grad()
@@ -270,35 +323,172 @@ class Engine:
             for name, index in self._state_names.items()
         }
 
+    # Access to single parameters
+
+    def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
+        """The whole values of one kind of a parameter, of its shape, on the CPU, wherever they live. A collective.
+
+        Args:
+            parameter: or its FQN.
+            kind: "param" (what forward computes with, in its dtype), "master" (the fp32 weight), "grad" (between
+                backward and step: the mean over ranks so far, not scaled), or a state of the optimizer by torch's name,
+                as "exp_avg". All but "param" are fp32.
+
+        Returns:
+            None for "grad" if no rank has one in this step.
+
+        Raises:
+            ConfigError: no such parameter or kind.
+            RuntimeError: gradients are not reduced over the ranks yet (within `no_sync`, or before the last backward of
+                a step where only that one reduces).
+        """
+        self._require_open()
+        return self._access.full(parameter, kind)
+
+    def get_local(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
+        """As `get_full`, for the part of the flattened parameter that this rank has: [n], n may be 0. Not a collective.
+
+        A gradient that no rank has is None or zeros.
+        """
+        self._require_open()
+        return self._access.local(parameter, kind)
+
+    def set_full(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
+        """Changes one kind of a parameter, everywhere; every rank passes the same value. A collective.
+
+        "param" and "master" are one weight and change together. A gradient is changed between backward and step; all
+        else between two steps, as a commit of its own: it is there after a resume, or not at all. `set_many` changes
+        several in one commit.
+
+        Args:
+            value: of the parameter's shape, any dtype and device.
+
+        Raises:
+            ConfigError: no such parameter or kind, or the shape does not fit.
+            RuntimeError: it is not the time for it.
+        """
+        self._set({(parameter, kind): value}, local=False)
+
+    def set_local(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
+        """As `set_full`; each rank passes the part [n] that it has, as `get_local` gives it. A collective, too."""
+        self._set({(parameter, kind): value}, local=True)
+
+    def set_many(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor]) -> None:
+        """As `set_full` for several, by (parameter, kind), in one commit. A collective."""
+        self._set(values, local=False)
+
+    def state_dict(self, kind: str = "master") -> dict[str, StateShard]:
+        """This rank's part of one kind of all parameters that have it, by FQN, tied names included. Not a collective.
+
+        Each says which elements of which parameter it has, so that the dicts of all ranks are the whole state, for any
+        number of ranks. (`full_state_dict` gathers it.)
+        """
+        self._require_open()
+        return self._access.shards(kind)
+
+    @contextmanager
+    def gathered(
+        self, parameters: nn.Module | Iterable[torch.Tensor], modifier_rank: int | None = None
+    ) -> Iterator[None]:
+        """Within the context parameters are whole, in the dtype of the forward, for reading. A collective.
+
+        Their units are gathered, and stay so: forwards within the context gather nothing that is here.
+
+        Args:
+            parameters: or a module, for all of its parameters.
+            modifier_rank: what this rank writes into them (in place, under torch.no_grad) becomes everyone's at the end
+                of the context, as a commit of its own. An element that it leaves as it is keeps its fp32 value.
+
+        Raises:
+            RuntimeError: with `modifier_rank`, between backward and step, or within a forward.
+        """
+        self._require_open()
+        chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        if modifier_rank is None:
+            with self._access.gathered(chosen):
+                yield
+            return
+        self._require_between_steps("gathered(modifier_rank=...)")
+        before = self._access.parameters_before(chosen)
+        with self._access.gathered(chosen):
+            yield
+            self._require_between_steps("the end of gathered(modifier_rank=...)")
+            self.wait_for_commit()
+            self._access.stage_changed(chosen, before, modifier_rank, self._commits.next)
+        self._commit_change()
+
+    def _set(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> None:
+        self._require_open()
+        gradients = {parameter: value for (parameter, kind), value in values.items() if kind == "grad"}
+        for parameter, value in gradients.items():
+            self._access.set_gradient(parameter, value, local=local)
+        states = {key: value for key, value in values.items() if key[1] != "grad"}
+        if states:
+            self._require_between_steps("a change of parameters or optimizer states")
+            self.wait_for_commit()
+            self._access.stage(states, local=local, step=self._commits.next)
+            self._commit_change()
+
+    def _commit_change(self) -> None:
+        self._commits.begin(self._client_state())
+        self._commits.wait()
+
+    def _require_between_steps(self, what: str) -> None:
+        self._require_open()
+        if self._backwards or self._hooks.phase is not Phase.IDLE:
+            raise RuntimeError(f"{what} is possible between two steps: after step(), before the next forward")
+
     def load_client_state(self, state: Mapping[str, Any]) -> None:
         """Takes over what a commit carried, as the last act of `initialize`."""
         counters = state["counters"]
         self.global_steps = self.resumed_step = counters["global_steps"]
-        self.skipped_steps = counters["skipped_steps"]
+        self._step.skipped = counters["skipped_steps"]
+        self._step.skipped_in_row = counters.get("skipped_in_row", 0)
         self.micro_steps = counters["micro_steps"]
+        if counters["accumulation"] != self._batch.accumulation:
+            # A commit is the end of a step, however many micro-batches made one then.
+            self.micro_steps = self.global_steps * self._batch.accumulation
+        if counters["train_batch_size"] != self._batch.train:
+            log.warning(
+                "the global batch was %d samples and is %d from here on: set train_batch_size to keep it",
+                *(counters["train_batch_size"], self._batch.train),
+            )
         self._clock.now = counters["clock"]
-        self._update_counts = list(state["update_counts"])
+        self._step.update_counts = list(state["update_counts"])
         self._scaler.load_state_dict(state["scaler"])
-        self.optimizer.load_settings(state["optimizer"])
+        if state["optimizer"] is not None:  # None: of another optimizer
+            self.optimizer.load_settings(state["optimizer"])
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.client_state = state["user"]
+        if self._data is not None and state["data"] is not None:
+            self._data.load_state_dict(state["data"])
         client_state.restore_random_states(state["random"], self.device)
 
     def commit_initial_state(self) -> None:
-        """Commits step 0, the initial weights, which are staged."""
+        """Commits what is staged: the initial weights as step 0, or the resumed step in another layout as the next."""
         self._commits.begin(self._client_state())
         self._commits.wait()
 
     def close(self) -> None:
-        """Waits for the last commit, leaves the job, and stops the daemon that belongs to it. Idempotent.
+        """Commits what is not committed yet, leaves the job, and stops the daemon that belongs to it. Idempotent.
 
         Every rank should close at about the same time: the job's own daemon ends when its rank does.
         """
         if self._closed:
             return
+        try:
+            if self._commits.owes_commit and self._hooks.phase is not Phase.FAILED:
+                self._commits.begin(self._client_state())
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """As `close`, for a run that may have failed: commits nothing that is not under way."""
+        if self._closed:
+            return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._leave)
         with self._resources:
             self.wait_for_commit()
 
@@ -308,56 +498,37 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        if error is None:
             self.close()
+            return
+        try:
+            self._leave()
         except TrainerClientError:
-            if error is None:
-                raise
             log.exception("closing the engine failed too")
-
-    # A step's parts
-
-    def _gradient_scale(self, norm: torch.Tensor) -> float:
-        """The factor that unscales and clips, in the fp32 arithmetic of `torch.nn.utils.clip_grad_norm_`."""
-        scale = torch.ones((), dtype=torch.float32)
-        if self._gradient_clipping > 0:
-            scale = torch.clamp(self._gradient_clipping / (norm + _CLIP_EPSILON), max=1.0)
-        return float(scale / self._scaler.scale)
-
-    def _hand_over(self, scale: float, present: Sequence[bool]) -> None:
-        """Gives the store the gradients, in forward order, with the hyper-parameters of each shard."""
-        for index, is_present in enumerate(present):
-            self._update_counts[index] += is_present
-        table = _HyperParameterTable(self.optimizer.hyper_parameters, self._update_counts)
-        updates = []
-        for group, leased in self._gradients.hand_over():
-            indices = [group.parameters[shard.slot].index for shard in group.shards]
-            chosen = [table.row_of(index) if present[index] else -1 for index in indices]
-            updates.append(
-                GroupUpdate(group=group.name, gradient=leased, scale=scale, hyper_parameters_of_shard=chosen)
-            )
-        if updates:
-            self._store.apply_gradients(self._commits.next, table.rows, updates)
 
     def _client_state(self) -> bytes:
         return client_state.encode(
             {
                 "counters": {
                     "global_steps": self.global_steps,
-                    "skipped_steps": self.skipped_steps,
+                    "skipped_steps": self._step.skipped,
+                    "skipped_in_row": self._step.skipped_in_row,
                     "micro_steps": self.micro_steps,
+                    "accumulation": self._batch.accumulation,
+                    "train_batch_size": self._batch.train,
                     "clock": self._clock.now,
                 },
-                "update_counts": self._update_counts,
+                "update_counts": self._step.update_counts,
                 "scaler": self._scaler.state_dict(),
                 "optimizer": self.optimizer.settings(),
                 "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
                 "random": client_state.random_states(self.device),
+                "data": None if self._data is None else self._data.state_dict(),
                 "user": self.client_state,
             }
         )
 
-    def _gather_weights(self, state: GroupStates) -> torch.Tensor:
+    def _gather_weights(self, state: PlacedStates) -> torch.Tensor:
         """The group's fp32 weights [layout.numel] on the CPU. A collective."""
         chunk = state.read(state.group.weight_kind)
         whole = torch.empty(state.group.layout.numel, dtype=chunk.dtype, device=self.device)
@@ -368,7 +539,8 @@ class Engine:
         if self._collectives.rank == 0 and self._steps_per_print and self.global_steps % self._steps_per_print == 0:
             rates = [float(group["lr"]) for group in self.optimizer.param_groups]
             log.info(
-                "step=%d skipped=%d lr=%s norm=%s", self.global_steps, self.skipped_steps, rates, self._global_grad_norm
+                *("step=%d skipped=%d lr=%s norm=%s", self.global_steps),
+                *(self.skipped_steps, rates, self._step.gradient_norm),
             )
 
     def _require_open(self) -> None:
@@ -376,25 +548,6 @@ class Engine:
             raise RuntimeError("the engine is closed")
         if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.FAILED):
             raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
-
-
-class _HyperParameterTable:
-    """The distinct hyper-parameters of a step; most parameters of a model share one row."""
-
-    def __init__(
-        self, lookup: Callable[[int, int], pb.ApplyGradientsRequest.HyperParameters], update_counts: Sequence[int]
-    ) -> None:
-        self.rows: list[pb.ApplyGradientsRequest.HyperParameters] = []
-        self._lookup = lookup
-        self._update_counts = update_counts
-        self._known: dict[bytes, int] = {}
-
-    def row_of(self, parameter: int) -> int:
-        row = self._lookup(parameter, self._update_counts[parameter])
-        number = self._known.setdefault(row.SerializeToString(deterministic=True), len(self.rows))
-        if number == len(self.rows):
-            self.rows.append(row)
-        return number
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

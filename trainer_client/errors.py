@@ -17,8 +17,17 @@ class ConfigError(TrainerClientError, ValueError):
     """The config, the model or an argument of `initialize` asks for something that cannot be honoured."""
 
 
+class DeferredInitError(TrainerClientError, RuntimeError):
+    """The model's constructor does something that cannot be put off until there is memory for its tensors."""
+
+
 class ClientStateError(TrainerClientError):
     """A value cannot be part of the client state that a commit carries, or a stored client state cannot be read."""
+
+
+class NonFiniteGradientError(TrainerClientError):
+    """As many steps in a row as the config allows were skipped: the gradients were not finite. The states are those of
+    the last step that was made."""
 
 
 class LocalDaemonError(TrainerClientError):

@@ -13,7 +13,6 @@ wants the values has them gathered by `want`, or gets an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +23,7 @@ from trainer_client.errors import ReleasedParameterError
 from trainer_client.layout import ShardRange, flat_layout
 from trainer_client.link.rank_store import Slab
 from trainer_client.parameters import ModelParameter
+from trainer_client.placement import GroupPlacement, Home, Residence
 from trainer_client.released import release, restore
 
 PROTO_DTYPES = {
@@ -32,11 +32,8 @@ PROTO_DTYPES = {
     torch.float16: pb.DTYPE_FLOAT16,
 }
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    param: pb.Tier
-    optimizer: pb.Tier
+# What lives on the device is in the store only as of the last commit.
+_TIERS = {Home.DEVICE: pb.TIER_NVME, Home.GPU: pb.TIER_GPU, Home.HOST: pb.TIER_HOST, Home.NVME: pb.TIER_NVME}
 
 
 class FlatGroup:
@@ -46,10 +43,15 @@ class FlatGroup:
         unit: name of the unit.
         want: called when a released parameter's values are wanted, with the name of torch's function; gathers the
             group, or raises.
+        trainable: whether the store has optimizer states of the parameters, and takes gradients of them. Those of a
+            trainable group may be frozen for a while.
         shards: the parameter ranges in this rank's chunk, by position.
-        name: of the rank's shard group in the store; says which part of the flat buffer it is, not whose.
+        name: of the rank's shard group in the store; says which part of the flat buffer it is, not whose. It ends in
+            `suffix`, which tells groups of one unit apart that differ in dtype.
         state_kinds: the optimizer's states, fp32; none for a frozen group.
+        gradient_dtype: of KIND_GRAD, by default as the parameters.
         flat: the flat buffer [layout.numel], without memory while released.
+        chunk: this rank's part [layout.chunk] of the parameters, where they live on the device; None: the store has it.
     """
 
     def __init__(
@@ -63,21 +65,29 @@ class FlatGroup:
         rank: int,
         world_size: int,
         device: torch.device,
+        gradient_dtype: torch.dtype | None = None,
+        suffix: str = "",
     ) -> None:
         self.parameters = tuple(parameters)
         self.dtype = dtype
+        self.gradient_dtype = gradient_dtype or dtype
         self.trainable = trainable
         self.state_kinds = tuple(state_kinds) if trainable else ()
         self.layout = flat_layout([(p.fqn, p.shape.numel()) for p in parameters], world_size)
         self.start, self.stop = self.layout.chunk_range(rank)
         self.unit = unit
         self.want: Callable[[ModelParameter, str], None] = _refuse
+        self._suffix = suffix
         self.name = self.name_of(rank)
         self.shards = self.shards_of(rank)
         self.device = device
-        self.flat = torch.empty(0, dtype=dtype, device=device)
-        self._whole: list[torch.Tensor] = []
-        self._released: list[torch.Tensor] = []
+        self.chunk: torch.Tensor | None = None
+        # Views are made while the storage has its size: torch checks their bounds then, and only then.
+        self.flat = torch.empty(self.layout.numel, dtype=dtype, device=device)
+        self._whole = self.pieces(self.flat)
+        nan = torch.full((), torch.nan, dtype=dtype, device=device)
+        self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
+        self.flat.untyped_storage().resize_(0)
 
     @property
     def has_master(self) -> bool:
@@ -105,12 +115,14 @@ class FlatGroup:
         return self.layout.numel * self.dtype.itemsize
 
     def dtype_of(self, kind: pb.Kind) -> torch.dtype:
-        return self.dtype if kind in (pb.KIND_PARAM, pb.KIND_GRAD) else torch.float32
+        if kind == pb.KIND_GRAD:
+            return self.gradient_dtype
+        return self.dtype if kind == pb.KIND_PARAM else torch.float32
 
     def name_of(self, rank: int) -> str:
         """The name of a rank's shard group in the store."""
         start, stop = self.layout.chunk_range(rank)
-        return f"{self.unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen")
+        return f"{self.unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen") + self._suffix
 
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
         return self.layout.shards_of(rank)
@@ -119,13 +131,18 @@ class FlatGroup:
         """The slab of a kind of this rank's chunk, or of another rank's."""
         return Slab(group=self.name if rank is None else self.name_of(rank), kind=kind)
 
-    def to_proto(self, placement: Placement) -> pb.ShardGroup:
+    def to_proto(self, placement: GroupPlacement) -> pb.ShardGroup:
         """The declaration of this rank's shard group."""
+        optimizer = _TIERS[placement.optimizer]
+        param = _TIERS[placement.parameters]
+        if self.trainable and placement.parameters is Home.DEVICE:
+            # Where the update runs in the store, they are a part of what it updates.
+            param = optimizer
         kinds = [
             pb.KindSpec(
                 kind=kind,
                 dtype=PROTO_DTYPES[self.dtype_of(kind)],
-                placement=placement.param if kind == pb.KIND_PARAM else placement.optimizer,
+                placement=param if kind == pb.KIND_PARAM else optimizer,
             )
             for kind in self.kinds
         ]
@@ -142,15 +159,21 @@ class FlatGroup:
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
         ]
 
+    def keep(self, residence: Residence) -> None:
+        """The parameters live on the device from now on: this rank's chunk, or the whole flat buffer; uninitialised."""
+        if residence is Residence.SHARDED:
+            self.chunk = torch.zeros(self.layout.chunk, dtype=self.dtype, device=self.device)
+        else:
+            self.flat.untyped_storage().resize_(self.whole_bytes)
+            self.chunk = self.flat[self.start : self.stop]
+
     @torch.no_grad()
     def take_over(self) -> None:
-        """Gives the parameters' own memory back: from now on they live in the flat buffer, released."""
-        # Views are made while the storage has its size: torch checks their bounds then, and only then.
-        self.flat = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        self._whole = self.pieces(self.flat)
-        nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
-        self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
-        self.free()
+        """Gives the parameters' own memory back: from now on they live in the flat buffer."""
+        if self.flat.untyped_storage().size():
+            self._point_to(self._whole)
+        else:
+            self.free()
 
     @torch.no_grad()
     def allocate(self) -> None:

@@ -1,4 +1,4 @@
-"""How the whole parameters of a unit come together: by an all-gather of what each rank fetched, or all from the store.
+"""How the whole parameters of a unit come together: by an all-gather of what each rank has, or all from the store.
 
 A gather is split into start and finish. Owns nothing between two gathers. Must never hold a lease longer than it takes
 to copy the bytes out, nor decide when to gather: that is the hooks' business.
@@ -38,7 +38,8 @@ class Gather(Protocol):
 
 
 class CollectiveGather:
-    """Each rank leases its own chunk, and an all-gather makes the flat buffer of them. A collective."""
+    """Each rank has its own chunk on its device, or leases it, and an all-gather makes the flat buffer of them. A
+    collective."""
 
     is_one_sided = False
 
@@ -48,7 +49,7 @@ class CollectiveGather:
         self._lockstep = Lockstep(collectives)
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
-        return [group.slab(pb.KIND_PARAM) for group in groups]
+        return [group.slab(pb.KIND_PARAM) for group in groups if group.chunk is None]
 
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
         self._lockstep.announce(groups[0].unit)
@@ -56,15 +57,20 @@ class CollectiveGather:
 
     @torch.no_grad()
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
+        if not groups:
+            return
         unit = groups[0].unit
         self._lockstep.confirm(unit)
-        for group, leased in zip(groups, leases, strict=True):
+        fetched = iter(leases)
+        for group in groups:
+            chunk = next(fetched).data.view(group.dtype) if group.chunk is None else group.chunk
             group.allocate()
-            self._collectives.gather_unit(group.flat, leased.data.view(group.dtype), f"the gather of {unit}")
+            self._collectives.gather_unit(group.flat, chunk, f"the gather of {unit}")
 
 
 class OneSidedGather:
-    """A rank leases every rank's chunk where all ranks share a store, and nothing passes between the ranks.
+    """A rank leases every rank's chunk where all ranks share a store, which has the chunks of all groups, and nothing
+    passes between the ranks.
 
     Ranks may then use different units, in any order. After a hand-over of gradients the ranks must meet once before any
     of them gathers: a chunk whose update the store does not know of yet would be read as it was.

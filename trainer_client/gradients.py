@@ -1,26 +1,49 @@
-"""Gradients on their way to the store: from the parameters, over the ranks, into leased memory of the host tier.
+"""Gradients on their way to the optimizer: from the parameters, over the ranks, to this rank's part of the mean.
 
-Owns the leases of kind GRAD from the first micro-batch of a step to the hand-over, and which parameter has a gradient.
+Owns the memory of that part (leased from the store, or the device's) from the first micro-batch of a step to its
+update, the whole gradients of backwards that do not reduce, and which parameter has a gradient.
 Must never let the ranks disagree about a reduction: what is reduced, and when, follows from events that every rank sees
 (a unit's backward is over) or from an agreement at the end of the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.collectives import Collectives
+from trainer_client.config import TrainingConfig
 from trainer_client.errors import TrainerClientError
 from trainer_client.flat_group import FlatGroup
-from trainer_client.link.channel import Pending
+from trainer_client.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import RankStore
+from trainer_client.placement import Home
+from trainer_client.states import PlacedStates
 from trainer_client.units import Unit
+
+
+class ReductionSchedule(enum.Enum):
+    """Which backward passes of a step reduce gradients over the ranks."""
+
+    MICRO_BATCH = enum.auto()
+    """Each: between micro-batches a rank holds its part of the mean."""
+
+    BOUNDARY = enum.auto()
+    """The last one: until then a rank holds the whole sum of its own gradients, on its device. What DDP does under
+    `no_sync`: less traffic, more memory."""
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> ReductionSchedule:
+        """By default as DeepSpeed: stages that shard gradients reduce each micro-batch."""
+        chosen = config.paramserver.gradient_reduction
+        if chosen == "auto":
+            chosen = "micro_batch" if config.zero_optimization.stage >= 2 else "boundary"
+        return cls[chosen.upper()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,43 +61,53 @@ class GradientNorm:
 
 
 class GradientGroup:
-    """The gradients of one trainable flat group."""
+    """The gradients of one trainable flat group.
 
-    def __init__(self, group: FlatGroup, store: RankStore, collectives: Collectives) -> None:
+    Attributes:
+        missing: parameters without a gradient since this backward began, or the unit's last reduction in it.
+        present: parameters with a gradient in this step.
+    """
+
+    def __init__(
+        self,
+        group: FlatGroup,
+        memory: GradientMemory,
+        reduction_dtype: torch.dtype,
+        collectives: Collectives,
+    ) -> None:
         self.flat_group = group
-        self.missing = set(range(len(group.parameters)))  # without a gradient since the last reduction
-        self.present: set[int] = set()  # with a gradient in this step
-        self._store = store
+        self.memory = memory
+        self.missing = set(range(len(group.parameters)))
+        self.present: set[int] = set()
+        self._reduction_dtype = reduction_dtype
         self._collectives = collectives
-        self._pending: Pending[list[LeasedBytes]] | None = None
-        self._leased: LeasedBytes | None = None
         self._full: torch.Tensor | None = None  # this rank's unreduced gradient, world size > 1
-        self._reduced = False  # whether the lease holds a sum of this step already, world size > 1
+        self._unreduced: set[int] = set()  # parameters with a gradient in it
+        self._reduced = False  # whether `chunk` holds a sum of this step already, world size > 1
 
     @property
     def is_dirty(self) -> bool:
         """Whether gradients wait for a reduction."""
-        return len(self.missing) < len(self.flat_group.parameters)
+        return bool(self._unreduced)
 
     @property
-    def leased(self) -> LeasedBytes | None:
-        """The lease of this step, waited for; None if nobody asked for one."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            (self._leased,) = pending.wait()
-        return self._leased
+    def is_complete(self) -> bool:
+        """Whether no gradient is missing; that of a parameter which is frozen for a while is not."""
+        return not any(self.flat_group.parameters[slot].tensor.requires_grad for slot in self.missing)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether all parameters are frozen for a while: no gradient will come."""
+        return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
 
     @property
     def chunk(self) -> torch.Tensor:
-        """This rank's part of the gradient, in leased memory: [layout.chunk] of the compute dtype, on the CPU."""
-        leased = self.leased
-        assert leased is not None, "start_lease comes first"
-        return leased.data.view(self.flat_group.dtype)
+        """This rank's part of the gradient: [layout.chunk] of the group's gradient dtype, where its memory is."""
+        return self.memory.chunk
 
-    def start_lease(self, step: int) -> None:
-        """Asks for the memory of this step's gradient. Does not wait; idempotent within the step."""
-        if self._leased is None and self._pending is None:
-            self._pending = self._store.acquire_write([self.flat_group.slab(pb.KIND_GRAD)], step)
+    def expect_all(self) -> None:
+        """Every parameter's gradient is to come."""
+        self.missing = set(range(len(self.flat_group.parameters)))
 
     @torch.no_grad()
     def take(self, slot: int) -> None:
@@ -95,108 +128,180 @@ class GradientGroup:
         else:
             if self._full is None:
                 self._full = self._zeros()
-            _put(self._full[first:last].view(parameter.shape), gradient, add=slot not in self.missing)
+            _put(self._full[first:last].view(parameter.shape), gradient, add=slot in self._unreduced)
+            self._unreduced.add(slot)
         self.missing.discard(slot)
         self.present.add(slot)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Adds the mean over ranks to this rank's part; a missing gradient counts as zeros. A collective."""
-        self.missing = set(range(len(self.flat_group.parameters)))
         if self._collectives.world_size == 1:
             return
-        device = self._collectives.device
-        layout, dtype = self.flat_group.layout, self.flat_group.dtype
-        full, self._full = self._full, None
-        direct = not self._reduced and self.chunk.device == device
-        mean = self.chunk if direct else torch.empty(layout.chunk, dtype=dtype, device=device)
+        device, dtype = self._collectives.device, self._reduction_dtype
+        full = self._zeros() if self._full is None else self._full
+        self._full = None
+        self._unreduced.clear()
+        direct = not self._reduced and self.chunk.device == device and self.chunk.dtype == dtype
+        mean = self.chunk if direct else torch.empty(self.flat_group.layout.chunk, dtype=dtype, device=device)
         what = f"the reduction of {self.flat_group.unit}"
-        self._collectives.reduce_scatter_mean(mean, self._zeros() if full is None else full, what)
+        self._collectives.reduce_scatter_mean(mean, full.to(dtype), what)
         if not direct:
             _put(self.chunk, mean, add=self._reduced)
         self._reduced = True
 
     def _zeros(self) -> torch.Tensor:
-        layout = self.flat_group.layout
-        return torch.zeros(layout.numel, dtype=self.flat_group.dtype, device=self._collectives.device)
+        group = self.flat_group
+        return torch.zeros(group.layout.numel, dtype=group.gradient_dtype, device=self._collectives.device)
 
-    def norms(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the parameter, 2-norm in fp32) of each shard in this rank's part."""
-        for shard in self.flat_group.shards:
-            values = self.chunk[shard.position : shard.position + shard.numel]
-            yield (
-                self.flat_group.parameters[shard.slot].index,
-                torch.linalg.vector_norm(values, dtype=torch.float32),
-            )
+    def norms(self) -> tuple[list[int], torch.Tensor]:
+        """The indices [n] of the parameters of which this rank has a shard, and the 2-norm [n] of each in fp32."""
+        shards = self.flat_group.shards
+        norms = [
+            torch.linalg.vector_norm(self.chunk[shard.position : shard.position + shard.numel], dtype=torch.float32)
+            for shard in shards
+        ]
+        indices = [self.flat_group.parameters[shard.slot].index for shard in shards]
+        return indices, torch.stack(norms).cpu() if norms else torch.empty(0)
 
-    def finish(self) -> LeasedBytes | None:
-        """The step is over: the lease, to be handed over or returned, and nothing of the step stays here."""
-        leased, self._leased = self.leased, None
-        self.present.clear()
-        self._reduced = False
+    def take_lease(self, step: int) -> LeasedBytes:
+        """The step is over: the gradient in leased memory, and nothing of the step stays here."""
+        leased = self.memory.lease(step)
+        self.finish()
         return leased
+
+    def finish(self) -> None:
+        """The step is over: nothing of it stays here."""
+        self.memory.give_back()
+        self.present.clear()
+        self._full = None
+        self._unreduced.clear()
+        self._reduced = False
 
 
 class Gradients:
-    """All gradients of the model."""
+    """All gradients of the model.
 
-    def __init__(self, units: Sequence[Unit], store: RankStore, collectives: Collectives) -> None:
-        self._store = store
+    Args:
+        states: of all groups.
+        reduction_dtype: None: each group's own.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        states: Iterable[PlacedStates],
+        reduction_dtype: torch.dtype | None,
+        store: RankStore,
+        collectives: Collectives,
+    ) -> None:
         self._collectives = collectives
-        self._of_unit = {
-            unit.index: [GradientGroup(g, store, collectives) for g in unit.groups if g.trainable] for unit in units
-        }
+        homes = {state.group.name: state.placement.gradients for state in states}
+
+        def make(group: FlatGroup) -> GradientGroup:
+            memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
+            return GradientGroup(group, memory, reduction_dtype or group.dtype, collectives)
+
+        self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
         self._parameters = 1 + max((p.index for u in units for g in u.groups for p in g.parameters), default=-1)
+        self._reduces = True  # whether the current backward does
+        self._owes_reduction = False  # whether a backward of this step did not
 
     def install(self, step_of_backward: Callable[[], int]) -> None:
         """Takes gradients over as autograd finishes them, for the step that `step_of_backward` names or refuses."""
 
         def hook(group: GradientGroup, slot: int, _: torch.Tensor) -> None:
-            group.start_lease(step_of_backward())
+            group.memory.start(step_of_backward())
             group.take(slot)
 
         for group in self._groups:
             for slot, parameter in enumerate(group.flat_group.parameters):
-                take = partial(hook, group, slot)
-                parameter.tensor.register_post_accumulate_grad_hook(take)
+                frozen = not parameter.tensor.requires_grad
+                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
+                parameter.tensor.requires_grad_(True)
+                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, group, slot))
+                parameter.tensor.requires_grad_(not frozen)
+
+    def begin_backward(self, *, reduces: bool) -> None:
+        """A backward pass begins. Without `reduces`, which all ranks must give alike, its gradients stay whole on this
+        rank's device until one that has it, or `complete`."""
+        self._reduces = reduces
+        for group in self._groups:
+            group.expect_all()
 
     def has_gradients(self, unit: Unit) -> bool:
-        """Whether anything of the unit is trained."""
-        return bool(self._of_unit[unit.index])
+        """Whether anything of the unit is trained now."""
+        return not all(group.is_frozen for group in self._of_unit[unit.index])
 
     def start_backward(self, unit: Unit, step: int) -> None:
         """The unit's backward begins: its gradients will need memory."""
         for group in self._of_unit[unit.index]:
-            group.start_lease(step)
+            if not group.is_frozen:
+                group.memory.start(step)
 
     def unit_is_complete(self, unit: Unit) -> bool:
         """Whether every trainable parameter of the unit has its gradient."""
-        return not any(group.missing for group in self._of_unit[unit.index])
+        return all(group.is_complete for group in self._of_unit[unit.index])
 
     def reduce_unit(self, unit: Unit, step: int) -> None:
         """The unit's backward is over, on every rank. A collective."""
         for group in self._of_unit[unit.index]:
-            group.start_lease(step)
-            group.reduce()
+            group.expect_all()
+            if self._reduces and not group.is_frozen:
+                group.memory.start(step)
+                group.reduce()
 
     def finish_backward(self, step: int) -> None:
         """Reduces what came late or outside of a tracked backward, on any rank. A collective."""
-        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], "the end of a backward pass")
+        if self._reduces:
+            self._reduce_dirty(step, "the end of a backward pass")
+        self._owes_reduction = not self._reduces
+
+    def complete(self, step: int) -> None:
+        """Reduces what is not reduced yet, at the end of a step. A collective."""
+        if self._owes_reduction:
+            self._reduce_dirty(step, "the end of a step")
+            self._owes_reduction = False
+
+    def _reduce_dirty(self, step: int, what: str) -> None:
+        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], what)
         for group, is_dirty in zip(self._groups, dirty, strict=True):
             if is_dirty:
-                group.start_lease(step)
+                group.memory.start(step)
                 group.reduce()
+
+    def chunk_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """This rank's part [layout.chunk] of a group's gradient so far, as it is (scaled), in its memory, if the
+        parameter in `slot` has one there. (Over several ranks one that no rank has is zeros, or None.)
+
+        Raises:
+            RuntimeError: it is not reduced over the ranks yet.
+        """
+        if self._owes_reduction:
+            raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
+        found = self._find(group)
+        alone = self._collectives.world_size == 1
+        is_there = found is not None and found.memory.is_there and (not alone or slot in found.present)
+        return found.chunk if found is not None and is_there else None
+
+    def is_present(self, group: FlatGroup, slot: int) -> bool:
+        """Whether a gradient of the parameter in `slot` has come on this rank in this step."""
+        found = self._find(group)
+        return found is not None and slot in found.present
+
+    def _find(self, group: FlatGroup) -> GradientGroup | None:
+        return next((found for found in self._groups if found.flat_group is group), None)
 
     def norm(self) -> GradientNorm:
         """The global norm, bit for bit that of `torch.nn.utils.clip_grad_norm_` at world size 1. A collective."""
         norms = torch.zeros(self._parameters, dtype=torch.float32)
         present = torch.zeros(self._parameters, dtype=torch.float32)
         for group in self._groups:
-            if group.leased is None:
+            if not group.memory.is_there:
                 continue
-            for index, norm in group.norms():
-                norms[index] = norm
+            indices, values = group.norms()
+            norms[indices] = values
             for slot in group.present:
                 present[group.flat_group.parameters[slot].index] = 1.0
         rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm").cpu()
@@ -205,17 +310,19 @@ class Gradients:
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])
         return GradientNorm(total=total, present=anywhere.tolist())
 
-    def hand_over(self) -> Iterator[tuple[FlatGroup, LeasedBytes]]:
-        """The groups that have gradients in this step, in forward order, with their leases."""
+    def hand_over(self, updated: Sequence[bool]) -> Iterator[GradientGroup]:
+        """The groups with a parameter that is `updated` in this step, in forward order; whoever takes them finishes
+        them."""
         for group in self._groups:
-            if leased := group.finish():
-                yield group.flat_group, leased
+            if any(updated[parameter.index] for parameter in group.flat_group.parameters):
+                yield group
+            else:
+                group.finish()
 
     def discard(self) -> None:
-        """Returns the leases of a step that is not made."""
-        if leases := [leased for _, leased in self.hand_over()]:
-            # Waited for: the next step leases the same memory anew.
-            self._store.release(leases).wait()
+        """Gives the memory of a step back that is not made."""
+        for group in self._groups:
+            group.finish()
 
 
 def _put(target: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:

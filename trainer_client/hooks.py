@@ -57,7 +57,7 @@ class _Frame:
 class UnitHooks:
     """Args:
     units: the root first.
-    compute_dtype: of the root's floating-point inputs.
+    compute_dtype: of the root's floating-point inputs; None: they stay as they are.
     clock: the job's, so that positions go on growing after a resume.
     """
 
@@ -68,7 +68,7 @@ class UnitHooks:
         gradients: Gradients,
         residency: Residency,
         reduction_order: ReductionOrder,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
         clock: Clock,
     ) -> None:
         self._units = units
@@ -124,12 +124,14 @@ class UnitHooks:
         if borrower is not lender:
             self._lent_always[borrower.index].add(lender.index)
 
-    def begin_backward(self, step: int) -> None:
-        """Gradients that come from now on belong to `step`. A collective, which is not waited for."""
+    def begin_backward(self, step: int, *, reduces: bool) -> None:
+        """Gradients that come from now on belong to `step`; `reduces`: see Gradients.begin_backward. A collective,
+        which is not waited for."""
         self._phases.enter(Verb.BEGIN_BACKWARD)
         self._running.clear()
         self._trace = self._training
         self._step = step
+        self._gradients.begin_backward(reduces=reduces)
         self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._units[i])])
         self._gather_for_backward(self._root)
 
@@ -239,7 +241,7 @@ class UnitHooks:
             self._phases.enter(Verb.END_INFERENCE)
 
     def _before_root(self, args: Any, kwargs: Any) -> Any:
-        if self.phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD or self._compute_dtype is None:
             return None
         return cast_floating_inputs((args, kwargs), self._compute_dtype)
 

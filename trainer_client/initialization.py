@@ -17,28 +17,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from trainer_client import client_state
+from trainer_client.access import StateAccess
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
+from trainer_client.data import TrainingLoader, make_loader
 from trainer_client.engine import Engine, Scheduler
 from trainer_client.errors import ConfigError, LocalDaemonError
-from trainer_client.gradients import Gradients
+from trainer_client.gradients import Gradients, ReductionSchedule
 from trainer_client.hooks import UnitHooks
+from trainer_client.initial_values import InitialValues
 from trainer_client.job import Job
 from trainer_client.link.channel import wait_until_serving
 from trainer_client.link.credentials import NO_CREDENTIALS
 from trainer_client.link.rank_store import RankStore
+from trainer_client.loading import Weights
 from trainer_client.local_daemon import LocalDaemon, local_address
+from trainer_client.module_init import ParamInitFn
 from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.parameters import ModelParameter, list_parameters
 from trainer_client.precision import LossScaler, PrecisionPolicy
 from trainer_client.reduction_order import ReductionOrder
 from trainer_client.residency import Residency
 from trainer_client.trace import Clock
+from trainer_client.training_step import Clipping, TrainingStep
 from trainer_client.unit_policy import UnitPolicy, choose_policy
+from trainer_client.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +71,9 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
     *,
+    weights: str | Path | None = None,
+    strict_weights: bool = True,
+    param_init_fn: ParamInitFn | None = None,
     unit_policy: UnitPolicy | None = None,
     prefer_streams: bool = False,
 ) -> tuple[Engine, StoreOptimizer, DataLoader[Any] | None, Scheduler | None]:
@@ -72,16 +81,24 @@ def initialize(
 
     Args:
         args: its `deepspeed_config` is the config's path if `config` is None.
-        model: floating-point parameters, on the CPU. Afterwards they live in the store. On a new job, rank 0's initial
-            values count; on a resume the initial values do not matter.
-        optimizer: a fresh `torch.optim.AdamW`, or a callable from parameters to one; None: the config's.
+        model: floating-point parameters, on the CPU, or on the meta device: built under `trainer_client.zero.Init()`,
+            or under torch.device("meta") where its own functions can initialise it. Afterwards they live in the store.
+            On a new job, rank 0's initial values count; on a resume the initial values do not matter.
+        optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
+            parameters to one; None: the config's.
         model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
-        training_data: a dataset, for the data loader that is returned.
+        training_data: a dataset, for the data loader that is returned. One that has a length is loaded in an order that
+            the number of ranks does not change, and its cursor is in every commit: see `trainer_client.data`.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
         distributed_port: of the rendezvous, where the environment has no MASTER_PORT.
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: as needed.
         collate_fn: for the data loader.
         config, config_params: a dict or the path of a JSON file; two names of one argument.
+        weights: a safetensors file, or a directory with model.safetensors or model.safetensors.index.json: the values
+            that a new job begins with. Each rank reads its own parts. (On a resume, buffers are read from it.)
+        strict_weights: False: what the files lack keeps its initial values, what the model lacks is left out.
+        param_init_fn: initialises the parameters and buffers that a module on the meta device itself has, in place (as
+            FSDP's); None: its `reset_parameters()`, then `_init_weights(module)` of the transformers model around it.
         unit_policy: from the model to the modules that are gathered and released as a whole; None: `paramserver.units`.
         prefer_streams: move tensors over gRPC although the store is on this node (for tests of that path).
 
@@ -100,7 +117,9 @@ def initialize(
     settings = load_config(_config_source(args, config, config_params), os.environ)
     policy = choose_policy(settings.paramserver.units, unit_policy)
     parameters = list_parameters(model)
-    store_optimizer = make_optimizer(optimizer, settings.optimizer, model_parameters, parameters)
+    store_optimizer = make_optimizer(
+        optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
+    )
     scheduler = _make_scheduler(lr_scheduler, optimizer, store_optimizer)
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
@@ -108,11 +127,27 @@ def initialize(
         collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
         processes.callback(collectives.close)
         batch = resolve_batch_sizes(settings, collectives.world_size)
+        loader = make_loader(
+            training_data,
+            batch,
+            settings.paramserver.data,
+            rank=collectives.rank,
+            world_size=collectives.world_size,
+            collate_fn=collate_fn,
+        )
         store = _connect(settings, collectives, local_rank, prefer_streams, resources)
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
         # end their sessions, which the daemon's end waits for.
         resources.callback(processes.close)
-        job = Job(settings, model, parameters, store_optimizer, store, collectives, policy)
+        initial_values = InitialValues(
+            model,
+            parameters,
+            collectives,
+            param_init_fn=param_init_fn,
+            weights=Weights(weights) if weights is not None else None,
+            strict_weights=strict_weights,
+        )
+        job = Job(settings, model, parameters, store_optimizer, store, collectives, policy, initial_values)
         engine = _make_engine(
             settings,
             model,
@@ -123,10 +158,11 @@ def initialize(
             store,
             collectives,
             batch,
+            loader if isinstance(loader, TrainingLoader) else None,
             local_rank,
             resources,
         )
-    return engine, store_optimizer, _make_loader(training_data, batch, collectives, collate_fn), scheduler
+    return engine, store_optimizer, loader, scheduler
 
 
 def _make_engine(
@@ -139,11 +175,22 @@ def _make_engine(
     store: RankStore,
     collectives: Collectives,
     batch: BatchSizes,
+    data: TrainingLoader | None,
     local_rank: int,
     resources: ExitStack,
 ) -> Engine:
     """An engine at the job's newest step, or at step 0 of a new job. A collective."""
-    gradients = Gradients(job.units, store, collectives)
+    policy = PrecisionPolicy.of(settings)
+    gradients = Gradients(job.units, job.states, policy.reduction_dtype, store, collectives)
+    scaler = LossScaler(settings.fp16)
+    step = TrainingStep(
+        gradients=gradients,
+        updates=Updates(job.states, store, collectives),
+        optimizer=optimizer,
+        scaler=scaler,
+        clipping=Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value),
+        parameters=len(parameters),
+    )
     clock = Clock()
     hooks = UnitHooks(
         units=job.units,
@@ -155,7 +202,7 @@ def _make_engine(
             kept_elements=settings.zero_optimization.stage3_max_live_parameters,
         ),
         reduction_order=ReductionOrder(len(job.units), collectives),
-        compute_dtype=PrecisionPolicy.of(settings).compute_dtype,
+        compute_dtype=policy.compute_dtype,
         clock=clock,
     )
     hooks.install()
@@ -165,25 +212,37 @@ def _make_engine(
         lr_scheduler=scheduler,
         parameters=parameters,
         states=job.states,
-        gradients=gradients,
+        step=step,
         hooks=hooks,
         gather=job.gather,
+        access=StateAccess(
+            model=model,
+            units=job.units,
+            states=job.states,
+            gradients=gradients,
+            scaler=scaler,
+            collectives=collectives,
+        ),
         store=store,
-        commits=Commits(store, job.resumed_step),
+        commits=Commits(
+            store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
+        ),
         collectives=collectives,
-        scaler=LossScaler(settings.fp16),
+        scaler=scaler,
         clock=clock,
         batch=batch,
-        gradient_clipping=settings.gradient_clipping,
+        data=data,
+        reduction=ReductionSchedule.of(settings),
+        max_skipped_in_row=settings.paramserver.max_consecutive_skipped_steps,
         steps_per_print=settings.steps_per_print,
         local_rank=local_rank,
         resources=resources.pop_all(),
     )
     try:
-        if job.resumed_step is None:
+        if job.resumed_state is not None:
+            engine.load_client_state(job.resumed_state)
+        if job.staged_step is not None:
             engine.commit_initial_state()
-        else:
-            engine.load_client_state(client_state.decode(job.resumed_state))
     except BaseException:
         engine.close()
         raise
@@ -265,17 +324,3 @@ def _connect(
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store
-
-
-def _make_loader(
-    dataset: Dataset[Any] | None,
-    batch: BatchSizes,
-    collectives: Collectives,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any] | None:
-    if dataset is None:
-        return None
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=collectives.world_size, rank=collectives.rank)
-    return DataLoader(dataset, batch_size=batch.micro, sampler=sampler, collate_fn=collate_fn)

@@ -69,6 +69,14 @@ class FlatLayout:
                 )
         return tuple(shards)
 
+    def whole(self) -> tuple[ShardRange, ...]:
+        """The parameters whole, by position in the flat buffer."""
+        return tuple(
+            ShardRange(slot=index, fqn=slot.fqn, offset=0, numel=slot.numel, position=slot.position)
+            for index, slot in enumerate(self.slots)
+            if slot.numel
+        )
+
 
 def flat_layout(sizes: Sequence[tuple[str, int]], world_size: int) -> FlatLayout:
     """Lays parameters, given as (FQN, elements), one after the other; see [Note: flat groups]."""

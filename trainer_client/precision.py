@@ -13,24 +13,49 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trainer_client.config import Fp16Section, TrainingConfig
+from trainer_client.errors import ConfigError
+from trainer_client.parameters import ModelParameter
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPolicy:
-    """`compute_dtype` is that of the gathered parameters and of the gradients; the optimizer's states are fp32."""
+    """The dtypes of what forward and backward use; the optimizer's states are fp32, and so is the master weight.
 
-    compute_dtype: torch.dtype
+    Attributes:
+        compute_dtype: of the parameters, and of the root's floating-point inputs; None: each parameter keeps its own.
+        accumulation_dtype: of gradients between micro-batches; None: of their parameter.
+        reduction_dtype: in which gradients are added over ranks; None: of their parameter.
+    """
 
-    @property
-    def has_master(self) -> bool:
-        """Whether the weights are kept in fp32 beside the parameters that forward and backward use."""
-        return self.compute_dtype != torch.float32
+    compute_dtype: torch.dtype | None
+    accumulation_dtype: torch.dtype | None = None
+    reduction_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, config: TrainingConfig) -> PrecisionPolicy:
-        if config.bf16.enabled:
-            return cls(compute_dtype=torch.bfloat16)
-        return cls(compute_dtype=torch.float16 if config.fp16.enabled else torch.float32)
+        compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+        return cls(
+            compute_dtype=compute_dtype,
+            accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
+            reduction_dtype=_dtype(config.communication_data_type),
+        )
+
+    def dtype_of(self, parameter: ModelParameter) -> torch.dtype:
+        """What a parameter is computed with. Raises ConfigError for one that cannot keep its own dtype."""
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        if (dtype := parameter.tensor.dtype) not in _DTYPES.values():
+            raise ConfigError(
+                f"parameter {parameter.fqn} has dtype {dtype}: convert the model with .float() or .bfloat16(), or "
+                "write bf16.enabled"
+            )
+        return dtype
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else _DTYPES[name]
 
 
 def cast_floating_inputs(inputs: Any, dtype: torch.dtype) -> Any:

@@ -1,17 +1,22 @@
 """This rank's chunk of every kind of a flat group, wherever it lives: what everything but a training step reads and
-writes (initial values, access between steps, another partition on resume).
+writes (initial values, access between steps, another partition on resume), and what a step updates on the device.
+
+Owns the tensors of the kinds that live on the device, and which of them the store does not have yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.collectives import Collectives
 from trainer_client.flat_group import FlatGroup
 from trainer_client.link.rank_store import RankStore
+from trainer_client.placement import GroupPlacement, Home, Residence
 
 
 class GroupStates(Protocol):
@@ -26,18 +31,89 @@ class GroupStates(Protocol):
     def stage(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
         """Makes `values` [layout.chunk] the version of the uncommitted `step` of their kinds, converting the dtype.
 
-        A state that was never staged or updated is zero.
+        A state that was never staged or updated is zero. To be followed by `refill`, on every rank.
         """
 
+    def refill(self) -> None:
+        """Makes what a rank keeps of other ranks' chunks equal to them again, after `stage`. A collective."""
 
-class StoredStates:
-    """Of a group whose states are all in the store."""
 
-    def __init__(self, group: FlatGroup, store: RankStore) -> None:
+class PlacedStates:
+    """Of a group whose kinds live in the store, on the device, or some here and some there.
+
+    Attributes:
+        held: the kinds that live on the device: [layout.numel] each where states are replicated, else [layout.chunk].
+    """
+
+    def __init__(self, group: FlatGroup, placement: GroupPlacement, store: RankStore, collectives: Collectives) -> None:
         self.group = group
+        self.placement = placement
+        self.held: dict[pb.Kind, torch.Tensor] = {}
         self._store = store
+        self._collectives = collectives
+        self._newer: dict[pb.Kind, torch.Tensor] = {}  # than the store's: [layout.chunk] each
+        replicated = placement.residence is Residence.REPLICATED
+        self._own = slice(group.start, group.stop) if replicated else slice(None)
+        if placement.parameters is Home.DEVICE:
+            group.keep(placement.residence)
+            assert group.chunk is not None
+            self.held[pb.KIND_PARAM] = group.flat if replicated else group.chunk
+        if placement.optimizer is Home.DEVICE:
+            numel = group.layout.numel if replicated else group.layout.chunk
+            for kind in group.kinds[1:]:
+                self.held[kind] = torch.zeros(numel, dtype=group.dtype_of(kind), device=group.device)
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether an update of the group changes something in the store, which every step has to commit then."""
+        on_device = self.placement.parameters is Home.DEVICE and self.placement.optimizer is Home.DEVICE
+        return self.group.trainable and not on_device
 
     def read(self, kind: pb.Kind) -> torch.Tensor:
+        if kind in self.held:
+            return self.held[kind][self._own].to("cpu", copy=True)
+        return self._read_stored(kind)
+
+    @torch.no_grad()
+    def stage(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
+        for kind in self.held.keys() & values.keys():
+            self.held[kind][self._own].copy_(values[kind])
+            self._newer.pop(kind, None)
+        self._write(values, step)
+
+    def refill(self) -> None:
+        residence = self.placement.residence
+        if residence is Residence.RESIDENT and self.group.chunk is not None:
+            self._collectives.all_gather_flat(self.group.flat, self.group.chunk)
+        elif residence is Residence.REPLICATED:
+            for tensor in self.held.values():
+                self._collectives.all_gather_flat(tensor, tensor[self._own])
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Takes what lives on the device from the store's newest step. To be followed by `refill`, on every rank."""
+        for kind, tensor in self.held.items():
+            tensor[self._own].copy_(self._read_stored(kind))
+
+    @torch.no_grad()
+    def load_parameters(self) -> None:
+        """As `load`, for parameters that the store has updated."""
+        if (chunk := self.group.chunk) is not None:
+            chunk.copy_(self._read_stored(pb.KIND_PARAM))
+
+    def note_update(self, parameters: torch.Tensor | None = None) -> None:
+        """What lives on the device was updated, and so were the `parameters` [layout.chunk] that live in the store."""
+        self._newer = {kind: tensor[self._own] for kind, tensor in self.held.items()}
+        if parameters is not None:
+            self._newer[pb.KIND_PARAM] = parameters
+
+    def flush(self, step: int) -> None:
+        """Stages what is newer than what the store has."""
+        newer, self._newer = self._newer, {}
+        if newer:
+            self._write(newer, step)
+
+    def _read_stored(self, kind: pb.Kind) -> torch.Tensor:
         leases = self._store.acquire_read([self.group.slab(kind)], position=0).wait()
         values = leases[0].data.view(self.group.dtype_of(kind)).clone()
         self._store.check_leases()
@@ -45,8 +121,24 @@ class StoredStates:
         return values
 
     @torch.no_grad()
-    def stage(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
+    def _write(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
         leases = self._store.acquire_write([self.group.slab(kind) for kind in values], step).wait()
         for (kind, chunk), leased in zip(values.items(), leases, strict=True):
             leased.data.view(self.group.dtype_of(kind)).copy_(chunk)
         self._store.publish(leases)
+
+
+def placement_bytes(states: Iterable[PlacedStates]) -> dict[str, dict[str, int]]:
+    """For each kind of state, this rank's bytes by their home."""
+    totals: dict[str, Counter[str]] = {"parameters": Counter(), "gradients": Counter(), "optimizer": Counter()}
+    for state in states:
+        group, placement = state.group, state.placement
+        chunk, whole = group.layout.chunk, group.layout.numel
+        resident = placement.residence is not Residence.SHARDED
+        replicated = placement.residence is Residence.REPLICATED
+        totals["parameters"][placement.parameters.value] += (whole if resident else chunk) * group.dtype.itemsize
+        if group.trainable:
+            kept = sum(group.dtype_of(kind).itemsize for kind in group.kinds[1:])
+            totals["gradients"][placement.gradients.value] += chunk * group.gradient_dtype.itemsize
+            totals["optimizer"][placement.optimizer.value] += (whole if replicated else chunk) * kept
+    return {kind: dict(counter) for kind, counter in totals.items()}

@@ -13,6 +13,7 @@ from trainer_client.gather import Gather
 from trainer_client.link.channel import Pending
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.placement import Residence
 from trainer_client.unit_policy import UnitSpec
 
 
@@ -26,6 +27,9 @@ class UnitState(enum.Enum):
     GATHERED = enum.auto()
     """The whole parameters of the unit are in the flat buffers; no lease is held."""
 
+    RESIDENT = enum.auto()
+    """As GATHERED, for good (stages 0 to 2): nothing is gathered and nothing released."""
+
 
 class Unit:
     """A unit and its flat groups; a gather is split into start and wait, both idempotent.
@@ -35,16 +39,25 @@ class Unit:
     """
 
     def __init__(
-        self, *, index: int, spec: UnitSpec, groups: Iterable[FlatGroup], gather: Gather, store: RankStore
+        self,
+        *,
+        index: int,
+        spec: UnitSpec,
+        groups: Iterable[FlatGroup],
+        gather: Gather,
+        store: RankStore,
+        residence: Residence,
     ) -> None:
         self.index = index
         self.fqn = spec.fqn
         self.module = spec.module
         self.groups = tuple(groups)
-        self.state = UnitState.SHARDED
+        self.state = UnitState.SHARDED if residence is Residence.SHARDED else UnitState.RESIDENT
         self._gather = gather
         self._store = store
         self._pending: Pending[list[LeasedBytes]] | None = None
+        self._holders = 0
+        self._release_owed = False  # once nobody holds it any more
 
     @property
     def is_root(self) -> bool:
@@ -52,8 +65,8 @@ class Unit:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that this rank fetches for one gather."""
-        return sum(group.chunk_bytes for group in self.groups)
+        """Bytes that this rank fetches from the store for one gather."""
+        return sum(group.chunk_bytes for group in self.groups if group.chunk is None)
 
     @property
     def elements(self) -> int:
@@ -68,7 +81,7 @@ class Unit:
         """Asks for the bytes. Does not wait."""
         if self.state is not UnitState.SHARDED:
             return
-        if self.groups:
+        if self.slabs():
             self._pending = self._gather.start(self.groups, position)
         self.state = UnitState.FETCHING
 
@@ -78,16 +91,39 @@ class Unit:
         Args:
             next_use: the position at which the unit is needed again, for the store's placement.
         """
-        if self.state is UnitState.GATHERED:
+        if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return
-        if leases := self._take_leases():
-            self._gather.finish(self.groups, leases)
+        leases = self._take_leases()
+        self._gather.finish(self.groups, leases)
+        if leases:
             self._store.check_leases()
             self._store.release(leases, next_use)
         self.state = UnitState.GATHERED
 
+    @property
+    def is_held(self) -> bool:
+        return self._holders > 0
+
+    def hold(self) -> None:
+        """Makes the parameters whole, and keeps them so until as many calls of `let_go`. As `wait_gather`."""
+        if not self.is_held:
+            self._release_owed = self.state is not UnitState.GATHERED
+        self.start_gather(position=0)
+        self.wait_gather(next_use=None)
+        self._holders += 1
+
+    def let_go(self) -> None:
+        self._holders -= 1
+        if self._release_owed:
+            self.release()
+
     def release(self) -> None:
-        """Gives the memory back, or the leases of a gather that nobody waited for."""
+        """Gives the memory back, unless it is resident or held, or the leases of a gather that nobody waited for."""
+        if self.state is UnitState.RESIDENT:
+            return
+        if self.is_held:
+            self._release_owed = True
+            return
         if self.state is UnitState.GATHERED:
             for group in self.groups:
                 group.free()

@@ -82,9 +82,9 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
     "one good want, one bad": (CODE.NOT_FOUND, "'nothing'", one_good_one_bad),
     "release of no lease": (CODE.NOT_FOUND, "lease 0 is not held", lambda r: r.release(pb.Lease())),
     "release of a huge lease": (CODE.NOT_FOUND, f"lease {HUGE}", lambda r: r.release(pb.Lease(lease_id=HUGE))),
-    "write lease for a later step": (
-        *(CODE.FAILED_PRECONDITION, "step 7 cannot be prepared, the next one is 1"),
-        lambda r: acquire(r, mode=pb.LEASE_MODE_WRITE, step=7),
+    "write lease for a committed step": (
+        *(CODE.FAILED_PRECONDITION, "step 0 cannot be prepared, the next one is 1"),
+        lambda r: acquire(r, mode=pb.LEASE_MODE_WRITE, step=0),
     ),
     "lease at a huge position": (
         *(CODE.INVALID_ARGUMENT, f"wants.position is {HUGE}; at most"),
@@ -147,7 +147,6 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
     ),
     "commit of the same step": (CODE.FAILED_PRECONDITION, "the next one is 1", lambda r: r.commit(0)),
     "commit of a huge step": (CODE.INVALID_ARGUMENT, f"step is {HUGE}; at most", lambda r: r.commit(HUGE)),
-    "commit of a later step": (CODE.FAILED_PRECONDITION, "the next one is 1", lambda r: r.commit(1 << 52)),
     "large client state": (
         *(CODE.INVALID_ARGUMENT, "client_state has 2097153 bytes; at most 2097152"),
         lambda r: r.call("CommitStep", step=1, client_state=bytes((2 << 20) + 1)),

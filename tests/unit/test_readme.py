@@ -40,7 +40,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         candidates = (field.annotation, *get_args(field.annotation))
         inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if inner:
-            yield from leaves(inner[0], f"{prefix}{name}.")
+            # A key that several optimizers have is one.
+            yield from {leaf: None for section in inner for leaf in leaves(section, f"{prefix}{name}.")}
         else:
             yield f"{prefix}{name}"
 

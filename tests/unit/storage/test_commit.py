@@ -388,18 +388,38 @@ async def test_an_update_in_place_that_fails_goes_back_to_the_last_snapshot(tmp_
         await training.assert_at(3)
 
 
-async def test_only_the_next_step_can_be_prepared_or_committed(tmp_path: Path) -> None:
+async def test_steps_ascend_and_one_is_under_way_at_a_time(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).begin()
         await training.step()
-        for step in (0, 1, 3, 1 << 60):
+        for step in (0, 1):
             with pytest.raises(ConflictError, match=f"step {step} cannot be prepared, the next one is 2"):
                 await training.commit(step)
         await training.hand_over()
         with pytest.raises(ConflictError, match=r"group 'block\.0' was updated in step 2 already"):
             engine.check_update(training.job, 2, "block.0")
+        with pytest.raises(ConflictError, match="step 3 cannot be prepared, step 2 is under way"):
+            await training.commit(3)
         await training.commit(2)
         await training.assert_at(2)
+
+
+async def test_steps_may_be_left_out_but_not_the_first(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).open(must_exist=False)
+        await training.stage_all()
+        with pytest.raises(ConflictError, match="step 5 cannot be prepared, the next one is 0"):
+            await training.commit(5)
+        await training.commit(0)
+        # Asked for and not used: not in the way of the right one.
+        training.job.open_pending(7)
+        await training.commit(5)
+        with pytest.raises(ConflictError, match="step 5 cannot be prepared, the next one is 6"):
+            await training.commit(5)
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, Layout()).open()
+        assert training.job.newest == 5
+        await training.assert_at(0)
 
 
 async def test_nothing_joins_a_step_that_is_being_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,8 +231,8 @@ async def test_the_next_write_of_a_slab_in_host_memory_waits_for_its_snapshot(tm
 async def test_what_cannot_be_put_is_refused_and_its_room_given_back(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         table = await Table(engine).begin()
-        with pytest.raises(ConflictError, match="step 2 cannot be prepared, the next one is 1"):
-            await table.put("a", 2)
+        with pytest.raises(ConflictError, match="step 0 cannot be prepared, the next one is 1"):
+            await table.put("a", 0)
         with pytest.raises(NotFoundError, match="no slab of kind master"):
             await engine.allocate_put(table.job, 1, "group of a", Kind.MASTER)
         twice = [await engine.allocate_put(table.job, 1, "group of a", Kind.PARAM) for _ in range(2)]

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1.update_rules import STATE_KINDS
 from trainer_client.collectives import Collectives
 from trainer_client.errors import ConfigError, ReleasedParameterError
-from trainer_client.flat_group import FlatGroup, Placement
-from trainer_client.initial_values import initial_chunk
+from trainer_client.flat_group import FlatGroup
+from trainer_client.initial_values import InitialValues
 from trainer_client.parameters import list_parameters
+from trainer_client.placement import GroupPlacement, Home, Residence
 from trainer_client.unit_policy import find_units
 
 
@@ -64,13 +64,11 @@ def test_tied_parameters_appear_once_and_belong_to_the_root_if_two_units_use_the
     assert len(everything) == len(set(everything)) == len(list(Model().parameters()))
 
 
-def test_integer_and_meta_parameters_are_refused_by_name() -> None:
+def test_integer_parameters_are_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("codes", nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
     with pytest.raises(ConfigError, match="codes"):
         list_parameters(model)
-    with pytest.raises(ConfigError, match=r"weight.*meta"):
-        list_parameters(nn.Linear(2, 2, device="meta"))
 
 
 def flat_group(model: nn.Module, dtype: torch.dtype, *, trainable: bool = True) -> FlatGroup:
@@ -79,7 +77,7 @@ def flat_group(model: nn.Module, dtype: torch.dtype, *, trainable: bool = True) 
         parameters=list_parameters(model),
         dtype=dtype,
         trainable=trainable,
-        state_kinds=STATE_KINDS["adamw"],
+        state_kinds=(pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ),
         rank=0,
         world_size=1,
         device=torch.device("cpu"),
@@ -111,7 +109,7 @@ def test_a_gathered_group_has_the_values_that_its_chunks_had(dtype: torch.dtype)
     model = nn.Linear(5, 7)
     weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
     group = flat_group(model, dtype)
-    chunk = initial_chunk(group, Collectives(torch.device("cpu")))
+    chunk = InitialValues(model, list_parameters(model), Collectives(torch.device("cpu"))).chunk(group)
     group.take_over()
 
     fill(group, chunk)
@@ -125,7 +123,7 @@ def test_what_autograd_saved_is_right_again_after_a_refill() -> None:
     inputs = torch.randn(3, 4, requires_grad=True)
     expected = torch.autograd.grad(model(inputs).sum(), [inputs, *model.parameters()])
     group = flat_group(model, torch.float32)
-    chunk = initial_chunk(group, Collectives(torch.device("cpu")))
+    chunk = InitialValues(model, list_parameters(model), Collectives(torch.device("cpu"))).chunk(group)
     group.take_over()
 
     fill(group, chunk)
@@ -150,7 +148,9 @@ def test_a_group_declares_the_kinds_that_its_precision_needs(
 ) -> None:
     group = flat_group(nn.Linear(5, 7), dtype, trainable=trainable)
 
-    declared = group.to_proto(Placement(param=pb.TIER_NVME, optimizer=pb.TIER_HOST))
+    declared = group.to_proto(
+        GroupPlacement(residence=Residence.SHARDED, parameters=Home.NVME, gradients=Home.HOST, optimizer=Home.HOST)
+    )
 
     assert [spec.kind for spec in declared.kinds] == kinds
     assert declared.kinds[0].placement == pb.TIER_NVME

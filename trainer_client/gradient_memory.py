@@ -1,0 +1,107 @@
+"""What holds this rank's part of a gradient within a step: leased memory of the store's host tier, or the device's own.
+
+Owns that memory, from the first micro-batch of a step to its update. Must never look at what is in it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.flat_group import FlatGroup
+from trainer_client.link.channel import Pending
+from trainer_client.link.planes import LeasedBytes
+from trainer_client.link.rank_store import RankStore
+
+
+class GradientMemory(Protocol):
+    """The contract of what holds this rank's part of a group's gradient from the first micro-batch of a step on."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody asked for memory in this step."""
+
+    @property
+    def chunk(self) -> torch.Tensor:
+        """[layout.chunk] of the group's gradient dtype, uninitialised at first; `start` comes before."""
+
+    def start(self, step: int) -> None:
+        """Asks for the memory. Does not wait; idempotent within the step."""
+
+    def lease(self, step: int) -> LeasedBytes:
+        """The gradient in leased memory, for the store, and nothing of the step stays here."""
+
+    def give_back(self) -> None:
+        """The gradient is done with. Returns when the next step may ask for memory."""
+
+
+class LeasedMemory:
+    """In the store's host memory: what is handed over is there already."""
+
+    def __init__(self, group: FlatGroup, store: RankStore) -> None:
+        self._group = group
+        self._store = store
+        self._pending: Pending[list[LeasedBytes]] | None = None
+        self._leased: LeasedBytes | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self._leased is not None or self._pending is not None
+
+    @property
+    def chunk(self) -> torch.Tensor:
+        return self._wait().data.view(self._group.gradient_dtype)
+
+    def start(self, step: int) -> None:
+        if not self.is_there:
+            self._pending = self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], step)
+
+    def lease(self, step: int) -> LeasedBytes:
+        leased, self._leased = self._wait(), None
+        return leased
+
+    def give_back(self) -> None:
+        if self.is_there:
+            leased, self._leased = self._wait(), None
+            self._store.release([leased]).wait()
+
+    def _wait(self) -> LeasedBytes:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            (self._leased,) = pending.wait()
+        assert self._leased is not None, "start comes first"
+        return self._leased
+
+
+class DeviceMemory:
+    """In the trainer's own memory."""
+
+    def __init__(self, group: FlatGroup, store: RankStore) -> None:
+        self._group = group
+        self._store = store
+        self._chunk: torch.Tensor | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self._chunk is not None
+
+    @property
+    def chunk(self) -> torch.Tensor:
+        assert self._chunk is not None, "start comes first"
+        return self._chunk
+
+    def start(self, step: int) -> None:
+        if self._chunk is None:
+            group = self._group
+            self._chunk = torch.empty(group.layout.chunk, dtype=group.gradient_dtype, device=group.device)
+
+    def lease(self, step: int) -> LeasedBytes:
+        (leased,) = self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], step).wait()
+        leased.data.view(self._group.gradient_dtype).copy_(self.chunk)
+        self._chunk = None
+        return leased
+
+    def give_back(self) -> None:
+        self._chunk = None

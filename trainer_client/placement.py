@@ -1,0 +1,160 @@
+"""Where the state of each flat group lives: the policy that the config asks for, and its assignment to groups.
+
+Pure functions of the config and of sizes: every rank comes to the same assignment. Must never move a byte.
+
+[Note: three kinds of state] *Parameters* are what forward and backward compute with. *Gradients* are this rank's
+reduced part between two micro-batches. *Optimizer* means the optimizer's states and the fp32 master weight; in fp32 the
+parameter is its own master, and lives where the parameters do. The store holds every job whole, whatever the
+placement: what lives on the device is put into the store when a step is committed.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer_client.config import HomeName, TrainingConfig
+from trainer_client.errors import ConfigError
+
+
+class Home(enum.Enum):
+    """Where a kind of state lives."""
+
+    DEVICE = "device"
+    """In the trainer's own memory, on the engine's device."""
+
+    GPU = "gpu"
+    """In the store's GPU tier."""
+
+    HOST = "host"
+    """In the store's shared memory."""
+
+    NVME = "nvme"
+    """In the store's files; in its shared memory while it is used."""
+
+
+class Residence(enum.Enum):
+    """How much of a group a rank keeps on its device."""
+
+    SHARDED = enum.auto()
+    """Stage 3: the whole parameters only while their unit is in use."""
+
+    RESIDENT = enum.auto()
+    """Stages 1 and 2: the whole parameters always, the states of this rank's chunk."""
+
+    REPLICATED = enum.auto()
+    """Stage 0: the whole parameters and the states of all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlacement:
+    """Where the kinds of state of one flat group live; see [Note: three kinds of state]."""
+
+    residence: Residence
+    parameters: Home
+    gradients: Home
+    optimizer: Home
+
+
+Shares = Mapping[Home, float]  # sum to 1
+
+_ALL_ON_DEVICE: Shares = {Home.DEVICE: 1.0}
+_DEEPSPEED_HOMES = {"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.NVME}
+_RESIDENCES = (Residence.REPLICATED, Residence.RESIDENT, Residence.RESIDENT, Residence.SHARDED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPolicy:
+    """What the config asks for. `gradients` None: beside each group's optimizer states."""
+
+    residence: Residence
+    parameters: Shares
+    gradients: Shares | None
+    optimizer: Shares
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> PlacementPolicy:
+        """Raises ConfigError for a placement that the stage, or this version, does not have."""
+        zero, section = config.zero_optimization, config.paramserver.placement
+        parameters, optimizer = _ALL_ON_DEVICE, _ALL_ON_DEVICE
+        if zero.offload_param is not None:
+            parameters = {_DEEPSPEED_HOMES[zero.offload_param.device]: 1.0}
+        if (offload := zero.offload_optimizer) is not None:
+            ratio = 0.0 if offload.device == "none" else offload.ratio
+            optimizer = _without_zeros({_DEEPSPEED_HOMES[offload.device]: ratio, Home.DEVICE: 1.0 - ratio})
+        if section.parameters is not None:
+            _refuse_both("parameters", "offload_param", zero.offload_param)
+            parameters = _shares("parameters", section.parameters)
+        if section.optimizer is not None:
+            _refuse_both("optimizer", "offload_optimizer", zero.offload_optimizer)
+            optimizer = _shares("optimizer", section.optimizer)
+        gradients = None if section.gradients is None else _shares("gradients", section.gradients)
+        if gradients is not None and Home.NVME in gradients:
+            raise ConfigError(
+                'paramserver.placement.gradients is "nvme": gradients are read once, right after they are written, and '
+                'never go through NVMe; write "host" or "device"'
+            )
+        if zero.stage < 3 and parameters != _ALL_ON_DEVICE:
+            raise ConfigError(
+                f"zero_optimization.stage is {zero.stage}: every rank keeps the whole parameters on its device; "
+                "zero_optimization.offload_param and paramserver.placement.parameters need stage 3"
+            )
+        if zero.stage < 1 and optimizer != _ALL_ON_DEVICE:
+            raise ConfigError(
+                "zero_optimization.stage is 0: every rank keeps the optimizer's states on its device; "
+                "zero_optimization.offload_optimizer and paramserver.placement.optimizer need stage 1, 2 or 3"
+            )
+        return cls(residence=_RESIDENCES[zero.stage], parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+    def assign(self, sizes: Sequence[int]) -> list[GroupPlacement]:
+        """The placement of each flat group, given the elements of one rank's chunk, in forward order."""
+        parameters, optimizer = spread(self.parameters, sizes), spread(self.optimizer, sizes)
+        if self.gradients is None:
+            gradients = [Home.DEVICE if home is Home.DEVICE else Home.HOST for home in optimizer]
+        else:
+            gradients = spread(self.gradients, sizes)
+        return [
+            GroupPlacement(residence=self.residence, parameters=p, gradients=g, optimizer=o)
+            for p, g, o in zip(parameters, gradients, optimizer, strict=True)
+        ]
+
+
+def spread(shares: Shares, sizes: Sequence[int]) -> list[Home]:
+    """A home for each item, so that at every point of the sequence each home has its share of the bytes as nearly as
+    whole items allow: the next item goes where most is lacking."""
+    homes = []
+    total = 0
+    given: Counter[Home] = Counter()
+    for size in sizes:
+        total += size
+        lacking = {home: share * total - given[home] for home, share in shares.items()}
+        home = max(lacking, key=lambda home: lacking[home])
+        given[home] += size
+        homes.append(home)
+    return homes
+
+
+def _shares(kind: str, given: Mapping[HomeName, float]) -> Shares:
+    key = f"paramserver.placement.{kind}"
+    total = sum(given.values())
+    if not math.isclose(total, 1.0, abs_tol=1e-6):
+        raise ConfigError(f"the fractions of {key} = {dict(given)} sum to {total:g}: they must sum to 1")
+    shares = _without_zeros({Home(name): share for name, share in given.items()})
+    if Home.GPU in shares:
+        raise ConfigError(
+            f'{key} is "gpu": the daemons of this version have no GPU tier; write "device" for the trainer\'s own GPU '
+            'memory, "host" or "nvme"'
+        )
+    return shares
+
+
+def _without_zeros(shares: Shares) -> Shares:
+    return {home: share for home, share in shares.items() if share > 0}
+
+
+def _refuse_both(kind: str, key: str, section: object | None) -> None:
+    if section is not None:
+        raise ConfigError(f"zero_optimization.{key} and paramserver.placement.{kind} are both given: remove one")

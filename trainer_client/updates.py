@@ -1,0 +1,131 @@
+"""What the optimizer's step does to each flat group: in the store, or on this rank's device, with the same bits.
+
+Owns nothing between two steps. Must never decide what a step is: the scale and the hyper-parameters are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import update_rules
+from trainer_client.collectives import Collectives
+from trainer_client.flat_group import FlatGroup
+from trainer_client.gradients import GradientGroup
+from trainer_client.hyper_parameters import HyperParameterTable
+from trainer_client.layout import ShardRange
+from trainer_client.link.rank_store import GroupUpdate, RankStore
+from trainer_client.placement import Home, Residence
+from trainer_client.states import PlacedStates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule:
+    """A step's arithmetic, for all groups.
+
+    Attributes:
+        scale: what gradients are multiplied by, in fp32: unscaling and clipping by norm in one.
+        clip_value: the limit of each element after that; None: no limit.
+        updated: for each parameter of the model, whether it is updated in this step.
+        table: the hyper-parameters.
+    """
+
+    scale: float
+    clip_value: float | None
+    updated: Sequence[bool]
+    table: HyperParameterTable
+
+    def rows(self, group: FlatGroup, shards: Iterable[ShardRange]) -> list[int]:
+        """For each shard the row of the table, or -1 if it stays as it is."""
+        indices = [group.parameters[shard.slot].index for shard in shards]
+        return [self.table.row_of(index) if self.updated[index] else -1 for index in indices]
+
+
+class Updates:
+    """Args:
+    states: of all groups, in forward order.
+    """
+
+    def __init__(self, states: Sequence[PlacedStates], store: RankStore, collectives: Collectives) -> None:
+        self._states = {state.group.name: state for state in states}
+        self._store = store
+        self._collectives = collectives
+        self._updated: list[PlacedStates] = []
+
+    def apply(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
+        """Updates the groups that have gradients, which are done with afterwards.
+
+        What the store updates is handed over first: it works on that while this rank works on its own. A collective
+        where states are replicated.
+        """
+        self._updated = []
+        own: list[GradientGroup] = []
+        stored: list[GroupUpdate] = []
+        for gradient in gradients:
+            state = self._states[gradient.flat_group.name]
+            self._updated.append(state)
+            if state.placement.optimizer is Home.DEVICE:
+                own.append(gradient)
+            else:
+                stored.append(self._hand_over(step, gradient, rule))
+        if stored:
+            self._store.apply_gradients(step, rule.table.rows, stored)
+        for gradient in own:
+            self._update_on_device(self._states[gradient.flat_group.name], gradient, rule)
+
+    def refresh(self) -> None:
+        """Brings what this rank keeps of the parameters up to date with the step that `apply` made and all ranks have
+        voted for. A collective, for what is resident."""
+        updated, self._updated = self._updated, []
+        for state in updated:
+            if state.placement.optimizer is not Home.DEVICE:
+                state.load_parameters()
+            if state.placement.residence is Residence.RESIDENT:
+                state.refill()
+
+    def _hand_over(self, step: int, gradient: GradientGroup, rule: UpdateRule) -> GroupUpdate:
+        group = gradient.flat_group
+        return GroupUpdate(
+            group=group.name,
+            gradient=gradient.take_lease(step),
+            scale=rule.scale,
+            hyper_parameters_of_shard=rule.rows(group, group.shards),
+            clip_value=rule.clip_value,
+        )
+
+    @torch.no_grad()
+    def _update_on_device(self, state: PlacedStates, gradient: GradientGroup, rule: UpdateRule) -> None:
+        """What the store's optimizer kernel does, on the whole group where its states are replicated."""
+        group = state.group
+        replicated = state.placement.residence is Residence.REPLICATED
+        values = gradient.chunk.to(group.device)
+        if replicated:
+            whole = torch.empty(group.layout.numel, dtype=values.dtype, device=group.device)
+            self._collectives.all_gather_flat(whole, values)
+            values = whole
+        # In place where it has that type already: the gradient is done with.
+        scratch = values.float()
+        scratch.mul_(rule.scale)
+        if rule.clip_value is not None:
+            scratch.clamp_(-rule.clip_value, rule.clip_value)
+        weight = state.held.get(group.weight_kind)
+        if weight is None:
+            weight = state.read(group.weight_kind).to(group.device)
+        shards = group.layout.whole() if replicated else group.shards
+        for shard, row in zip(shards, rule.rows(group, shards), strict=True):
+            if row < 0:
+                continue
+            # Parameter by parameter, as the store does: see layout.ALIGNMENT.
+            part = slice(shard.position, shard.position + shard.numel)
+            states = {kind: state.held[kind][part] for kind in group.state_kinds}
+            update_rules.apply(rule.table.rows[row], weight[part], scratch[part], states)
+        gradient.finish()
+        if (parameters := state.held.get(pb.KIND_PARAM)) is None:
+            state.note_update(weight.to(group.dtype))
+            return
+        if parameters is not weight:
+            parameters.copy_(weight)
+        state.note_update()
