@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.daemon import Daemon
+from tests.integration.model_runs import run_of
 from tests.integration.training import (
-    MICRO_BATCH,
     Result,
     Run,
     assert_bit_equal,
@@ -21,7 +18,6 @@ from tests.integration.training import (
 )
 from tests.integration.zoo import ZOO
 
-STEPS = 3
 RANKS_DIFFER = {"divergent-experts"}
 pytestmark = [
     # peft 0.21 with transformers 5.23.
@@ -32,29 +28,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a daemon that all runs share, each as a job of its own."""
-    config = {"host_budget": "96MiB", "nvme_budget": "1GiB"}
-    with Daemon(tmp_path_factory.mktemp("models") / "state", config) as daemon:
-        yield daemon.address
-        assert "Traceback" not in daemon.log, daemon.log
-
-
-def run_of(model: str, address: str, job: str, steps: int = STEPS, **section: Any) -> Run:
-    offload = {"device": "cpu"}
-    zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "zero_optimization": zero,
-        "paramserver": {"address": address, "job": job, "durability": "none", **section},
-    }
-    return Run(model=model, steps=steps, clipping=0.5, accumulation=2, config=config)
-
-
 @pytest.mark.parametrize("model", ZOO)
-def test_alone_a_model_equals_plain_pytorch_bit_for_bit(store: str, model: str) -> None:
-    run = run_of(model, store, f"alone-{model}")
+def test_alone_a_model_equals_plain_pytorch_bit_for_bit(model_store: str, model: str) -> None:
+    run = run_of(model, model_store, f"alone-{model}")
 
     assert_bit_equal(train_through_store(run), train_plain(run))
 
@@ -77,14 +53,14 @@ DDP_REFERENCE = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks(store: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Result]:
+def two_ranks(model_store: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Result]:
     """Rank 0's result of each model by ("ddp" or the kind of gather, model), all made in one launch."""
     runs: dict[tuple[str, str], Run] = {}
     for model in ZOO:
         ways = ("store",) if model in RANKS_DIFFER else ("store", "collective")
-        runs |= {(way, model): run_of(model, store, f"{way}-{model}", steps=2, gather=way) for way in ways}
+        runs |= {(way, model): run_of(model, model_store, f"{way}-{model}", steps=2, gather=way) for way in ways}
     for model in {DDP_REFERENCE.get(model, model) for model in ZOO}:
-        runs["ddp", model] = replace(run_of(model, store, "", steps=2), through_store=False)
+        runs["ddp", model] = replace(run_of(model, model_store, "", steps=2), through_store=False)
     results = launch(list(runs.values()), 2, tmp_path_factory.mktemp("two-ranks"), timeout_seconds=240)
     return dict(zip(runs, results, strict=True))
 
