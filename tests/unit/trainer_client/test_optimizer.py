@@ -400,6 +400,17 @@ def test_settings_go_round() -> None:
     assert other.param_groups[0]["betas"] == (0.25, 0.5)
 
 
+def test_adam_goes_on_where_adamw_was_left_with_the_arithmetic_of_this_run(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    _, optimizer = taken_over(net, net.parameters(), lr=0.5)
+    other = StoreOptimizer(Adam(net.parameters(), lr=0.25), list_parameters(net))
+
+    other.load_settings(carried(optimizer))
+
+    assert (type(row(other, 0)), row(other, 0).lr) == (pb.Adam, 0.5)
+    assert "the other of Adam and AdamW" in caplog.text
+
+
 def test_groups_that_were_added_come_back_and_others_are_refused() -> None:
     net = model()
     _, optimizer = taken_over(net, [net[0].weight], lr=0.5)
