@@ -185,7 +185,11 @@ class StoreOptimizer(torch.optim.Optimizer):
             values = dict(stored)
             indexes = [index for first, last in values.pop("params") for index in range(first, last + 1)]
             if number == len(self.param_groups):
-                self.add_param_group({**values, "params": [self._parameters[index].tensor for index in indexes]})
+                members = [self._parameters[index] for index in indexes]
+                # torch has names of all groups' parameters, or of none.
+                named = "param_names" in self.param_groups[0]
+                params = [(p.fqn, p.tensor) for p in members] if named else [p.tensor for p in members]
+                self.add_param_group({**values, "params": params})
                 continue
             group = self.param_groups[number]
             present = [self._index_of[id(tensor)] for tensor in group["params"]]

@@ -411,11 +411,12 @@ def test_adam_goes_on_where_adamw_was_left_with_the_arithmetic_of_this_run(caplo
     assert "the other of Adam and AdamW" in caplog.text
 
 
-def test_groups_that_were_added_come_back_and_others_are_refused() -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_that_were_added_come_back_and_others_are_refused(named: bool) -> None:
     net = model()
     _, optimizer = taken_over(net, [net[0].weight], lr=0.5)
     optimizer.add_param_group({"params": [net[1].weight, net[1].bias, net[0].bias], "lr": 0.125})
-    original, other = taken_over(net, [net[0].weight], lr=0.25)
+    original, other = taken_over(net, [("first", net[0].weight)] if named else [net[0].weight], lr=0.25)
 
     other.load_settings(carried(optimizer))
 
