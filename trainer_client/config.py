@@ -20,8 +20,10 @@ from pydantic import (
     ByteSize,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 from pydantic import ValidationError as PydanticError
 
@@ -38,6 +40,9 @@ DEFAULT_STATE_DIR = "paramserver-state"
 _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
 # And these are for a daemon that is not.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
+
+# Where "auto" is a value of ours, not of a tool that fills configs in.
+_AUTO_KEYS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 HomeName = Literal["device", "gpu", "host", "nvme"]
@@ -103,6 +108,31 @@ class TlsSection(Section):
     key: Path | None = None
 
 
+class UnitsSection(Section):
+    """What is gathered and released together; see unit_policy.py. Neither key: the repeated blocks of the model."""
+
+    classes: tuple[str, ...] = ()
+    max_parameters: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        if value == "blocks":
+            return {}
+        if isinstance(value, Mapping):
+            return value
+        raise ValueError('write "blocks", {"classes": [names]} or {"max_parameters": elements}')
+
+
+class DataSection(Section):
+    """Of the loader that `initialize(training_data=...)` returns: the order of the samples follows from `seed` and the
+    epoch; without `shuffle` it is the dataset's. `workers`: processes that load ahead; 0: the loop itself loads."""
+
+    seed: NonNegativeInt = 0
+    shuffle: bool = True
+    workers: NonNegativeInt = 0
+
+
 class ParamserverSection(Section):
     """Where the store is and how the job uses it.
 
@@ -123,6 +153,10 @@ class ParamserverSection(Section):
     host_budget: ByteSize = ByteSize(1 << 30)
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
+    units: UnitsSection = UnitsSection()
+    gather: Literal["auto", "collective", "store"] = "auto"
+    collective_timeout_seconds: PositiveFloat = 1800.0
+    data: DataSection = DataSection()
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
     may_thaw: tuple[str, ...] = ()
     placement: PlacementSection = PlacementSection()
@@ -196,7 +230,7 @@ def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, st
         ConfigError: names each refused key in full, its value, and what to write instead.
     """
     raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
-    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path != "paramserver.resume"]
+    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path not in _AUTO_KEYS]
     if problems:
         raise ConfigError("\n".join(problems))
     try:
@@ -300,6 +334,9 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
             f"gradient_clipping = {config.gradient_clipping} (by norm) and paramserver.gradient_clipping_value = "
             f"{config.paramserver.gradient_clipping_value} (by value) are both given: choose one"
         )
+    units = config.paramserver.units
+    if units.classes and units.max_parameters:
+        raise ConfigError("paramserver.units.classes and paramserver.units.max_parameters are both set: choose one")
     paths = config.nvme_paths()
     if len(set(paths.values())) > 1:
         listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())
