@@ -1,5 +1,5 @@
-"""The README tells the truth, and so does the page on the config: the example runs and resumes, the tables list the keys
-and commands that there are."""
+"""The README and the page on the config tell the truth: the example runs and resumes, the tables list the keys and
+commands that there are."""
 
 from __future__ import annotations
 
