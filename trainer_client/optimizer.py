@@ -26,6 +26,9 @@ from trainer_client.parameters import ModelParameter
 
 log = logging.getLogger(__name__)
 
+# What makes torch's Adam its AdamW. Not a setting that a schedule would change.
+_DECOUPLED = "decoupled_weight_decay"
+
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
 _CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -182,7 +185,11 @@ class StoreOptimizer(torch.optim.Optimizer):
             values = dict(stored)
             indexes = [index for first, last in values.pop("params") for index in range(first, last + 1)]
             if number == len(self.param_groups):
-                self.add_param_group({**values, "params": [self._parameters[index].tensor for index in indexes]})
+                members = [self._parameters[index] for index in indexes]
+                # torch has names of all groups' parameters, or of none.
+                named = "param_names" in self.param_groups[0]
+                params = [(p.fqn, p.tensor) for p in members] if named else [p.tensor for p in members]
+                self.add_param_group({**values, "params": params})
                 continue
             group = self.param_groups[number]
             present = [self._index_of[id(tensor)] for tensor in group["params"]]
@@ -192,6 +199,9 @@ class StoreOptimizer(torch.optim.Optimizer):
                     f"parameter group {number} of the optimizer is not the one that the job was left with (they differ "
                     f"in {', '.join(fqns) or 'the order of their parameters'}): pass the same groups"
                 )
+            if values.pop(_DECOUPLED, None) != group.get(_DECOUPLED):
+                # Their states are the same: the one that this run passes goes on with them.
+                log.warning("parameter group %d: the job was left with the other of Adam and AdamW", number)
             group.update(values)
 
     def _check_group(self, number: int) -> None:
@@ -263,7 +273,7 @@ def _matching(patterns: Sequence[str], parameters: Sequence[ModelParameter]) -> 
 def _without_states(fqn: str) -> str:
     return (
         f"parameter {fqn} cannot be trained: it was frozen and in no parameter group when the job was opened, and has "
-        "no optimizer states in the store; name it in paramserver.may_thaw, and start the job anew"
+        "no optimizer states in the store; name it in paramserver.may_thaw, and resume the job"
     )
 
 

@@ -322,6 +322,39 @@ def test_a_resumed_run_has_the_groups_that_were_added(store: Daemon) -> None:
     assert_same_weights(weights, weights_expected)
 
 
+def test_what_had_no_states_gets_them_on_a_resume_that_names_it(store: Daemon) -> None:
+    make = CASES["SGD with momentum"].make
+
+    def beginning(model: Net) -> Optimizer:
+        model.blocks[1].requires_grad_(False)
+        return make([p for p in model.parameters() if p.requires_grad])
+
+    def thaw(model: Net, optimizer: Optimizer) -> None:
+        model.blocks[1].requires_grad_(True)
+        optimizer.add_param_group({"params": [*model.blocks[1].parameters()], "lr": 0.05})
+
+    plain = Net()
+    reference = beginning(plain)
+    expected = []
+    for step, inputs in enumerate(batches(6), start=1):
+        if step == 4:
+            thaw(plain, reference)
+        expected.append(train_plain(plain, reference, inputs))
+
+    seen = []
+    for steps, section in ((range(1, 4), {}), (range(4, 7), MAY_THAW)):
+        model = Net()
+        optimizer = beginning(model)
+        with start(store.address, "thawed on resume", model, optimizer, paramserver=section) as engine:
+            if steps.start == 4:
+                thaw(model, engine.optimizer)
+            seen += [train(engine, inputs) for step, inputs in enumerate(batches(6), start=1) if step in steps]
+            weights = engine.full_state_dict()
+
+    assert seen == expected
+    assert_same_weights(weights, plain.state_dict())
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD of Nesterov"])
 def test_a_schedule_that_cycles_the_momentum_reaches_the_store(store: Daemon, name: str) -> None:
     def schedule(optimizer: Optimizer) -> LRScheduler:

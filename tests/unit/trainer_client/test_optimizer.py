@@ -400,11 +400,23 @@ def test_settings_go_round() -> None:
     assert other.param_groups[0]["betas"] == (0.25, 0.5)
 
 
-def test_groups_that_were_added_come_back_and_others_are_refused() -> None:
+def test_adam_goes_on_where_adamw_was_left_with_the_arithmetic_of_this_run(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    _, optimizer = taken_over(net, net.parameters(), lr=0.5)
+    other = StoreOptimizer(Adam(net.parameters(), lr=0.25), list_parameters(net))
+
+    other.load_settings(carried(optimizer))
+
+    assert (type(row(other, 0)), row(other, 0).lr) == (pb.Adam, 0.5)
+    assert "the other of Adam and AdamW" in caplog.text
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_that_were_added_come_back_and_others_are_refused(named: bool) -> None:
     net = model()
     _, optimizer = taken_over(net, [net[0].weight], lr=0.5)
     optimizer.add_param_group({"params": [net[1].weight, net[1].bias, net[0].bias], "lr": 0.125})
-    original, other = taken_over(net, [net[0].weight], lr=0.25)
+    original, other = taken_over(net, [("first", net[0].weight)] if named else [net[0].weight], lr=0.25)
 
     other.load_settings(carried(optimizer))
 
