@@ -261,3 +261,21 @@ def test_what_is_used_again_stays_within_the_limit(
             engine.step()
             assert gathered_blocks(model.blocks) == 0
     assert (max(most), after[-1]) == (kept_after_forward, kept_after_forward)
+
+
+@pytest.mark.parametrize("model", ["checkpointed", "checkpointed-reentrant", "unchecked"])
+def test_a_recomputation_gathers_one_block_besides_the_one_in_backward(model_store: str, model: str) -> None:
+    """Also where several blocks are recomputed before the first of them goes backward."""
+    module = build(model)
+    most = []
+
+    def count(*_: Any) -> None:
+        most.append(gathered_blocks(module.blocks))
+
+    with start(module, config_of(model_store, f"recomputed-{model}")) as engine:
+        for block in module.blocks:
+            block.register_forward_pre_hook(count)
+            block.up.register_full_backward_hook(count)
+        for batch in BATCHES[:2]:
+            train(engine, batch)
+    assert max(most) <= (1 if model == "unchecked" else 2)
