@@ -3,6 +3,8 @@ client of that store for everything else."""
 
 from __future__ import annotations
 
+from trainer_client import utils, zero
+from trainer_client.access import StateShard
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
@@ -49,6 +51,7 @@ __all__ = [
     "NonFiniteGradientError",
     "PermissionDeniedError",
     "Placement",
+    "StateShard",
     "StepAbortedError",
     "StoreBudgetError",
     "StoreClient",
@@ -68,4 +71,6 @@ __all__ = [
     "TrainerClientError",
     "UnauthenticatedError",
     "initialize",
+    "utils",
+    "zero",
 ]

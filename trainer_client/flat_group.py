@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ReleasedParameterError
@@ -185,6 +186,9 @@ class FlatGroup:
         self.flat.untyped_storage().resize_(0)
         for parameter in self.parameters:
             release(parameter.tensor, partial(self._want, parameter))
+
+    def contains(self, tensor: nn.Parameter) -> bool:
+        return any(parameter.tensor is tensor for parameter in self.parameters)
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a view of the gathered flat buffer."""

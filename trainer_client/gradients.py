@@ -144,7 +144,8 @@ class GradientGroup:
         self._unreduced.clear()
         direct = not self._reduced and self.chunk.device == device and self.chunk.dtype == dtype
         mean = self.chunk if direct else torch.empty(self.flat_group.layout.chunk, dtype=dtype, device=device)
-        self._collectives.reduce_scatter_mean(mean, full.to(dtype))
+        what = f"the reduction of {self.flat_group.unit}"
+        self._collectives.reduce_scatter_mean(mean, full.to(dtype), what)
         if not direct:
             _put(self.chunk, mean, add=self._reduced)
         self._reduced = True
@@ -254,21 +255,43 @@ class Gradients:
     def finish_backward(self, step: int) -> None:
         """Reduces what came late or outside of a tracked backward, on any rank. A collective."""
         if self._reduces:
-            self._reduce_dirty(step)
+            self._reduce_dirty(step, "the end of a backward pass")
         self._owes_reduction = not self._reduces
 
     def complete(self, step: int) -> None:
         """Reduces what is not reduced yet, at the end of a step. A collective."""
         if self._owes_reduction:
-            self._reduce_dirty(step)
+            self._reduce_dirty(step, "the end of a step")
             self._owes_reduction = False
 
-    def _reduce_dirty(self, step: int) -> None:
-        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups])
+    def _reduce_dirty(self, step: int, what: str) -> None:
+        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], what)
         for group, is_dirty in zip(self._groups, dirty, strict=True):
             if is_dirty:
                 group.memory.start(step)
                 group.reduce()
+
+    def chunk_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """This rank's part [layout.chunk] of a group's gradient so far, as it is (scaled), in its memory, if the
+        parameter in `slot` has one there. (Over several ranks one that no rank has is zeros, or None.)
+
+        Raises:
+            RuntimeError: it is not reduced over the ranks yet.
+        """
+        if self._owes_reduction:
+            raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
+        found = self._find(group)
+        alone = self._collectives.world_size == 1
+        is_there = found is not None and found.memory.is_there and (not alone or slot in found.present)
+        return found.chunk if found is not None and is_there else None
+
+    def is_present(self, group: FlatGroup, slot: int) -> bool:
+        """Whether a gradient of the parameter in `slot` has come on this rank in this step."""
+        found = self._find(group)
+        return found is not None and slot in found.present
+
+    def _find(self, group: FlatGroup) -> GradientGroup | None:
+        return next((found for found in self._groups if found.flat_group is group), None)
 
     def norm(self) -> GradientNorm:
         """The global norm, bit for bit that of `torch.nn.utils.clip_grad_norm_` at world size 1. A collective."""
@@ -281,7 +304,7 @@ class Gradients:
             norms[indices] = values
             for slot in group.present:
                 present[group.flat_group.parameters[slot].index] = 1.0
-        rows = self._collectives.gather_rows(torch.cat((norms, present))).cpu()
+        rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm").cpu()
         anywhere = rows[:, self._parameters :].amax(dim=0) > 0
         # A zero for a parameter without gradient would not change the sum, but the order in which it is rounded.
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])

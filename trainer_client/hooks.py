@@ -33,7 +33,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainer_client.errors import PhaseError, ReleasedParameterError
+from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
 from trainer_client.gradients import Gradients
 from trainer_client.parameters import ModelParameter
 from trainer_client.phases import Phase, Phases, Verb
@@ -108,8 +108,19 @@ class UnitHooks:
             for group in unit.groups:
                 group.want = partial(self._lend_on_use, unit)
 
-    def lend(self, borrower: Unit, lender: Unit) -> None:
-        """`borrower` uses parameters of `lender` in each forward; they are gathered beforehand."""
+    def lend(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """The unit of `module` uses `parameter` in each forward: the parameter's unit is gathered with it.
+
+        Raises:
+            ConfigError: one of them is not of the model.
+        """
+        lender = next((u for u in self._units for group in u.groups if group.contains(parameter)), None)
+        if lender is None:
+            raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not of this engine's model")
+        # The root's modules are all of the model's.
+        borrower = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
+        if borrower is None:
+            raise ConfigError(f"a {type(module).__name__} is not a module of this engine's model")
         if borrower is not lender:
             self._lent_always[borrower.index].add(lender.index)
 

@@ -48,7 +48,7 @@ class ReductionOrder:
         row = torch.zeros(self._units, dtype=torch.int32)
         for order, unit in enumerate(used, start=1):
             row[unit] = 0 if unit in self._late else order
-        self._exchange = self._collectives.start_gather_rows(row, what="the order of reductions")
+        self._exchange = self._collectives.start_exchange(row, what="the agreement on an order of reductions")
 
     def unit_is_over(self, unit: int) -> list[int]:
         """The unit's backward is over on this rank: the units to be reduced now, in this order."""

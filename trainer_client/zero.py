@@ -6,18 +6,20 @@ Owns their arguments: each is honoured or refused by name. The work is done in d
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from trainer_client.access import owner_of
 from trainer_client.config import load_config
 from trainer_client.deferred_init import Recorder
+from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 
-__all__ = ["Init"]
+__all__ = ["GatheredParameters", "Init"]
 
 
 class Init:
@@ -109,3 +111,47 @@ class Init:
 
     def __exit__(self, *_: object) -> None:
         self._context.close()
+
+
+class GatheredParameters:
+    """A context in which parameters are whole, for reading, or for one rank to change: `engine.gathered` of the engine
+    that has them. Parameters that no engine has are left alone. A collective.
+
+    Args:
+        params: a parameter, several, or a module.
+        modifier_rank: see `engine.gathered`.
+        fwd_module: DeepSpeed's, refused.
+        enabled: False: nothing is done.
+    """
+
+    def __init__(
+        self,
+        params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        if fwd_module is not None:
+            raise ConfigError(
+                "zero.GatheredParameters(fwd_module=...) is not honoured by this version: leave it out; the weights of "
+                "other modules may be used in any forward"
+            )
+        if isinstance(params, torch.nn.Module):
+            params = params.parameters()
+        elif isinstance(params, torch.Tensor):
+            params = (params,)
+        self._of_engine: dict[Engine, list[torch.Tensor]] = {}
+        for tensor in params if enabled else ():
+            if isinstance(engine := owner_of(tensor), Engine):
+                self._of_engine.setdefault(engine, []).append(tensor)
+        self._modifier_rank = modifier_rank
+        self._context = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for engine, tensors in self._of_engine.items():
+                entered.enter_context(engine.gathered(tensors, self._modifier_rank))
+            self._context = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
