@@ -382,7 +382,7 @@ def train_through_store(run: Run) -> Result:
             norms=norms,
             weights=engine.full_state_dict(),
             plane=engine.data_plane,
-            moments=moments_of(engine),
+            moments=moments_of(engine) if run.with_masters else {},
             skipped=engine.skipped_steps,
             resumed_step=engine.resumed_step,
             placement=engine.placement(),
