@@ -117,6 +117,18 @@ def test_a_job_on_the_device_goes_on_from_the_last_commit_that_its_durability_cl
                 assert [n for n, w in weights.items() if not torch.equal(w, expected.weights[n])] == []
 
 
+def test_micro_batches_after_the_last_step_are_not_part_of_the_commit_at_the_end(address: str) -> None:
+    settings = config(address, "half a step", 2, durability="snapshot:9") | {"gradient_accumulation_steps": 2}
+    with start(settings) as engine:
+        for batch in micro_batches(3):
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+        assert (engine.global_steps, engine.micro_steps) == (1, 3)
+
+    with start(settings) as engine:
+        assert (engine.global_steps, engine.micro_steps) == (1, 2)
+
+
 def test_resident_parameters_are_there_between_steps_and_sharded_ones_are_refused(address: str) -> None:
     with start(config(address, "resident", 2, {"optimizer": "nvme"})) as engine:
         train(engine, 2)
