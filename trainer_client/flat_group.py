@@ -85,7 +85,7 @@ class FlatGroup:
         # Views are made while the storage has its size: torch checks their bounds then, and only then.
         self.flat = torch.empty(self.layout.numel, dtype=dtype, device=device)
         self._whole = self.pieces(self.flat)
-        nan = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        nan = torch.full((), torch.nan, dtype=dtype, device=device)
         self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
         self.flat.untyped_storage().resize_(0)
 

@@ -29,6 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
 from paramserver.v1 import parameter_store_pb2 as pb
+from tests.integration.zoo import ZOO
 
 VOCABULARY = 257
 MICRO_BATCH = 2
@@ -42,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 class Run:
     """What is trained, and how."""
 
-    model: Literal["gpt2", "conditional", "adapters"] = "gpt2"
+    model: str = "gpt2"  # "conditional", "adapters", or a name of the zoo
     checkpointing: Literal["none", "reentrant", "non-reentrant"] = "none"
     steps: int = 30
     dropout: float = 0.0
@@ -189,6 +190,8 @@ def build_model(run: Run) -> nn.Module:
         return AdapterModel()
     if run.model == "conditional":
         return ConditionalModel(run)
+    if run.model in ZOO:
+        return ZOO[run.model]().train()
     config = GPT2Config(
         n_layer=3,
         n_embd=64,
@@ -231,7 +234,7 @@ def train_plain(run: Run) -> Result:
     rank, world_size, forward = 0, 1, model
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        forward = DistributedDataParallel(model, find_unused_parameters=run.model == "conditional")
+        forward = DistributedDataParallel(model, find_unused_parameters=run.model != "gpt2")
     optimizer, scheduler = make_optimizer(model, run)
     losses, norms = [], []
     torch.manual_seed(3 + rank)
