@@ -1,4 +1,4 @@
-"""The optimizer as a kernel on tiles: unscales the gradient, updates each parameter's range, casts the weight."""
+"""The optimizer as a kernel on tiles: unscales and clips the gradient, updates each parameter, rounds the weight."""
 
 from __future__ import annotations
 
@@ -10,28 +10,36 @@ from paramserver.v1 import update_rules
 from storage.shard import Kind, Shard
 from storage.transform import Tile
 
-_STATES: Mapping[Kind, pb.Kind] = {Kind.EXP_AVG: pb.KIND_EXP_AVG, Kind.EXP_AVG_SQ: pb.KIND_EXP_AVG_SQ}
+_STATES: Mapping[Kind, pb.Kind] = {
+    Kind.EXP_AVG: pb.KIND_EXP_AVG,
+    Kind.EXP_AVG_SQ: pb.KIND_EXP_AVG_SQ,
+    Kind.MOMENTUM_BUFFER: pb.KIND_MOMENTUM_BUFFER,
+    Kind.SUM: pb.KIND_SUM,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUpdate:
     """The update of one group. `hyper_parameters` has one entry per shard; None leaves the shard as it is.
 
-    The gradient is converted to fp32 and multiplied by `grad_scale` first.
+    The gradient is converted to fp32 and multiplied by `grad_scale` first, then clamped to +-`clip_value` if given.
     """
 
     shards: Sequence[Shard]
     hyper_parameters: Sequence[update_rules.HyperParameters | None]
     grad_scale: float
+    clip_value: float | None = None
 
     def __call__(self, tile: Tile) -> None:
         """Updates weight and states of the tile in place, and the low-precision parameter from the master weight."""
         gradient = tile.scratch
         gradient.copy_(tile.gradient).mul_(self.grad_scale)
+        if self.clip_value is not None:
+            gradient.clamp_(-self.clip_value, self.clip_value)
         low_precision = Kind.MASTER in tile.tensors
         weight = tile.tensors[Kind.MASTER if low_precision else Kind.PARAM]
         end = tile.start + tile.numel
-        # Not the tile as a whole: the kernel rounds the last elements of a call differently (see ELEMENT_ALIGNMENT), so
+        # Not the tile as a whole: kernels round the last elements of a call differently (see ELEMENT_ALIGNMENT), so
         # each parameter must end where the unsharded one ends.
         for shard, hyper in zip(self.shards, self.hyper_parameters, strict=True):
             first, last = max(shard.position, tile.start), min(shard.position + shard.numel, end)

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from paramserver import wire
-from paramserver.readers import Readers, describe_job, version_info
+from paramserver.readers import Readers, describe_job, describe_layouts, version_info
 from paramserver.security.gate import Gate, check_job, check_owner
 from paramserver.security.host_quota import HostQuota, lease_bytes
 from paramserver.security.quotas import Quotas
@@ -91,8 +91,19 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                 committed=[
                     pb.CommittedStep(step=step, client_state=commit.client_states.get(session.rank, b""))
                     for step, commit in sorted(job.retained.items())
-                ]
+                ],
+                layouts=describe_layouts(self._engine.layouts(job.spec.name)),
             )
+
+    async def BeginLayout(
+        self,
+        request: pb.BeginLayoutRequest,
+        context: grpc.aio.ServicerContext[pb.BeginLayoutRequest, pb.BeginLayoutResponse],
+    ) -> pb.BeginLayoutResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            await self._sessions.begin_layout(session, wire.step(request.first_step, "first_step"))
+            return pb.BeginLayoutResponse()
 
     async def RegisterShards(
         self,
@@ -102,6 +113,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         async with answering_errors(context):
             session = self._session(request.session_id, context)
             job = await session.job()
+            session.require_run().check_layout(job)
             quota = self._quotas.of(job.spec.name)
             limits = JobLimits(host_bytes=quota.host_bytes, nvme_bytes=quota.nvme_bytes)
             specs = await asyncio.to_thread(wire.group_specs, job.spec, request.groups)
@@ -155,8 +167,8 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             )
         if want.mode == pb.LEASE_MODE_WRITE and kind is Kind.GRAD:
             return await self._sessions.lease_for_gradient(session, group)
-        step = wire.step(want.step, "wants.step")
-        if want.mode == pb.LEASE_MODE_WRITE and step == 0:
+        step, job = wire.step(want.step, "wants.step"), await session.job()
+        if want.mode == pb.LEASE_MODE_WRITE and job.newest is None and step == job.first_step:
             return await self._sessions.lease_for_staging(session, group, kind)
         if want.mode == pb.LEASE_MODE_WRITE:
             return await self._sessions.lease_for_putting(session, step, group, kind)
@@ -269,7 +281,16 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         async with answering_errors(context):
             session = self._session(request.session_id, context)
             check_job(session.owner, request.job)
-            return await self._readers.open(session, self._engine.job(request.job), request)
+            return await self._readers.open(session, self._readers.layout(request), request)
+
+    async def ReadClientState(
+        self,
+        request: pb.ReadClientStateRequest,
+        context: grpc.aio.ServicerContext[pb.ReadClientStateRequest, pb.ReadClientStateResponse],
+    ) -> pb.ReadClientStateResponse:
+        async with answering_errors(context):
+            reader = self._session(request.session_id, context).reader(request.reader_id)
+            return pb.ReadClientStateResponse(client_state=reader.client_state(request.rank))
 
     async def CloseReader(
         self,
@@ -290,7 +311,9 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             session = self._session(request.session_id, context)
             allowed = (job for name, job in self._engine.jobs.items() if session.owner.allows(name))
             jobs = sorted(allowed, key=lambda job: job.spec.name)
-            return pb.ListStoredJobsResponse(jobs=[describe_job(job) for job in jobs])
+            return pb.ListStoredJobsResponse(
+                jobs=[describe_job(job, self._engine.layouts(job.spec.name)) for job in jobs]
+            )
 
     async def ListStoredTensors(
         self,
@@ -299,7 +322,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     ) -> pb.ListStoredTensorsResponse:
         async with answering_errors(context):
             check_job(self._session(request.session_id, context).owner, request.job)
-            return self._readers.list_tensors(self._engine.job(request.job), request)
+            return self._readers.list_tensors(self._readers.layout(request), request)
 
     async def WatchJob(
         self, request: pb.WatchJobRequest, context: grpc.aio.ServicerContext[pb.WatchJobRequest, pb.WatchJobResponse]

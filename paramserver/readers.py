@@ -53,6 +53,16 @@ class Readers:
             self._opening[name] -= 1
         return pb.OpenReaderResponse(reader_id=self._sessions.hold(session, reader), step=reader.step)
 
+    def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest) -> Job:
+        """The job in the layout that is asked for. Raises NotFoundError where there is none such."""
+        job = self._engine.job(request.job)
+        if not request.HasField("layout"):
+            return job
+        for other in self._engine.layouts(request.job):
+            if other.spec.layout == request.layout and other.newest is not None:
+                return other
+        raise NotFoundError(f"job {request.job!r} has no layout {request.layout!r} with committed steps")
+
     async def lease(self, session: Session, source: pb.TensorRange) -> Lease:
         """A lease on a range of a reader's step, which is brought into the arena for it.
 
@@ -103,6 +113,8 @@ class Readers:
                 yield pb.WatchJobResponse(newest=version_info(job, job.newest))
             await _either(changed, session.ended)
             self._sessions.get(session.session_id)
+            while job.successor is not None and job.successor.newest is not None:
+                job = job.successor
             current = self._engine.jobs.get(name)
             if current is None or (current is not job and job.newest is not None):
                 raise NotFoundError(f"job {name!r} was deleted")
@@ -120,9 +132,19 @@ async def _either(*events: asyncio.Event) -> None:
             future.cancel()
 
 
-def describe_job(job: Job) -> pb.StoredJob:
+def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
+    """Those of a job that have commits, oldest first."""
+    return [
+        pb.StoredLayout(layout=job.spec.layout, world_size=job.spec.world_size, steps=sorted(job.retained))
+        for job in layouts
+        if job.retained
+    ]
+
+
+def describe_job(job: Job, layouts: Iterable[Job]) -> pb.StoredJob:
     """A job, for those who may read it."""
     return pb.StoredJob(
+        layouts=describe_layouts(layouts),
         name=job.spec.name,
         world_size=job.spec.world_size,
         committed_step=job.newest,

@@ -123,7 +123,7 @@ def _open_lease(engine: Engine, lease: Lease) -> Source:
     return _LeaseSource(
         engine=engine,
         lease=lease,
-        job=slab.key.job,
+        job=slab.key.job_name,
         size_bytes=lease.nbytes,
         version=lease.pin.copy.step or 0,
         dtype=slab.spec.dtype,

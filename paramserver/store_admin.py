@@ -201,7 +201,8 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:
         newest, durable = job.newest, max(job.durable, default=None)
-        slabs = list(job.slabs())
+        # In all its layouts: while one replaces another, both are there.
+        slabs = [slab for layout in self._engine.layouts(job.spec.name) for slab in layout.slabs()]
         nvme = sum(region.nbytes for slab in slabs for region in slab.versions.values())
         host = sum(slab.copy.region.nbytes for slab in slabs if slab.copy is not None)
         return admin_pb.JobInfo(

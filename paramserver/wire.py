@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.transfers import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1.update_rules import HyperParameters
+from paramserver.v1.update_rules import HyperParameters, state_kinds
 from storage.errors import InvalidRequestError
 from storage.shard import (
+    OPTIMIZER_STATES,
     DType,
     Durability,
     GroupSpec,
@@ -45,6 +46,8 @@ _KINDS = {
     pb.KIND_MASTER: Kind.MASTER,
     pb.KIND_EXP_AVG: Kind.EXP_AVG,
     pb.KIND_EXP_AVG_SQ: Kind.EXP_AVG_SQ,
+    pb.KIND_MOMENTUM_BUFFER: Kind.MOMENTUM_BUFFER,
+    pb.KIND_SUM: Kind.SUM,
     pb.KIND_GRAD: Kind.GRAD,
 }
 _DTYPES = {
@@ -142,6 +145,7 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
         local_ranks=request.attached_ranks,
         parameters=parameters,
         durability=durability(request.durability),
+        layout=name(request.layout, "layout") if request.layout else "",
     )
 
 
@@ -239,10 +243,11 @@ def _check_kinds(group: GroupSpec) -> None:
     full_precision = kinds[Kind.PARAM].dtype is DType.FLOAT32
     if full_precision and Kind.MASTER in kinds:
         raise InvalidRequestError(f"group {group.name!r}: kind param is float32 and is the master weight itself")
-    needed = {Kind.EXP_AVG, Kind.EXP_AVG_SQ} | (set() if full_precision else {Kind.MASTER})
-    if Kind.GRAD in kinds and not needed <= kinds.keys():
-        missing = ", ".join(sorted(kind.value for kind in needed - kinds.keys()))
-        raise InvalidRequestError(f"group {group.name!r} has kind grad, and lacks what its updates need: {missing}")
+    if Kind.GRAD in kinds and not full_precision and Kind.MASTER not in kinds:
+        raise InvalidRequestError(
+            f"group {group.name!r} has kind grad, and its param is {kinds[Kind.PARAM].dtype.value}: updates need kind "
+            "master"
+        )
 
 
 def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
@@ -252,7 +257,7 @@ def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
     slab = SlabSpec(
         kind=kind(message.kind), dtype=_lookup(_DTYPES, message.dtype, f"dtype of group {group!r}"), placement=tier
     )
-    if slab.kind in (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ) and slab.dtype is not DType.FLOAT32:
+    if slab.kind in OPTIMIZER_STATES | {Kind.MASTER} and slab.dtype is not DType.FLOAT32:
         raise InvalidRequestError(f"group {group!r}: kind {slab.kind.value} must be float32, not {slab.dtype.value}")
     return slab
 
@@ -272,29 +277,85 @@ def optimizer_update(
         )
     if not math.isfinite(update.grad_scale):
         raise InvalidRequestError(f"group {group.name!r}: grad_scale {update.grad_scale} is not finite")
+    clip_value = update.grad_clip_value if update.HasField("grad_clip_value") else None
+    if clip_value is not None and not (math.isfinite(clip_value) and clip_value > 0):
+        raise InvalidRequestError(f"group {group.name!r}: grad_clip_value {clip_value} must be positive and finite")
+    for index in set(indexes) - {-1}:
+        _check_states(group, hyper_parameters[index])
     return OptimizerUpdate(
         shards=group.shards,
         hyper_parameters=[None if index < 0 else hyper_parameters[index] for index in indexes],
         grad_scale=update.grad_scale,
+        clip_value=clip_value,
     )
 
 
+def _check_states(group: GroupSpec, row: HyperParameters) -> None:
+    needed = {_KINDS[kind] for kind in state_kinds(row)}
+    if missing := sorted(kind.value for kind in needed - group.slab_of_kind.keys()):
+        raise InvalidRequestError(
+            f"group {group.name!r} cannot be updated by {row.WhichOneof('optimizer')}: it was registered without "
+            f"{', '.join(missing)}"
+        )
+
+
 def hyper_parameters(message: HyperParameters) -> HyperParameters:
-    """Raises InvalidRequestError, naming the field, for values that torch.optim.AdamW would refuse."""
-    if message.WhichOneof("optimizer") != "adamw":
-        raise InvalidRequestError("hyper_parameters.optimizer is not set; this store knows adamw")
-    a = message.adamw
-    for field, value, good in (
-        ("lr", a.lr, math.isfinite(a.lr) and a.lr >= 0),
-        ("beta1", a.beta1, 0 <= a.beta1 < 1),
-        ("beta2", a.beta2, 0 <= a.beta2 < 1),
-        ("eps", a.eps, math.isfinite(a.eps) and a.eps >= 0),
-        ("weight_decay", a.weight_decay, math.isfinite(a.weight_decay) and a.weight_decay >= 0),
-        ("update_count", a.update_count, 0 < a.update_count < 1 << 53),
-    ):
-        if not good:
-            raise InvalidRequestError(f"adamw.{field} = {value} is out of its range")
+    """Raises InvalidRequestError, naming the field, for values that the optimizer's class in torch would refuse."""
+    optimizer = message.WhichOneof("optimizer")
+    if optimizer is None:
+        raise InvalidRequestError(f"hyper_parameters.optimizer is not set; this store knows {', '.join(_RANGES)}")
+    values = getattr(message, optimizer)
+    for field, is_good in _RANGES[optimizer].items():
+        value = getattr(values, field)
+        if not is_good(value):
+            raise InvalidRequestError(f"{optimizer}.{field} = {value} is out of its range")
+    if optimizer == "sgd" and values.nesterov and (values.momentum == 0 or values.dampening != 0):
+        raise InvalidRequestError(
+            f"sgd.nesterov needs a momentum and no dampening; they are {values.momentum} and {values.dampening}"
+        )
     return message
+
+
+def _is_not_negative(value: float) -> bool:
+    return math.isfinite(value) and value >= 0
+
+
+def _is_beta(value: float) -> bool:
+    return 0 <= value < 1
+
+
+def _is_count(value: float) -> bool:
+    return 0 < value < 1 << 53
+
+
+_ADAM: Mapping[str, Callable[[float], bool]] = {
+    "lr": _is_not_negative,
+    "beta1": _is_beta,
+    "beta2": _is_beta,
+    "eps": _is_not_negative,
+    "weight_decay": _is_not_negative,
+    "update_count": _is_count,
+}
+_RANGES: Mapping[str, Mapping[str, Callable[[float], bool]]] = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "sgd": {
+        "lr": _is_not_negative,
+        "momentum": _is_not_negative,
+        "dampening": math.isfinite,
+        "weight_decay": _is_not_negative,
+        "update_count": _is_count,
+    },
+    "lion": {"lr": _is_not_negative, "beta1": _is_beta, "beta2": _is_beta, "weight_decay": _is_not_negative},
+    "adagrad": {
+        "lr": _is_not_negative,
+        "lr_decay": _is_not_negative,
+        "weight_decay": _is_not_negative,
+        "eps": _is_not_negative,
+        "initial_accumulator_value": _is_not_negative,
+        "update_count": _is_count,
+    },
+}
 
 
 def _shape(parameter: pb.Parameter) -> tuple[int, ...]:

@@ -46,6 +46,9 @@ class Committer:
         job.settled = max(job.settled, settled)
         if job.spec.durability.every_steps == 1:
             await self._make_durable(job, record)
+        elif job.begins_layout and job.spec.durability.every_steps:
+            # What it replaces is freed when all ranks have this step.
+            await self._finish(job, self._begin_snapshot(job, record))
         else:
             if job.spec.durability.covers(record.step):
                 self._begin_snapshot(job, record)
@@ -78,7 +81,7 @@ class Committer:
             return
         if newer & job.durable:
             kept = sorted(job.durable - newer)
-            await self._in_catalog_thread(lambda: self._forget(job.spec.name, kept))
+            await self._in_catalog_thread(lambda: self._forget(job.spec.identity, kept))
             job.durable -= newer
             # A version that a retained step still sees may be known to no durable one any more.
             for slab in job.slabs():
@@ -178,11 +181,14 @@ class Committer:
         """Waits for the last snapshot where the commit of `step` will begin another. Raises its failure, once: the next
         one may find room again."""
         if job.snapshot is not None and job.spec.durability.covers(step):
-            await asyncio.wait([job.snapshot])
-            last, job.snapshot = job.snapshot, None
-            last.result()
+            await self._finish(job, job.snapshot)
 
-    def _begin_snapshot(self, job: Job, record: CommitRecord) -> None:
+    async def _finish(self, job: Job, snapshot: asyncio.Task[None]) -> None:
+        await asyncio.wait([snapshot])
+        job.snapshot = None
+        snapshot.result()
+
+    def _begin_snapshot(self, job: Job, record: CommitRecord) -> asyncio.Task[None]:
         alone = [slab for slab in job.slabs() if slab.latest is not None and slab.latest not in slab.versions]
         # Set before anything else runs: an update that begins later must find it, and wait for the slab to be written.
         for slab in alone:
@@ -191,6 +197,7 @@ class Committer:
         job.snapshot = asyncio.ensure_future(self._snapshot(job, record, alone))
         # Whoever waits for it next raises its failure; until then asyncio must not call it unhandled.
         job.snapshot.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return job.snapshot
 
     async def _snapshot(self, job: Job, record: CommitRecord, alone: list[Slab]) -> None:
         """Writes what is in host memory only, then records the step."""
@@ -236,8 +243,8 @@ class Committer:
         with self._catalog.transaction():
             if not job.durable:
                 self._catalog.create_job(job.spec, [group.spec for group in job.groups.values()], job.created_at)
-            self._catalog.add_commit(job.spec.name, record, stored)
-            self._catalog.retain(job.spec.name, kept)
+            self._catalog.add_commit(job.spec.identity, record, stored)
+            self._catalog.retain(job.spec.identity, kept)
 
     def _forget(self, job: str, kept: list[int]) -> None:
         with self._catalog.transaction():

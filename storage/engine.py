@@ -133,7 +133,7 @@ class Engine:
     async def close(self) -> None:
         """Finishes what must be finished, abandons the pending steps, and lets go of everything."""
         await self.scrubber.close()
-        for job in self.jobs.values():
+        for job in list(self._registry):
             try:
                 await self._quiesce(job)
             except StorageError as error:
@@ -168,21 +168,33 @@ class Engine:
             log.error("blocks that were found damaged may be used again after a restart: %s", error)
 
     def _versions(self) -> Iterator[NvmeRegion]:
-        return (region for job in self.jobs.values() for slab in job.slabs() for region in slab.versions.values())
+        return (region for job in self._registry for slab in job.slabs() for region in slab.versions.values())
 
     # --- jobs
 
     @property
     def jobs(self) -> Mapping[str, Job]:
-        """All jobs, by name."""
+        """All jobs, by name, in their newest committed layouts."""
         return self._registry.jobs
 
     def job(self, name: str) -> Job:
         """Raises NotFoundError for a job that is not here."""
         return self._registry.job(name)
 
+    def layouts(self, name: str) -> list[Job]:
+        """The job in each of its layouts, oldest first: those that the newest committed one has replaced and that are
+        not freed yet, that one, and one that is being filled.
+
+        Raises:
+            NotFoundError: there is no such job.
+        """
+        return self._registry.layouts(name)
+
     async def open_job(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
         """The job, created in memory if it has no committed step. Abandons the step that an earlier run left behind.
+
+        A caller that names a layout gets the job as it is stored, whatever its world size and types are then, and uses
+        it so if it can, or calls `lay_out`.
 
         Raises:
             AlreadyExistsError: it has committed steps and `may_exist` is false.
@@ -191,11 +203,23 @@ class Engine:
         """
         known = self._registry.find(spec, may_exist=may_exist, must_exist=must_exist)
         if known is not None:
-            await self.nvme.watch.unless_stuck(self._quiesce(known))
+            await self.nvme.watch.unless_stuck(self._quiesce_all(known))
         return self._registry.attach(spec)
 
+    async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
+        """The job in another layout, `spec.layout`, without groups or bytes: its first commit, of step `first_step`,
+        takes the place of the present layout at once, which is kept until all ranks everywhere have that commit.
+
+        What a run leaves behind without that commit is discarded. A job without commits just begins with that step.
+
+        Raises:
+            ConflictError: the job has a layout of that name, was deleted, or is being deleted.
+        """
+        await self.nvme.watch.unless_stuck(self._quiesce_all(job))
+        return self._registry.lay_out(job, spec, first_step)
+
     async def delete_job(self, name: str) -> None:
-        """Forgets a job and frees all that it has.
+        """Forgets a job in all its layouts, and frees all that it has.
 
         Raises:
             NotFoundError: there is no such job.
@@ -203,9 +227,13 @@ class Engine:
             DeviceStuckError: a device does not answer; the job stays.
         """
         with self._registry.deleting(name) as job:
-            await self.nvme.watch.unless_stuck(self._quiesce(job))
-            if job.durable:
-                await self._in_catalog_thread(lambda: self._catalog.delete_job(name))
+            await self.nvme.watch.unless_stuck(self._quiesce_all(job))
+            await self._delete(self._registry.layouts(name))
+
+    async def _delete(self, jobs: Sequence[Job]) -> None:
+        if stored := [job.spec.identity for job in jobs if job.durable]:
+            await self._in_catalog_thread(lambda: self._catalog.delete_jobs(stored))
+        for job in jobs:
             self._registry.discard(job)
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits = UNLIMITED) -> None:
@@ -224,7 +252,17 @@ class Engine:
         """To be called when no client uses the job any more: its unfinished step is abandoned, and host memory that
         holds nothing unique is given back."""
         await self.abandon_pending(job)
-        self._registry.detach(job)
+        if job.begins_layout:
+            self._registry.discard(job)
+        else:
+            self._registry.detach(job)
+
+    async def _quiesce_all(self, job: Job) -> None:
+        """As `_quiesce`; what was being filled to replace the job is discarded."""
+        if (filling := job.unfinished_successor) is not None:
+            await self.abandon_pending(filling)
+            self._registry.discard(filling)
+        await self._quiesce(job)
 
     async def _quiesce(self, job: Job) -> None:
         await self.abandon_pending(job)
@@ -283,14 +321,14 @@ class Engine:
         self.residents.unpin(pin.slab, pin.copy, next_use)
 
     async def stage(self, job: Job, group: str, kind: Kind) -> Pin:
-        """Room in the arena for the initial bytes of a slab, to be filled, then published or unpinned.
+        """Room in the arena for the bytes of a slab at its job's first step, to be filled, then published or unpinned.
 
         Raises:
             ConflictError: the job has committed steps; its bytes change through updates only.
             BudgetExceededError: what others hold left no room for it before the deadline.
         """
         slab = job.slab(group, kind)
-        job.open_pending(0).check_open()
+        job.open_pending(job.first_step).check_open()
         if slab.copy is None:
             region = await self.host.allocate(slab.nbytes)
             if slab.copy is not None:
@@ -307,40 +345,41 @@ class Engine:
         return Pin(slab, slab.copy)
 
     async def publish(self, pin: Pin) -> None:
-        """Makes staged bytes the slab's version 0, to be committed, and unpins them.
+        """Makes staged bytes the slab's version of its job's first step, to be committed, and unpins them.
 
         Raises:
-            ConflictError: step 0 is committed already, or being committed.
+            ConflictError: that step is committed already, or being committed.
             StepAbortedError: it was abandoned while the bytes were written.
-            DeviceStuckError: a device does not answer; they become version 0 when it does.
+            DeviceStuckError: a device does not answer; they become that version when it does.
         """
         await self.nvme.watch.unless_stuck(self._publish(pin))
 
     async def _publish(self, pin: Pin) -> None:
-        slab, job = pin.slab, self.job(pin.slab.key.job)
+        slab, job = pin.slab, self._registry.holder(pin.slab.key)
+        step = job.first_step
         try:
-            pending = job.open_pending(0)
+            pending = job.open_pending(step)
             with ExitStack() as undo:
                 if slab.backed:
-                    region = await self.nvme.allocate(slab.nbytes, slab.label(0))
+                    region = await self.nvme.allocate(slab.nbytes, slab.label(step))
                     undo.callback(self.nvme.free, region)
                     await self.nvme.write_from(region, 0, self.host.view(pin.region))
                 # Not before: while the bytes were written a commit may have come, or the end of the step or the job.
-                job.open_pending(0).check_open()
+                job.open_pending(step).check_open()
                 if job.pending is not pending:
                     raise StepAbortedError(f"the first step of job {job.spec.name!r} was abandoned; begin it again")
                 undo.pop_all()
             if slab.backed:
-                if old := slab.versions.pop(0, None):
+                if old := slab.versions.pop(step, None):
                     self.nvme.free(old)
-                slab.versions[0] = region
-            slab.latest = 0
-            pin.copy.step = 0
+                slab.versions[step] = region
+            slab.latest = step
+            pin.copy.step = step
         finally:
             self.residents.unpin(slab, pin.copy)
 
     async def allocate_put(self, job: Job, step: int, group: str, kind: Kind) -> ArenaRange:
-        """Room for the bytes that `put` will give a slab at a later step than 0, until then or until it is freed.
+        """Room for the bytes that `put` will give a slab at a step after the first, until then or until it is freed.
 
         Raises:
             ConflictError: it is not the next step, or the slab was written in it already.
@@ -476,7 +515,18 @@ class Engine:
                 step then.
         """
         self.nvme.watch.check()
-        return await self.nvme.watch.unless_stuck(self._steps.commit(job, step, client_states, settled))
+        return await self.nvme.watch.unless_stuck(self._commit(job, step, client_states, settled))
+
+    async def _commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
+        durable = await self._steps.commit(job, step, client_states, settled)
+        self._registry.succeed(job)
+        if job.older and job.settled >= job.first_step:
+            try:
+                await self._delete(list(job.older))
+            except StorageError:
+                # The step is committed. The next commit tries again.
+                log.exception("the former layout of job %s is not freed yet", job.spec.name)
+        return durable
 
     async def roll_back(self, job: Job, step: int) -> None:
         """Makes a committed step the newest one again, and abandons the pending step.

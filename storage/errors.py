@@ -54,8 +54,10 @@ class DamagedBlockError(DataLossError):
 
     def __str__(self) -> str:
         whose = f" ({', '.join(self.fqns)})" if self.fqns else ""
+        # In a label, the name of a job's layout stands on a line of its own.
+        version = self.label.replace("\n", ", layout ")
         return (
-            f"{self.label}: bytes {self.offset} to {self.offset + self.nbytes}{whose} on nvme are damaged, stale or of "
+            f"{version}: bytes {self.offset} to {self.offset + self.nbytes}{whose} on nvme are damaged, stale or of "
             "another shard; resume from an older step or a copy, and check the device"
         )
 

@@ -111,7 +111,7 @@ class PrefetchQueue:
                 fetch.position = position
                 self._leave_queue(fetch)
                 if fetch.task is None:
-                    job = slab.key.job
+                    job = slab.key.job_name
                     self._waiting.push(fetch, (Share(job, self.weight_of(job)),), order=position)
         self._pump()
 
@@ -152,7 +152,7 @@ class PrefetchQueue:
             region = self._host.try_allocate(nbytes, fetch.position)
             if region is None:
                 # Nor is there room for what the job needs later.
-                without_room.add(fetch.slab.key.job)
+                without_room.add(fetch.slab.key.job_name)
                 continue
             self._waiting.take(fetch, nbytes)
             self._start(fetch, region)

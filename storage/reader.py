@@ -125,6 +125,7 @@ class StepReader:
         self.job = job
         self.step = step
         self.regions = dict(regions)
+        self._client_states = job.retained[step].client_states
         self._ranges = ranges
         self._nvme = nvme
 
@@ -132,6 +133,14 @@ class StepReader:
     def nbytes(self) -> int:
         """Bytes on NVMe that it holds."""
         return sum(region.nbytes for region in self.regions.values() if region is not None)
+
+    def client_state(self, rank: int) -> bytes:
+        """What a rank gave to the commit. Raises NotFoundError where no such rank gave anything here."""
+        if rank not in self._client_states:
+            raise NotFoundError(
+                f"step {self.step} of job {self.job.spec.name!r} has no client state of rank {rank} on this node"
+            )
+        return self._client_states[rank]
 
     def describe(self, fqn: str, kind: Kind, offset: int, numel: int) -> DType:
         """Element type of elements `[offset, offset + numel)` of one tensor.

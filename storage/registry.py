@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 from storage.catalog.records import StoredJob
@@ -20,7 +20,7 @@ from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import host_budget_for
-from storage.versions import Job, check_group, check_layout
+from storage.versions import Job, check_group, check_layout, check_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class HostNeed:
 
 
 class Registry:
-    """The jobs of one store."""
+    """The jobs of one store. `jobs` has each in the layout that its newest commit is in; `layouts` has the others."""
 
     def __init__(self, host: HostTier, nvme: NvmeTier, residents: Residents, tile_bytes: int) -> None:
         """`tile_bytes`: what the optimizer's buffers take of the host budget."""
@@ -72,9 +72,11 @@ class Registry:
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:
-        """Takes in what the catalog holds: every job as its last durable commit left it."""
-        for job in stored:
-            self.jobs[job.spec.name] = _restore(job)
+        """Takes in what the catalog holds, the older layouts of a job first: all as the last durable commit left it."""
+        for job in map(_restore, stored):
+            if job.spec.name in self.jobs:
+                self._replace(self.jobs[job.spec.name], job)
+            self.jobs[job.spec.name] = job
 
     def job(self, name: str) -> Job:
         """Raises NotFoundError for a job that is not here."""
@@ -83,8 +85,28 @@ class Registry:
             raise NotFoundError(f"there is no job {name!r}")
         return self.jobs[name]
 
+    def layouts(self, name: str) -> list[Job]:
+        """The job in each of its layouts, oldest first, the one that is being filled last."""
+        job = self.job(name)
+        filling = job.unfinished_successor
+        return [*job.older, job, *([] if filling is None else [filling])]
+
+    def __iter__(self) -> Iterator[Job]:
+        """All jobs in all their layouts."""
+        return (layout for name in list(self.jobs) for layout in self.layouts(name))
+
+    def holder(self, key: SlabKey) -> Job:
+        """The job in the layout that a slab is of. Raises NotFoundError where it is gone."""
+        for job in self.layouts(key.job_name):
+            if job.spec.identity == key.job:
+                return job
+        raise NotFoundError(f"job {key.job_name!r} is not laid out as it was any more; open it again")
+
     def find(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job | None:
-        """The job as it is now, if there is one and the caller may have it; see Engine.open_job for what is raised."""
+        """The job as it is now, if there is one and the caller may have it; see Engine.open_job for what is raised.
+
+        A caller that names a layout may have it however it is laid out.
+        """
         self._check_not_deleting(spec.name)
         job = self.jobs.get(spec.name)
         if job is None or job.newest is None:
@@ -96,12 +118,12 @@ class Registry:
                 f"job {spec.name!r} has committed step {job.newest} and resume is 'never'; "
                 "use another job name, or delete the job"
             )
-        check_layout(job.spec, spec)
+        (check_model if spec.layout else check_layout)(job.spec, spec)
         return job
 
     def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
         """The parameters whose elements are in those bytes of the version that `label` names."""
-        for job in self.jobs.values():
+        for job in self:
             for group in job.groups.values():
                 for slab in group.slabs:
                     if any(slab.label(version) == label for version in slab.versions):
@@ -121,9 +143,36 @@ class Registry:
             job = None
         if job is None:
             self.jobs[spec.name] = job = Job(spec, created_at=time.time())
-        # The same layout as before; the number of ranks on this node may have changed.
-        job.spec = spec
+        # The number of ranks on this node may have changed. In another layout it stays as it is, and has no ranks.
+        job.spec = replace(spec, layout=job.spec.layout) if _fits(job.spec, spec) else job.spec.without_ranks()
         return job
+
+    def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
+        """See Engine.lay_out; no layout is being filled, and nothing is pending."""
+        name = spec.name
+        self._check_not_deleting(name)
+        if self.jobs.get(name) is not job:
+            raise ConflictError(f"job {name!r} was deleted; open it again")
+        if job.newest is None:
+            job.first_step = first_step
+            return job
+        if any(spec.layout == other.spec.layout for other in self.layouts(name)):
+            raise ConflictError(f"job {name!r} has a layout {spec.layout!r} already; name the new one differently")
+        self.detach(job)
+        job.successor = Job(spec, job.created_at, first_step=first_step)
+        return job.successor
+
+    def succeed(self, job: Job) -> None:
+        """A layout that was being filled has its first commit: it takes the place of the one that it replaces."""
+        before = self.jobs[job.spec.name]
+        if before is not job:
+            self._replace(before, job)
+            self.jobs[job.spec.name] = job
+            before.announce()
+
+    def _replace(self, before: Job, job: Job) -> None:
+        job.older = [*before.older, before]
+        before.older, before.successor = [], job
 
     def detach(self, job: Job) -> None:
         """See Engine.detach."""
@@ -148,8 +197,17 @@ class Registry:
             raise ConflictError(f"job {name!r} is being deleted; try again when it is gone")
 
     def discard(self, job: Job) -> None:
-        """Takes a job out of memory, and frees what it has in all tiers: the catalog must not name it any more."""
-        del self.jobs[job.spec.name]
+        """Takes a job, in one layout, out of memory, and frees what it has in all tiers, unless that was done already:
+        the catalog must not name it any more."""
+        if all(other is not job for other in self):
+            return
+        current = self.jobs[job.spec.name]
+        if current is job:
+            del self.jobs[job.spec.name]
+        elif current.successor is job:
+            current.successor = None
+        else:
+            current.older.remove(job)
         job.announce()
         for slab in job.slabs():
             self._residents.detach(slab)
@@ -167,7 +225,7 @@ class Registry:
             elif job.newest is not None:
                 raise ConflictError(
                     f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another partition; "
-                    "resume with the same number of ranks, units and precision"
+                    "resume with the same number of ranks, units and precision, or lay the job out anew (BeginLayout)"
                 )
             else:
                 new.append(_new_group(job.spec, spec))
@@ -196,7 +254,7 @@ class Registry:
     def _nvme_need(self) -> int:
         """Bytes that the next steps need besides what is in use: all jobs draw on the same free space, each at its own
         time, and what a reader shares with a slab now, it will soon have alone."""
-        active = [job for job in self.jobs.values() if job.spec.local_ranks]
+        active = [job for job in self if job.spec.local_ranks]
         shared = [
             region.nbytes
             for reader in self.readers
@@ -227,8 +285,11 @@ class Registry:
 
     def _check_limits(self, job: Job, limits: JobLimits) -> None:
         """Raises BudgetExceededError where a step of the job needs more than the job may have."""
-        name, host = job.spec.name, _host_need([job])
-        nvme = sum(_nvme_need(job.spec, s) + len(s.versions) * round_up(s.nbytes) for s in job.slabs())
+        name = job.spec.name
+        layouts = self.layouts(name)
+        host = _host_need([layout for layout in layouts if layout is job or _has_copies(layout)])
+        nvme = sum(_nvme_need(job.spec, s) for s in job.slabs())
+        nvme += sum(len(s.versions) * round_up(s.nbytes) for layout in layouts for s in layout.slabs())
         if limits.nvme_bytes is not None and nvme > limits.nvme_bytes:
             raise BudgetExceededError(
                 f"the quota of job {name!r}, nvme_bytes = {limits.nvme_bytes}, is too small: its steps need {nvme} "
@@ -243,11 +304,12 @@ class Registry:
     def _check_host_budget(self, job: Job) -> None:
         """What cannot be dropped at the worst moment of a step must fit, of all jobs together, with the optimizer's
         buffers. `job` is the one that asks: the others are named to nobody."""
-        jobs = [j for j in self.jobs.values() if j.spec.local_ranks or any(s.copy for s in j.slabs())]
+        jobs = [j for j in self if j.spec.local_ranks or _has_copies(j)]
         need = _host_need(jobs)
         others = self._host.arena.header_bytes + need.total
         if others + self._tile_bytes > self._host.budget_bytes:
-            beside = f" and {len(jobs) - 1} other jobs" if len(jobs) > 1 else ""
+            names = {j.spec.name for j in jobs}
+            beside = f" and {len(names) - 1} other jobs" if len(names) > 1 else ""
             raise BudgetExceededError(
                 f"host_budget {self._host.budget_bytes} is too small for {job.spec.name}{beside}: {need}, "
                 f"{self._tile_bytes} of optimizer buffers; raise host_budget to at least {host_budget_for(others)}, "
@@ -261,7 +323,7 @@ class Registry:
             for slab in (slab for group in groups for slab in group.slabs):
                 if slab.at_home_in_host and slab.copy is None:
                     region = await self._host.allocate(slab.nbytes)
-                    if self.jobs.get(job.spec.name) is not job:
+                    if all(layout is not job for layout in self):
                         self._host.free(region)
                         raise ConflictError(f"job {job.spec.name!r} was deleted while its groups were registered")
                     slab.copy = HostCopy(region, step=None, at_home=True)
@@ -282,6 +344,19 @@ def _host_need(jobs: Sequence[Job]) -> HostNeed:
     )
 
 
+def _has_copies(job: Job) -> bool:
+    return any(slab.copy is not None for slab in job.slabs())
+
+
+def _fits(stored: JobSpec, wanted: JobSpec) -> bool:
+    """Whether the job can go on as it is stored."""
+    try:
+        check_layout(stored, wanted)
+    except ConflictError:
+        return False
+    return True
+
+
 def _is_backed(job: JobSpec, slab: SlabSpec) -> bool:
     return slab.placement is TierName.NVME or job.durability.every_steps == 1
 
@@ -297,7 +372,7 @@ def _nvme_need(job: JobSpec, slab: Slab) -> int:
 
 def _new_group(job: JobSpec, spec: GroupSpec) -> Group:
     slabs = tuple(
-        Slab(SlabKey(job.name, spec.name, slab.kind), slab, spec.numel, backed=_is_backed(job, slab))
+        Slab(SlabKey(job.identity, spec.name, slab.kind), slab, spec.numel, backed=_is_backed(job, slab))
         for slab in spec.slabs
         if slab.kind is not Kind.GRAD
     )
@@ -308,6 +383,7 @@ def _restore(stored: StoredJob) -> Job:
     job = Job(stored.spec, stored.created_at)
     job.retained = {commit.step: commit for commit in stored.commits}
     job.durable = set(job.retained)
+    job.first_step = min(job.retained, default=0)
     for spec in stored.groups:
         group = _new_group(stored.spec, spec)
         job.groups[spec.name] = group

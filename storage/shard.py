@@ -19,6 +19,9 @@ from storage.errors import InvalidRequestError
 # 16 elements of their parameter give every partition the bits of the unsharded parameter.
 ELEMENT_ALIGNMENT = 16
 
+# Between the name of a job and that of its layout, in its identity.
+LAYOUT_SEPARATOR = "\n"
+
 
 class Kind(enum.Enum):
     """What the bytes of a slab are."""
@@ -27,7 +30,15 @@ class Kind(enum.Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM_BUFFER = "momentum_buffer"
+    SUM = "sum"
     GRAD = "grad"
+
+
+# What an optimizer keeps of a parameter beside its weight: fp32, zeros until it is written.
+OPTIMIZER_STATES = frozenset({Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM_BUFFER, Kind.SUM})
+# Of one group; a tile has room for so many.
+MAX_OPTIMIZER_STATES = 2
 
 
 class DType(enum.Enum):
@@ -84,14 +95,19 @@ class SlabSpec:
 
 @dataclass(frozen=True, slots=True)
 class SlabKey:
-    """Names a slab."""
+    """Names a slab; `job` is the identity of its job."""
 
     job: str
     group: str
     kind: Kind
 
+    @property
+    def job_name(self) -> str:
+        """The name of the job, whatever its layout."""
+        return self.job.partition(LAYOUT_SEPARATOR)[0]
+
     def __str__(self) -> str:
-        return f"{self.job}/{self.group}/{self.kind.value}"
+        return f"{self.job_name}/{self.group}/{self.kind.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +140,12 @@ class GroupSpec:
             raise InvalidRequestError(f"group {self.name!r} names a kind twice")
         if Kind.PARAM not in self.slab_of_kind:
             raise InvalidRequestError(f"group {self.name!r} has no slab of kind param")
+        states = sorted(kind.value for kind in OPTIMIZER_STATES & self.slab_of_kind.keys())
+        if len(states) > MAX_OPTIMIZER_STATES:
+            raise InvalidRequestError(
+                f"group {self.name!r} has the optimizer states {', '.join(states)}; no optimizer here has more than "
+                f"{MAX_OPTIMIZER_STATES}"
+            )
         end = 0
         for shard in self.shards:
             if shard.position < end or shard.numel <= 0 or shard.position + shard.numel > self.numel:
@@ -167,7 +189,8 @@ class Durability:
 class JobSpec:
     """What a job is: its model, on how many ranks, and how durable.
 
-    `local_ranks` of the `world_size` ranks are attached to this store now; 0: none.
+    `local_ranks` of the `world_size` ranks are attached to this store now; 0: none. `layout` names its partition into
+    groups, as its client calls it: a job that goes on with another partition has another one from then on.
     """
 
     name: str
@@ -175,6 +198,16 @@ class JobSpec:
     local_ranks: int
     parameters: tuple[ParameterSpec, ...]
     durability: Durability
+    layout: str = ""
+
+    def __post_init__(self) -> None:
+        if LAYOUT_SEPARATOR in self.name + self.layout:
+            raise InvalidRequestError(f"job {self.name!r}, layout {self.layout!r}: a name has no line feed")
+
+    @property
+    def identity(self) -> str:
+        """Tells this layout of the job from its others, here and in the catalog."""
+        return f"{self.name}{LAYOUT_SEPARATOR}{self.layout}" if self.layout else self.name
 
     def without_ranks(self) -> JobSpec:
         """The same job while nobody is attached to it."""

@@ -68,7 +68,7 @@ class Slab:
 
     def label(self, step: int) -> str:
         """Names a version, for checksums and errors."""
-        return f"{self.key} at step {step}"
+        return f"{self.key.job}/{self.key.group}/{self.key.kind.value} at step {step}"
 
     def source(self, step: int) -> NvmeRegion:
         """Where a version is on NVMe.

@@ -59,8 +59,10 @@ class Steps:
     def _pending_after_the_first(self, job: Job, step: int) -> PendingStep:
         pending = job.open_pending(step)
         pending.check_open()
-        if step == 0:
-            raise ConflictError("step 0 takes initial values and nothing else: stage and publish them, and commit it")
+        if job.newest is None:
+            raise ConflictError(
+                f"step {step} takes initial values and nothing else: stage and publish them, and commit it"
+            )
         return pending
 
     def put(self, job: Job, step: int, slab: Slab, staged: ArenaRange) -> asyncio.Task[None]:
@@ -143,9 +145,9 @@ class Steps:
                     raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
                 if error := write.exception():
                     raise error
-        for slab in job.slabs() if step == 0 else ():
+        for slab in job.slabs() if job.newest is None else ():
             if slab.key.kind in (Kind.PARAM, Kind.MASTER) and slab.latest is None:
-                raise ConflictError(f"{slab.key} has no initial values; publish them before step 0 is committed")
+                raise ConflictError(f"{slab.key} has no initial values; publish them before step {step} is committed")
 
     async def roll_back(self, job: Job, step: int) -> None:
         """Makes a committed step the newest one again."""

@@ -18,7 +18,7 @@ import torch
 from storage.errors import BudgetExceededError
 from storage.integrity import BLOCK_BYTES
 from storage.placement import Residents
-from storage.shard import DType, Kind
+from storage.shard import MAX_OPTIMIZER_STATES, DType, Kind
 from storage.slab import Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
@@ -29,8 +29,8 @@ from storage.tiers.nvme import NvmeRegion, NvmeTier, Transfer, settle
 # Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
 TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 20
-# Master weight, two moments and the gradient's scratch in fp32, and the parameter in 16 bits.
-BYTES_PER_TILE_ELEMENT = 4 * 4 + 2
+# Master weight, optimizer states and the gradient's scratch in fp32, and the parameter in 16 bits.
+BYTES_PER_TILE_ELEMENT = 4 * (2 + MAX_OPTIMIZER_STATES) + 2
 TILE_SETS = 4
 # What the tile sets may take of the host budget.
 TILE_BUDGET_FRACTION = 4

@@ -55,6 +55,12 @@ class Job:
     retained: dict[int, CommitRecord] = field(default_factory=dict)
     durable: set[int] = field(default_factory=set)
     pending: PendingStep | None = None
+    # The number of the first commit in this layout: not 0 where another layout went before.
+    first_step: int = 0
+    # Layouts that this one has replaced, oldest first: kept until every rank, on every node, has committed this one.
+    older: list[Job] = field(default_factory=list)
+    # The layout that is being filled to replace this one, or has.
+    successor: Job | None = None
     # The newest step that every rank of the job, on every node, has committed.
     settled: int = 0
     # The snapshot under way, or the last one, and the step whose versions it needs.
@@ -77,7 +83,17 @@ class Job:
     def next_step(self) -> int:
         """The lowest step that can be prepared now; for a job without steps the only one."""
         newest = self.newest
-        return 0 if newest is None else newest + 1
+        return self.first_step if newest is None else newest + 1
+
+    @property
+    def begins_layout(self) -> bool:
+        """Whether it goes on from the steps of another layout and has no commit yet."""
+        return self.newest is None and self.first_step > 0
+
+    @property
+    def unfinished_successor(self) -> Job | None:
+        """The layout that is to replace this one and has no commit yet."""
+        return self.successor if self.successor is not None and self.successor.newest is None else None
 
     def slabs(self) -> Iterator[Slab]:
         """All slabs of the job."""
@@ -102,7 +118,7 @@ class Job:
         Raises:
             ConflictError: the step is not above the last committed one, or another one is under way.
         """
-        if step < self.next_step or (self.newest is None and step > 0):
+        if step < self.next_step or (self.newest is None and step != self.first_step):
             raise ConflictError(
                 f"job {self.spec.name!r}: step {step} cannot be prepared, the next one is {self.next_step}; "
                 "resume from the last committed step"
@@ -126,14 +142,9 @@ def unneeded_versions(slab: Slab, retained: Iterable[int]) -> list[int]:
     return [version for version in slab.versions if version not in needed]
 
 
-def check_layout(stored: JobSpec, wanted: JobSpec) -> None:
-    """Raises ConflictError naming the first difference."""
+def check_model(stored: JobSpec, wanted: JobSpec) -> None:
+    """Raises ConflictError, naming the first difference, unless the job can go on with that model in some layout."""
     name = stored.name
-    if stored.world_size != wanted.world_size:
-        raise ConflictError(
-            f"job {name!r} was stored by {stored.world_size} ranks and this run has {wanted.world_size}; this version "
-            f"resumes with the same number of ranks: start {stored.world_size}, or use another job name"
-        )
     have, want = ({p.fqn: p for p in spec.parameters} for spec in (stored, wanted))
     for fqn in [*want, *have]:
         if fqn not in have or fqn not in want:
@@ -141,16 +152,34 @@ def check_layout(stored: JobSpec, wanted: JobSpec) -> None:
             raise ConflictError(
                 f"job {name!r} has another layout: parameter {fqn!r} is not in {where}; use another job name"
             )
-        if have[fqn] != want[fqn]:
-            raise ConflictError(
-                f"job {name!r} has another layout: parameter {fqn!r} is {_describe(have[fqn])} in the store and "
-                f"{_describe(want[fqn])} in this model; use another job name"
-            )
+        if have[fqn].shape != want[fqn].shape:
+            raise _other_parameter(name, have[fqn], want[fqn])
     if stored.durability != wanted.durability:
         raise ConflictError(
             f"job {name!r} has durability {stored.durability} and this run asks for {wanted.durability}; "
             "keep the first, or use another job name"
         )
+
+
+def check_layout(stored: JobSpec, wanted: JobSpec) -> None:
+    """Raises ConflictError, naming the first difference, unless the job can go on as it is stored."""
+    if stored.world_size != wanted.world_size:
+        raise ConflictError(
+            f"job {stored.name!r} was stored by {stored.world_size} ranks and this run has {wanted.world_size}: start "
+            f"{stored.world_size}, lay the job out anew (BeginLayout), or use another job name"
+        )
+    check_model(stored, wanted)
+    have = {p.fqn: p for p in stored.parameters}
+    for parameter in wanted.parameters:
+        if have[parameter.fqn] != parameter:
+            raise _other_parameter(stored.name, have[parameter.fqn], parameter)
+
+
+def _other_parameter(job: str, stored: ParameterSpec, wanted: ParameterSpec) -> ConflictError:
+    return ConflictError(
+        f"job {job!r} has another layout: parameter {wanted.fqn!r} is {_describe(stored)} in the store and "
+        f"{_describe(wanted)} in this model; use another job name"
+    )
 
 
 def check_group(stored: GroupSpec, wanted: GroupSpec) -> None:

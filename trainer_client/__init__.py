@@ -27,6 +27,7 @@ from trainer_client.errors import (
 )
 from trainer_client.initialization import initialize
 from trainer_client.link.credentials import Credentials
+from trainer_client.lion import Lion
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store.client_sync import StoreClientSync
@@ -45,6 +46,7 @@ __all__ = [
     "InvalidRequestError",
     "JobConflictError",
     "Kind",
+    "Lion",
     "LocalDaemonError",
     "NonFiniteGradientError",
     "PermissionDeniedError",

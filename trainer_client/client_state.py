@@ -6,6 +6,7 @@ Owns the encoding and the random states. Must never read what it did not write: 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import random
 import sys
@@ -48,6 +49,22 @@ def random_states(device: torch.device) -> dict[str, Any]:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
         states["numpy"] = (name, keys.tolist(), position, has_gauss, cached)
     return states
+
+
+def derived_random_states(states: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """For a rank that has none of its own: states that follow from those of another one and from the rank's number."""
+    content = states["torch"].numpy().tobytes() + rank.to_bytes(8, "little")
+    seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
+    derived: dict[str, Any] = {
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "python": random.Random(seed).getstate(),
+    }
+    if "cuda" in states and torch.cuda.is_available():
+        derived["cuda"] = torch.Generator("cuda").manual_seed(seed).get_state()
+    if "numpy" in states and (numpy := sys.modules.get("numpy")):
+        name, keys, position, has_gauss, cached = numpy.random.RandomState(seed % (1 << 32)).get_state()
+        derived["numpy"] = (name, keys.tolist(), position, has_gauss, cached)
+    return derived
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:

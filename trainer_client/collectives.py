@@ -15,7 +15,17 @@ import torch.distributed as dist
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_MAX_STEPS = 16  # committed steps that a store keeps per job, at most
+
+class PendingRows:
+    """A gather of rows under way."""
+
+    def __init__(self, work: dist.Work, rows: torch.Tensor) -> None:
+        self._work = work
+        self._rows = rows
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._rows
 
 
 class Collectives:
@@ -58,6 +68,12 @@ class Collectives:
         _all_gather(rows, row.to(self.device))
         return rows.view(self.world_size, -1)
 
+    def start_gather_rows(self, row: torch.Tensor, what: str) -> PendingRows:
+        """Every rank's `row` [n] on the CPU, as [world, n], world size > 1. Does not wait."""
+        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype)
+        work = _all_gather(rows.view(-1), row, async_op=True)
+        return PendingRows(work, rows)
+
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank."""
         if self.world_size == 1 or not flags:
@@ -66,18 +82,18 @@ class Collectives:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in tensor.tolist()]
 
-    def newest_common_step(self, steps: Sequence[int]) -> int | None:
-        """The newest step that every rank has; None if there is none."""
-        row = torch.full((_MAX_STEPS,), -1, dtype=torch.int64)
-        newest = sorted(steps)[-_MAX_STEPS:]
-        row[: len(newest)] = torch.tensor(newest, dtype=torch.int64)
-        rows = [set(row) for row in self.gather_rows(row).tolist()]
-        return max(set.intersection(*rows) - {-1}, default=None)
-
     def gather_ids(self, identity: bytes) -> list[bytes]:
         """Every rank's `identity`, all of one length."""
         rows = self.gather_rows(torch.tensor(list(identity), dtype=torch.uint8))
         return [bytes(row) for row in rows.tolist()]
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Every rank's `content`, of any lengths."""
+        sizes = [int(size) for (size,) in self.gather_rows(torch.tensor([len(content)])).tolist()]
+        row = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        row[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        rows = self.gather_rows(row).cpu()
+        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_id(self, identity: bytes) -> bytes:
         """Rank 0's `identity`, all of one length."""

@@ -22,13 +22,21 @@ class Commits:
     """Args:
     states: of all groups.
     durability: the config's: `step`, `snapshot:N` or `none`.
-    newest: the number of the newest commit; None for a new job, whose first is `next`.
+    newest: the number of the newest commit; None for a new job.
+    staged: the number that the first commit must have, where states are staged for it.
     """
 
     def __init__(
-        self, store: RankStore, states: Sequence[PlacedStates], durability: str, newest: int | None = None
+        self,
+        store: RankStore,
+        states: Sequence[PlacedStates],
+        durability: str,
+        *,
+        newest: int | None,
+        staged: int | None,
     ) -> None:
         self.newest = newest
+        self._staged = staged
         self._store = store
         self._states = states
         self._pending: Pending[bool] | None = None
@@ -42,6 +50,8 @@ class Commits:
     @property
     def next(self) -> int:
         """The number of the commit that is being prepared."""
+        if self._staged is not None:
+            return self._staged
         if self.newest is None:
             return 0
         stride = max(self._interval, 1)
@@ -68,7 +78,7 @@ class Commits:
         for state in self._states:
             state.flush(self.next)
         self._pending = self._store.commit(self.next, client_state, settled)
-        self.newest = self.next
+        self.newest, self._staged = self.next, None
         self._uncommitted_steps = 0
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ from pydantic import ValidationError as PydanticError
 
 from trainer_client.errors import ConfigError
 from trainer_client.link.credentials import Credentials
+from trainer_client.refused_optimizers import HONOURED, why_refused
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEFAULT_STATE_DIR = "paramserver-state"
@@ -71,11 +72,93 @@ class AdamWSection(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: NonNegativeFloat = 1e-8
     weight_decay: NonNegativeFloat = 1e-2
+    # DeepSpeed has kernels of its own; the store's are torch's.
+    torch_adam: Literal[True] = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Of torch's class."""
+        return self.model_dump(exclude={"torch_adam"})
 
 
-class OptimizerSection(Section):
+class AdamSection(AdamWSection):
+    """Hyper-parameters of DeepSpeed's `Adam`, which is AdamW unless `adam_w_mode` is false."""
+
+    weight_decay: NonNegativeFloat = 0.0
+    adam_w_mode: bool = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Of torch's class."""
+        values = self.model_dump(exclude={"torch_adam", "adam_w_mode"})
+        return values | {"decoupled_weight_decay": self.adam_w_mode}
+
+
+class SgdSection(Section):
+    """Hyper-parameters of `torch.optim.SGD`, with its defaults."""
+
+    lr: NonNegativeFloat = 1e-3
+    momentum: NonNegativeFloat = 0.0
+    dampening: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    nesterov: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Of torch's class."""
+        return self.model_dump()
+
+
+class LionSection(Section):
+    """Hyper-parameters of Lion. DeepSpeed's defaults are not the paper's: the first two must be written."""
+
+    lr: NonNegativeFloat
+    betas: tuple[Beta, Beta]
+    weight_decay: NonNegativeFloat = 0.0
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `trainer_client.Lion`."""
+        return self.model_dump()
+
+
+class AdagradSection(Section):
+    """Hyper-parameters of `torch.optim.Adagrad`, with its defaults."""
+
+    lr: NonNegativeFloat = 1e-2
+    lr_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    eps: NonNegativeFloat = 1e-10
+
+    def arguments(self) -> dict[str, Any]:
+        """Of torch's class."""
+        return self.model_dump()
+
+
+class AdamWOptimizer(Section):
     type: Literal["AdamW"]
     params: AdamWSection = AdamWSection()
+
+
+class AdamOptimizer(Section):
+    type: Literal["Adam"]
+    params: AdamSection = AdamSection()
+
+
+class SgdOptimizer(Section):
+    type: Literal["SGD"]
+    params: SgdSection = SgdSection()
+
+
+class LionOptimizer(Section):
+    type: Literal["Lion"]
+    params: LionSection
+
+
+class AdagradOptimizer(Section):
+    type: Literal["Adagrad"]
+    params: AdagradSection = AdagradSection()
+
+
+OptimizerSection: TypeAlias = AdamWOptimizer | AdamOptimizer | SgdOptimizer | LionOptimizer | AdagradOptimizer
+_OPTIMIZERS: Mapping[str, type[Section]] = dict(zip(HONOURED, get_args(OptimizerSection), strict=True))
 
 
 class OffloadSection(Section):
@@ -95,6 +178,7 @@ class ZeroSection(Section):
     stage: Literal[0, 1, 2, 3] = 0
     offload_param: OffloadSection | None = None
     offload_optimizer: OffloadOptimizerSection | None = None
+    stage3_max_live_parameters: PositiveInt | None = None
 
 
 class PlacementSection(Section):
@@ -124,7 +208,9 @@ class ParamserverSection(Section):
 
     `address` is `unix:/path` or `host:port` of a daemon that an operator runs. Without it (and without
     $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
-    ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials.
+    ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials. `peers` are
+    further stores that have parts of the job and no rank of this run: they are only read, when it is laid out anew.
+    `may_thaw` has patterns of FQNs: of parameters that are frozen, and in no parameter group, and may be trained later.
     """
 
     address: str | None = None
@@ -132,11 +218,13 @@ class ParamserverSection(Section):
     tls: TlsSection = TlsSection()
     insecure: bool = False
     job: Annotated[str, Field(min_length=1)] = "default"
+    peers: tuple[str, ...] = ()
     state_dir: Path | None = None
     host_budget: ByteSize = ByteSize(1 << 30)
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
+    may_thaw: tuple[str, ...] = ()
     placement: PlacementSection = PlacementSection()
     gradient_reduction: Literal["auto", "micro_batch", "boundary"] = "auto"
     gradient_clipping_value: PositiveFloat | None = None
@@ -153,7 +241,7 @@ class TrainingConfig(Section):
     fp16: Fp16Section = Fp16Section()
     data_types: DataTypesSection = DataTypesSection()
     communication_data_type: DTypeName | None = None
-    optimizer: OptimizerSection | None = None
+    optimizer: OptimizerSection | None = Field(default=None, discriminator="type")
     zero_optimization: ZeroSection = ZeroSection()
     paramserver: ParamserverSection = ParamserverSection()
 
@@ -266,8 +354,15 @@ def _auto_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _explain(detail: Any) -> str:
     """One error of pydantic's as a sentence about a dotted key."""
-    path = ".".join(str(part) for part in detail["loc"])
+    path = ".".join(_keys_of(detail["loc"]))
     value = detail["input"]
+    if detail["type"].startswith("union_tag"):
+        if detail["type"].endswith("not_found"):
+            reason = f"is missing: write one of {', '.join(HONOURED)}"
+        else:
+            given = detail["ctx"]["tag"]
+            reason = f"= {given!r} is refused: {why_refused(given)}"
+        return f"{path}.type {reason}"
     if detail["type"] == "extra_forbidden":
         known = _keys_beside(detail["loc"])
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
@@ -275,15 +370,21 @@ def _explain(detail: Any) -> str:
         return f"{path} is not honoured by this version; {hint} (honoured here: {', '.join(known)})"
     if path == "zero_optimization.stage":
         return f"zero_optimization.stage is {value!r}: write 0, 1, 2 or 3"
-    if detail["type"] == "missing":
-        return f"{path} is missing"
-    return f"{path} = {value!r} is refused: {detail['msg']}"
+    return f"{path} is missing" if detail["type"] == "missing" else f"{path} = {value!r} is refused: {detail['msg']}"
+
+
+def _keys_of(location: tuple[int | str, ...]) -> list[str]:
+    """pydantic's location without the optimizer's name, which is the value of a key."""
+    return [str(part) for index, part in enumerate(location) if not (index == 1 and part in _OPTIMIZERS)]
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The honoured keys of the section that holds `location`."""
     section: type[BaseModel] = TrainingConfig
     for part in location[:-1]:
+        if part in _OPTIMIZERS:
+            section = _OPTIMIZERS[str(part)]
+            continue
         annotation = section.model_fields[str(part)].annotation
         candidates = (annotation, *get_args(annotation))
         section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))

@@ -21,13 +21,14 @@ from trainer_client.access import ParameterKey, StateAccess, StateShard, own
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
-from trainer_client.errors import NonFiniteGradientError, TrainerClientError
+from trainer_client.errors import NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.gather import Gather
 from trainer_client.gradients import ReductionSchedule
-from trainer_client.hooks import Phase, UnitHooks
+from trainer_client.hooks import UnitHooks
 from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
+from trainer_client.phases import Phase
 from trainer_client.placement import Residence
 from trainer_client.precision import LossScaler
 from trainer_client.states import PlacedStates, placement_bytes
@@ -132,7 +133,11 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point inputs are cast to the compute dtype."""
         self._require_open()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._hooks.abandon_forward()
+            raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Backward of a micro-batch; divides by the accumulation steps and applies the loss scale. A collective.
@@ -168,6 +173,7 @@ class Engine:
         `wait_for_commit` or `close`. A step with a non-finite gradient is skipped on every rank.
 
         Raises:
+            ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
             NonFiniteGradientError: `paramserver.max_consecutive_skipped_steps` steps in a row were skipped.
             StoreError: the store failed; the last committed step is intact.
         """
@@ -179,9 +185,12 @@ class Engine:
         if self._backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self.optimizer.check_groups()
         self.micro_steps += 1
         if not boundary:
             return
+        self._hooks.begin_step()
         # Every rank waits here before it takes part in the norm: after the norm, the last step is settled everywhere.
         self.wait_for_commit()
         made = self._step.make(self._commits.next)
@@ -422,14 +431,15 @@ class Engine:
         self._clock.now = counters["clock"]
         self._step.update_counts = list(state["update_counts"])
         self._scaler.load_state_dict(state["scaler"])
-        self.optimizer.load_settings(state["optimizer"])
+        if state["optimizer"] is not None:  # None: of another optimizer
+            self.optimizer.load_settings(state["optimizer"])
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.client_state = state["user"]
         client_state.restore_random_states(state["random"], self.device)
 
     def commit_initial_state(self) -> None:
-        """Commits step 0, the initial weights, which are staged."""
+        """Commits what is staged: the initial weights as step 0, or the resumed step in another layout as the next."""
         self._commits.begin(self._client_state())
         self._commits.wait()
 
@@ -506,10 +516,8 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        if self._hooks.phase is Phase.BACKWARD:
-            raise RuntimeError("the engine was called from within a backward pass")
-        if self._hooks.phase is Phase.FAILED:
-            raise RuntimeError("a backward pass has failed: restart the job, it resumes from the last commit")
+        if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.FAILED):
+            raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -91,6 +91,16 @@ class GradientGroup:
         return bool(self._unreduced)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether no gradient is missing; that of a parameter which is frozen for a while is not."""
+        return not any(self.flat_group.parameters[slot].tensor.requires_grad for slot in self.missing)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether all parameters are frozen for a while: no gradient will come."""
+        return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
+
+    @property
     def chunk(self) -> torch.Tensor:
         """This rank's part of the gradient: [layout.chunk] of the group's gradient dtype, where its memory is."""
         return self.memory.chunk
@@ -206,8 +216,11 @@ class Gradients:
 
         for group in self._groups:
             for slot, parameter in enumerate(group.flat_group.parameters):
-                take = partial(hook, group, slot)
-                parameter.tensor.register_post_accumulate_grad_hook(take)
+                frozen = not parameter.tensor.requires_grad
+                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
+                parameter.tensor.requires_grad_(True)
+                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, group, slot))
+                parameter.tensor.requires_grad_(not frozen)
 
     def begin_backward(self, *, reduces: bool) -> None:
         """A backward pass begins. Without `reduces`, which all ranks must give alike, its gradients stay whole on this
@@ -216,20 +229,25 @@ class Gradients:
         for group in self._groups:
             group.expect_all()
 
+    def has_gradients(self, unit: Unit) -> bool:
+        """Whether anything of the unit is trained."""
+        return bool(self._of_unit[unit.index])
+
     def start_backward(self, unit: Unit, step: int) -> None:
         """The unit's backward begins: its gradients will need memory."""
         for group in self._of_unit[unit.index]:
-            group.memory.start(step)
+            if not group.is_frozen:
+                group.memory.start(step)
 
     def unit_is_complete(self, unit: Unit) -> bool:
         """Whether every trainable parameter of the unit has its gradient."""
-        return not any(group.missing for group in self._of_unit[unit.index])
+        return all(group.is_complete for group in self._of_unit[unit.index])
 
     def reduce_unit(self, unit: Unit, step: int) -> None:
         """The unit's backward is over, on every rank. A collective."""
         for group in self._of_unit[unit.index]:
             group.expect_all()
-            if self._reduces:
+            if self._reduces and not group.is_frozen:
                 group.memory.start(step)
                 group.reduce()
 
@@ -291,10 +309,11 @@ class Gradients:
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])
         return GradientNorm(total=total, present=anywhere.tolist())
 
-    def hand_over(self, present: Sequence[bool]) -> Iterator[GradientGroup]:
-        """The groups with a gradient on any rank in this step, in forward order; whoever takes them finishes them."""
+    def hand_over(self, updated: Sequence[bool]) -> Iterator[GradientGroup]:
+        """The groups with a parameter that is `updated` in this step, in forward order; whoever takes them finishes
+        them."""
         for group in self._groups:
-            if any(present[parameter.index] for parameter in group.flat_group.parameters):
+            if any(updated[parameter.index] for parameter in group.flat_group.parameters):
                 yield group
             else:
                 group.finish()

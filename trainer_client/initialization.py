@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from trainer_client import client_state
 from trainer_client.access import StateAccess
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
@@ -39,6 +38,8 @@ from trainer_client.module_init import ParamInitFn
 from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.parameters import ModelParameter, list_parameters
 from trainer_client.precision import LossScaler, PrecisionPolicy
+from trainer_client.reduction_order import ReductionOrder
+from trainer_client.residency import Residency
 from trainer_client.trace import Clock
 from trainer_client.training_step import Clipping, TrainingStep
 from trainer_client.updates import Updates
@@ -80,7 +81,8 @@ def initialize(
         model: floating-point parameters, on the CPU, or on the meta device: built under `trainer_client.zero.Init()`,
             or under torch.device("meta") where its own functions can initialise it. Afterwards they live in the store.
             On a new job, rank 0's initial values count; on a resume the initial values do not matter.
-        optimizer: a fresh `torch.optim.AdamW`, or a callable from parameters to one; None: the config's.
+        optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
+            parameters to one; None: the config's.
         model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
         training_data: a dataset, for the data loader that is returned.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
@@ -109,7 +111,9 @@ def initialize(
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)
     parameters = list_parameters(model)
-    store_optimizer = make_optimizer(optimizer, settings.optimizer, model_parameters, parameters)
+    store_optimizer = make_optimizer(
+        optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
+    )
     scheduler = _make_scheduler(lr_scheduler, optimizer, store_optimizer)
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
@@ -174,10 +178,15 @@ def _make_engine(
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
-        store=store,
+        residency=Residency(
+            job.units,
+            store,
+            prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
+            kept_elements=settings.zero_optimization.stage3_max_live_parameters,
+        ),
+        reduction_order=ReductionOrder(len(job.units), collectives),
         compute_dtype=policy.compute_dtype,
         clock=clock,
-        prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
     )
     hooks.install()
     engine = Engine(
@@ -198,7 +207,9 @@ def _make_engine(
             collectives=collectives,
         ),
         store=store,
-        commits=Commits(store, job.states, settings.paramserver.durability, job.resumed_step),
+        commits=Commits(
+            store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
+        ),
         collectives=collectives,
         scaler=scaler,
         clock=clock,
@@ -210,10 +221,10 @@ def _make_engine(
         resources=resources.pop_all(),
     )
     try:
-        if job.resumed_step is None:
+        if job.resumed_state is not None:
+            engine.load_client_state(job.resumed_state)
+        if job.staged_step is not None:
             engine.commit_initial_state()
-        else:
-            engine.load_client_state(client_state.decode(job.resumed_state))
     except BaseException:
         engine.close()
         raise

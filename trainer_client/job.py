@@ -9,23 +9,28 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpc
 import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.config import TrainingConfig
-from trainer_client.errors import JobConflictError
+from trainer_client.errors import StoreNotFoundError
 from trainer_client.flat_group import PROTO_DTYPES, FlatGroup
 from trainer_client.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.initial_values import InitialValues
 from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
+from trainer_client.origin import Origin
 from trainer_client.parameters import ModelParameter
 from trainer_client.placement import GroupPlacement, Home, PlacementPolicy
 from trainer_client.precision import PrecisionPolicy
+from trainer_client.relayout import fill
+from trainer_client.resume import Start, carried_state, find_start, name_layout
 from trainer_client.states import PlacedStates
 from trainer_client.unit_policy import UnitSpec, find_units
 from trainer_client.units import Unit
@@ -39,7 +44,8 @@ _ID_BYTES = 16
 _RESUME_POLICIES: Mapping[str, pb.ResumePolicy] = {
     "auto": pb.RESUME_POLICY_AUTO,
     "never": pb.RESUME_POLICY_NEVER,
-    "must": pb.RESUME_POLICY_MUST,
+    # What is not on this node may be on others.
+    "must": pb.RESUME_POLICY_AUTO,
 }
 
 
@@ -51,8 +57,10 @@ class Job:
         states: this rank's chunks, in the units' order.
         gather: how the units' parameters come together.
         sharers: how many ranks use the same store.
-        resumed_step: the commit that the run starts from; None for a new job, whose initial values are staged.
-        resumed_state: what that commit carried for this rank.
+        resumed_step: the commit that the run starts from; None for a new job.
+        resumed_state: what that commit carried for this rank; None for a new job.
+        staged_step: the commit that the states which the run starts from are staged for, of a new job or of one that is
+            laid out anew; None: they are committed.
     """
 
     def __init__(
@@ -81,18 +89,30 @@ class Job:
         self.units = [self._unit(i, spec, placement) for i, spec in enumerate(find_units(model, parameters))]
         self.states = self._place(placement)
 
-        committed = {step.step: step.client_state for step in self._open()}
-        self.resumed_step = self._agree_on(list(committed))
-        self.resumed_state = b""
-        if self.resumed_step is None:
-            initial_values.stage(self.states)
-        else:
-            self.resumed_state = committed[self.resumed_step]
-            self._roll_back(self.resumed_step)
+        groups = [state.group for state in self.states]
+        layout = name_layout(groups, collectives)
+        opened = self._open(layout)
+        section = settings.paramserver
+        start = find_start(section.job, layout, opened.layouts, groups, store, section.peers, collectives)
+        self.resumed_step = None if start is None else start.step
+        self.resumed_state: dict[str, Any] | None = None
+        self.staged_step: int | None = None
+        if start is None:
+            self.staged_step = 0
+            self._begin(initial_values)
+        elif start.fits:
+            encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
+            self.resumed_state = client_state.decode(encoded)
+            self._register()
+            self._roll_back(start.step)
             for state in self.states:
                 state.load()
-                state.refill()
-                state.group.take_over()
+            self._take_over()
+        else:
+            # Not the same: where some stores have the new layout and some do not, the higher one tells which is newer.
+            self.staged_step = start.step + 1
+            self.resumed_state = self._lay_out(start, self.staged_step)
+            self._take_over()
         _move_buffers(model, collectives)
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
@@ -107,7 +127,7 @@ class Job:
     def _unit(self, index: int, spec: UnitSpec, placement: PlacementPolicy) -> Unit:
         members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
         for parameter in spec.parameters:
-            key = (not parameter.tensor.requires_grad, self._policy.dtype_of(parameter))
+            key = (not self._optimizer.has_states(parameter), self._policy.dtype_of(parameter))
             members.setdefault(key, []).append(parameter)
         usual = self._policy.compute_dtype or torch.float32
         groups = [
@@ -144,10 +164,10 @@ class Job:
             placed |= {group.name: placement for group, placement in zip(alike, assigned, strict=True)}
         return [PlacedStates(group, placed[group.name], self._store, self._collectives) for group in groups]
 
-    def _open(self) -> Sequence[pb.CommittedStep]:
-        """Attaches to the job and declares this rank's shard groups; the committed steps."""
+    def _open(self, layout: str) -> pb.OpenJobResponse:
+        """Attaches to the job; what is committed of it."""
         section = self._settings.paramserver
-        committed = self._store.open_job(
+        return self._store.open_job(
             pb.OpenJobRequest(
                 job=section.job,
                 run_id=self._collectives.broadcast_id(secrets.token_bytes(_ID_BYTES)).hex(),
@@ -159,27 +179,53 @@ class Job:
                         fqn=p.fqn,
                         shape=p.shape,
                         dtype=PROTO_DTYPES[self._policy.dtype_of(p)],
-                        trainable=p.tensor.requires_grad,
+                        trainable=self._optimizer.has_states(p),
                     )
                     for p in self._parameters
                 ],
                 durability=_durability(section.durability),
                 resume=_RESUME_POLICIES[section.resume],
+                layout=layout,
             )
         )
-        self._store.register_shards(state.group.to_proto(state.placement) for state in self.states)
-        return committed
 
-    def _agree_on(self, steps: Sequence[int]) -> int | None:
-        """The newest step that every rank has; None if the job is new on every rank."""
-        newest = self._collectives.newest_common_step(steps)
-        if newest is None and any(self._collectives.any_rank([bool(steps)])):
-            raise JobConflictError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"job {self._settings.paramserver.job!r} has no step that all ranks have committed (this one: "
-                f"{list(steps)}): a node's state is missing; restore it, or delete the job on every node",
+    def _begin(self, initial_values: InitialValues) -> None:
+        """Stages the initial values of a new job, in place of the model's own memory. A collective."""
+        section = self._settings.paramserver
+        if section.resume == "must":
+            raise StoreNotFoundError(
+                grpc.StatusCode.NOT_FOUND,
+                f"job {section.job!r} has no committed step to resume from, and paramserver.resume is 'must'",
             )
-        return newest
+        self._register()
+        initial_values.stage(self.states)
+
+    def _take_over(self) -> None:
+        """Gives the model's own memory back. A collective."""
+        for state in self.states:
+            state.refill()
+            state.group.take_over()
+
+    def _lay_out(self, start: Start, step: int) -> dict[str, Any]:
+        """Stages what another layout holds as `step`; the state that goes with it. A collective."""
+        section = self._settings.paramserver
+        if self._collectives.rank == 0:
+            log.info("job %r goes on from step %d with another layout of its shards", section.job, start.step)
+        self._store.begin_layout(step)
+        self._register()
+        with Origin(
+            job=section.job,
+            layout=start.layout,
+            step=start.step,
+            stores=start.stores,
+            credentials=self._store.credentials,
+        ) as origin:
+            fill(self.states, origin, start.fresh, step)
+            return carried_state(origin, start, self._parameters, self._collectives.rank)
+
+    def _register(self) -> None:
+        """Declares this rank's shard groups."""
+        self._store.register_shards(state.group.to_proto(state.placement) for state in self.states)
 
     def _roll_back(self, step: int) -> None:
         """Makes `step` the newest one of every store. A collective."""

@@ -68,6 +68,11 @@ class Unit:
         """Bytes that this rank fetches from the store for one gather."""
         return sum(group.chunk_bytes for group in self.groups if group.chunk is None)
 
+    @property
+    def elements(self) -> int:
+        """Elements that are gathered, padding included."""
+        return sum(group.layout.numel for group in self.groups)
+
     def slabs(self) -> list[Slab]:
         """What a gather of the unit leases."""
         return self._gather.slabs(self.groups)

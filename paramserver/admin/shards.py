@@ -20,6 +20,8 @@ class KindName(enum.StrEnum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM_BUFFER = "momentum_buffer"
+    SUM = "sum"
 
 
 def shards(

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
 from storage.shard import JobSpec
-from storage.versions import Job
+from storage.versions import Job, check_layout
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,13 @@ class Run(Generic[MemberT]):
 
     run_id: str
     spec: JobSpec
-    job: asyncio.Task[Job]
+    job: asyncio.Future[Job]
     ranks: dict[int, MemberT] = field(default_factory=dict)
     vote: Vote | None = None
     committing: asyncio.Task[None] | None = None
+    # Another layout of the job, once a rank has begun it, and the number of its first commit.
+    layout: asyncio.Task[None] | None = None
+    first_step: int = 0
     broken_by: str | None = None
 
     def check_whole(self) -> None:
@@ -59,6 +62,12 @@ class Run(Generic[MemberT]):
                 f"{self.broken_by} of this run is gone, so no further step can be committed; restart the run: it goes "
                 "on from the last committed step"
             )
+
+    def check_layout(self, job: Job) -> None:
+        """Raises ConflictError unless the job, as it is laid out now, can be trained by this run."""
+        # The engine has given it this run's parameters then: ten thousands of them are not compared at each step.
+        if job.spec.parameters is not self.spec.parameters:
+            check_layout(job.spec, self.spec)
 
 
 class Runs(Generic[MemberT]):
@@ -111,6 +120,36 @@ class Runs(Generic[MemberT]):
             await asyncio.wait([previous.committing])
         return await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist)
 
+    async def begin_layout(self, run: Run[MemberT], first_step: int) -> None:
+        """Gives the run's job the layout that its spec names, at the call of its first rank.
+
+        Raises:
+            InvalidRequestError: the run names no layout, or another rank another step.
+            ConflictError: see Engine.lay_out.
+            StepAbortedError: a rank is gone.
+        """
+        if not run.spec.layout or first_step == 0:
+            raise InvalidRequestError(
+                f"layout {run.spec.layout!r} of OpenJob, first_step {first_step}: name the layout, and begin it with a "
+                "later step than 0"
+            )
+        job = await asyncio.shield(run.job)
+        run.check_whole()
+        if run.layout is None:
+            run.first_step = first_step
+            run.layout = asyncio.ensure_future(self._lay_out(run, job, first_step))
+            run.layout.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if run.first_step != first_step:
+            raise InvalidRequestError(
+                f"first_step {first_step} differs from that of the other ranks of this run, {run.first_step}"
+            )
+        await asyncio.shield(run.layout)
+
+    async def _lay_out(self, run: Run[MemberT], job: Job, first_step: int) -> None:
+        laid_out = await self._engine.lay_out(job, run.spec, first_step)
+        run.job = asyncio.get_running_loop().create_future()
+        run.job.set_result(laid_out)
+
     async def vote(self, run: Run[MemberT], rank: int, step: int, client_state: bytes, settled: int) -> bool:
         """One rank's vote for a step; returns once it is committed, whether it is durable.
 
@@ -121,6 +160,7 @@ class Runs(Generic[MemberT]):
         """
         job = await asyncio.shield(run.job)
         run.check_whole()
+        run.check_layout(job)
         # Before it counts: a vote that stays would hold up the right one.
         job.open_pending(step)
         if run.vote is None:
@@ -166,6 +206,8 @@ class Runs(Generic[MemberT]):
 
     async def clean_up(self, run: Run[MemberT]) -> None:
         """After the last rank: what the run left behind is abandoned, and host memory given back."""
+        if run.layout is not None:
+            await asyncio.wait([run.layout])
         if run.ranks or run.job.cancelled() or not run.job.done() or run.job.exception() is not None:
             return
         job = run.job.result()

@@ -291,6 +291,10 @@ class Sessions:
                 session.run, session.rank = None, -1
             raise
 
+    async def begin_layout(self, session: Session, first_step: int) -> None:
+        """Gives the session's job another layout; see Runs.begin_layout."""
+        await self._runs.begin_layout(session.require_run(), first_step)
+
     async def vote(self, session: Session, step: int, client_state: bytes, settled: int) -> bool:
         """One rank's vote for a step; see Runs.vote."""
         return await self._runs.vote(session.require_run(), session.rank, step, client_state, settled)

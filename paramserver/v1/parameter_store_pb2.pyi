@@ -19,9 +19,11 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_UNSPECIFIED: _ClassVar[Kind]
     KIND_PARAM: _ClassVar[Kind]
     KIND_MASTER: _ClassVar[Kind]
+    KIND_GRAD: _ClassVar[Kind]
     KIND_EXP_AVG: _ClassVar[Kind]
     KIND_EXP_AVG_SQ: _ClassVar[Kind]
-    KIND_GRAD: _ClassVar[Kind]
+    KIND_MOMENTUM_BUFFER: _ClassVar[Kind]
+    KIND_SUM: _ClassVar[Kind]
 
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -55,9 +57,11 @@ DTYPE_FLOAT16: DType
 KIND_UNSPECIFIED: Kind
 KIND_PARAM: Kind
 KIND_MASTER: Kind
+KIND_GRAD: Kind
 KIND_EXP_AVG: Kind
 KIND_EXP_AVG_SQ: Kind
-KIND_GRAD: Kind
+KIND_MOMENTUM_BUFFER: Kind
+KIND_SUM: Kind
 TIER_UNSPECIFIED: Tier
 TIER_GPU: Tier
 TIER_HOST: Tier
@@ -192,7 +196,7 @@ class Parameter(_message.Message):
     def __init__(self, fqn: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., trainable: _Optional[bool] = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
-    __slots__ = ("session_id", "job", "run_id", "rank", "world_size", "attached_ranks", "parameters", "durability", "resume")
+    __slots__ = ("session_id", "job", "run_id", "rank", "world_size", "attached_ranks", "parameters", "durability", "resume", "layout")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +206,7 @@ class OpenJobRequest(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     run_id: str
@@ -211,13 +216,38 @@ class OpenJobRequest(_message.Message):
     parameters: _containers.RepeatedCompositeFieldContainer[Parameter]
     durability: Durability
     resume: ResumePolicy
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., run_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attached_ranks: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., durability: _Optional[_Union[Durability, _Mapping]] = ..., resume: _Optional[_Union[ResumePolicy, str]] = ...) -> None: ...
+    layout: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., run_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attached_ranks: _Optional[int] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., durability: _Optional[_Union[Durability, _Mapping]] = ..., resume: _Optional[_Union[ResumePolicy, str]] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class OpenJobResponse(_message.Message):
-    __slots__ = ("committed",)
+    __slots__ = ("committed", "layouts")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     committed: _containers.RepeatedCompositeFieldContainer[CommittedStep]
-    def __init__(self, committed: _Optional[_Iterable[_Union[CommittedStep, _Mapping]]] = ...) -> None: ...
+    layouts: _containers.RepeatedCompositeFieldContainer[StoredLayout]
+    def __init__(self, committed: _Optional[_Iterable[_Union[CommittedStep, _Mapping]]] = ..., layouts: _Optional[_Iterable[_Union[StoredLayout, _Mapping]]] = ...) -> None: ...
+
+class StoredLayout(_message.Message):
+    __slots__ = ("layout", "world_size", "steps")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    world_size: int
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layout: _Optional[str] = ..., world_size: _Optional[int] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BeginLayoutRequest(_message.Message):
+    __slots__ = ("session_id", "first_step")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    first_step: int
+    def __init__(self, session_id: _Optional[str] = ..., first_step: _Optional[int] = ...) -> None: ...
+
+class BeginLayoutResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CommittedStep(_message.Message):
     __slots__ = ("step", "client_state")
@@ -228,14 +258,16 @@ class CommittedStep(_message.Message):
     def __init__(self, step: _Optional[int] = ..., client_state: _Optional[bytes] = ...) -> None: ...
 
 class OpenReaderRequest(_message.Message):
-    __slots__ = ("session_id", "job", "step")
+    __slots__ = ("session_id", "job", "step", "layout")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     step: int
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    layout: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class OpenReaderResponse(_message.Message):
     __slots__ = ("reader_id", "step")
@@ -244,6 +276,22 @@ class OpenReaderResponse(_message.Message):
     reader_id: int
     step: int
     def __init__(self, reader_id: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class ReadClientStateRequest(_message.Message):
+    __slots__ = ("session_id", "reader_id", "rank")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reader_id: int
+    rank: int
+    def __init__(self, session_id: _Optional[str] = ..., reader_id: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class ReadClientStateResponse(_message.Message):
+    __slots__ = ("client_state",)
+    CLIENT_STATE_FIELD_NUMBER: _ClassVar[int]
+    client_state: bytes
+    def __init__(self, client_state: _Optional[bytes] = ...) -> None: ...
 
 class CloseReaderRequest(_message.Message):
     __slots__ = ("session_id", "reader_id")
@@ -509,24 +557,94 @@ class AdamW(_message.Message):
     update_count: int
     def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
 
+class Adam(_message.Message):
+    __slots__ = ("lr", "beta1", "beta2", "eps", "weight_decay", "update_count")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    update_count: int
+    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
+
+class Sgd(_message.Message):
+    __slots__ = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "update_count")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    DAMPENING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    NESTEROV_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    update_count: int
+    def __init__(self, lr: _Optional[float] = ..., momentum: _Optional[float] = ..., dampening: _Optional[float] = ..., weight_decay: _Optional[float] = ..., nesterov: _Optional[bool] = ..., update_count: _Optional[int] = ...) -> None: ...
+
+class Lion(_message.Message):
+    __slots__ = ("lr", "beta1", "beta2", "weight_decay")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., weight_decay: _Optional[float] = ...) -> None: ...
+
+class Adagrad(_message.Message):
+    __slots__ = ("lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value", "update_count")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    LR_DECAY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ACCUMULATOR_VALUE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    lr_decay: float
+    weight_decay: float
+    eps: float
+    initial_accumulator_value: float
+    update_count: int
+    def __init__(self, lr: _Optional[float] = ..., lr_decay: _Optional[float] = ..., weight_decay: _Optional[float] = ..., eps: _Optional[float] = ..., initial_accumulator_value: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
+
 class ApplyGradientsRequest(_message.Message):
     __slots__ = ("session_id", "step", "hyper_parameters", "updates")
     class HyperParameters(_message.Message):
-        __slots__ = ("adamw",)
+        __slots__ = ("adamw", "adam", "sgd", "lion", "adagrad")
         ADAMW_FIELD_NUMBER: _ClassVar[int]
+        ADAM_FIELD_NUMBER: _ClassVar[int]
+        SGD_FIELD_NUMBER: _ClassVar[int]
+        LION_FIELD_NUMBER: _ClassVar[int]
+        ADAGRAD_FIELD_NUMBER: _ClassVar[int]
         adamw: AdamW
-        def __init__(self, adamw: _Optional[_Union[AdamW, _Mapping]] = ...) -> None: ...
+        adam: Adam
+        sgd: Sgd
+        lion: Lion
+        adagrad: Adagrad
+        def __init__(self, adamw: _Optional[_Union[AdamW, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., lion: _Optional[_Union[Lion, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ...) -> None: ...
     class GroupUpdate(_message.Message):
-        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard")
+        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard", "grad_clip_value")
         GROUP_FIELD_NUMBER: _ClassVar[int]
         GRAD_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
         GRAD_SCALE_FIELD_NUMBER: _ClassVar[int]
         HYPER_PARAMETERS_OF_SHARD_FIELD_NUMBER: _ClassVar[int]
+        GRAD_CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
         group: str
         grad_lease_id: int
         grad_scale: float
         hyper_parameters_of_shard: _containers.RepeatedScalarFieldContainer[int]
-        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ...) -> None: ...
+        grad_clip_value: float
+        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ..., grad_clip_value: _Optional[float] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -606,30 +724,34 @@ class ListStoredJobsResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[StoredJob, _Mapping]]] = ...) -> None: ...
 
 class StoredJob(_message.Message):
-    __slots__ = ("name", "world_size", "committed_step", "durable")
+    __slots__ = ("name", "world_size", "committed_step", "durable", "layouts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     world_size: int
     committed_step: int
     durable: bool
-    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_step: _Optional[int] = ..., durable: _Optional[bool] = ...) -> None: ...
+    layouts: _containers.RepeatedCompositeFieldContainer[StoredLayout]
+    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_step: _Optional[int] = ..., durable: _Optional[bool] = ..., layouts: _Optional[_Iterable[_Union[StoredLayout, _Mapping]]] = ...) -> None: ...
 
 class ListStoredTensorsRequest(_message.Message):
-    __slots__ = ("session_id", "job", "fqn_prefix", "page_size", "page_token")
+    __slots__ = ("session_id", "job", "fqn_prefix", "page_size", "page_token", "layout")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     FQN_PREFIX_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     fqn_prefix: str
     page_size: int
     page_token: str
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., fqn_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    layout: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., fqn_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class ListStoredTensorsResponse(_message.Message):
     __slots__ = ("tensors", "next_page_token")

@@ -49,10 +49,20 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderResponse.FromString,
                 _registered_method=True)
+        self.ReadClientState = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/ReadClientState',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateResponse.FromString,
+                _registered_method=True)
         self.CloseReader = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/CloseReader',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderResponse.FromString,
+                _registered_method=True)
+        self.BeginLayout = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/BeginLayout',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.BeginLayoutRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.BeginLayoutResponse.FromString,
                 _registered_method=True)
         self.RegisterShards = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/RegisterShards',
@@ -150,8 +160,24 @@ class ParameterStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadClientState(self, request, context):
+        """What a rank gave to the commit that a reader holds. NOT_FOUND where this store had no such rank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseReader(self, request, context):
         """Lets go of a reader's step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BeginLayout(self, request, context):
+        """Gives the session's job another layout, as OpenJobRequest names it: an empty one, to be filled and committed, which
+        then replaces the present one. Every rank of the run calls it, before RegisterShards. What is left without a commit
+        is discarded when the run ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -279,10 +305,20 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.OpenReaderResponse.SerializeToString,
             ),
+            'ReadClientState': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadClientState,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateResponse.SerializeToString,
+            ),
             'CloseReader': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseReader,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderResponse.SerializeToString,
+            ),
+            'BeginLayout': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginLayout,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.BeginLayoutRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.BeginLayoutResponse.SerializeToString,
             ),
             'RegisterShards': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterShards,
@@ -442,6 +478,33 @@ class ParameterStore:
             _registered_method=True)
 
     @staticmethod
+    def ReadClientState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/ReadClientState',
+            paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CloseReader(request,
             target,
             options=(),
@@ -458,6 +521,33 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/CloseReader',
             paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginLayout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/BeginLayout',
+            paramserver_dot_v1_dot_parameter__store__pb2.BeginLayoutRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.BeginLayoutResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,7 +1,8 @@
 """What the hyper-parameters of the wire mean: the arithmetic of each optimizer, on one range of one parameter.
 
 The daemon applies it to what it stores, a trainer to what it keeps on its own device: one function, so that both give
-the same bits. All rules are elementwise.
+the same bits. All rules are elementwise: on the CPU, ranges that are cut at multiples of 16 elements get the
+bits of the whole.
 """
 
 from __future__ import annotations
@@ -9,41 +10,79 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch.optim.adamw import adamw
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from paramserver.v1 import parameter_store_pb2 as pb
 
 HyperParameters = pb.ApplyGradientsRequest.HyperParameters
-Rule = Callable[[HyperParameters, torch.Tensor, torch.Tensor, Mapping[pb.Kind, torch.Tensor]], None]
+States = Mapping[pb.Kind, torch.Tensor]
+Rule = Callable[[HyperParameters, torch.Tensor, torch.Tensor, States], None]
 
 
-def apply(
-    row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[pb.Kind, torch.Tensor]
-) -> None:
+def apply(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
     """Updates weight and states in place, on any device.
 
     Args:
         row: which optimizer, and its hyper-parameters.
         weight: [n] fp32.
         gradient: [n] fp32, unscaled and clipped; may be overwritten.
-        states: [n] fp32 each, the optimizer's STATE_KINDS.
+        states: [n] fp32 each, at least `state_kinds(row)`.
     """
     _RULES[row.WhichOneof("optimizer")](row, weight, gradient, states)
 
 
-def _adamw(
-    row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[pb.Kind, torch.Tensor]
+def state_kinds(row: HyperParameters) -> tuple[pb.Kind, ...]:
+    """The states that `apply` reads and writes for such a row."""
+    optimizer = row.WhichOneof("optimizer")
+    if optimizer == "sgd" and row.sgd.momentum == 0:
+        return ()
+    return _STATE_KINDS[optimizer]
+
+
+def lion(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
 ) -> None:
+    """Chen et al., arXiv:2302.06675, algorithm 2; weight and first moment are updated in place."""
+    weight.mul_(1.0 - lr * weight_decay)
+    direction = exp_avg.mul(beta1).add_(gradient, alpha=1.0 - beta1).sign_()
+    weight.add_(direction, alpha=-lr)
+    exp_avg.mul_(beta2).add_(gradient, alpha=1.0 - beta2)
+
+
+def _adamw(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
     """Loshchilov & Hutter, arXiv:1711.05101, by torch's fused kernel."""
-    hyper = row.adamw
-    adamw(
+    _any_adam(row.adamw, weight, gradient, states, decoupled_weight_decay=True)
+
+
+def _adam(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
+    """Kingma & Ba, arXiv:1412.6980, by torch's fused kernel."""
+    _any_adam(row.adam, weight, gradient, states, decoupled_weight_decay=False)
+
+
+def _any_adam(
+    hyper: pb.AdamW | pb.Adam,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    states: States,
+    *,
+    decoupled_weight_decay: bool,
+) -> None:
+    adam(
         [weight],
         [gradient],
         [states[pb.KIND_EXP_AVG]],
         [states[pb.KIND_EXP_AVG_SQ]],
         [],
-        # torch increments the count before it uses it.
-        [torch.tensor(float(hyper.update_count - 1), device=weight.device)],
+        [_count_before(hyper.update_count, weight)],
         fused=True,
         amsgrad=False,
         maximize=False,
@@ -52,9 +91,79 @@ def _adamw(
         lr=hyper.lr,
         weight_decay=hyper.weight_decay,
         eps=hyper.eps,
+        decoupled_weight_decay=decoupled_weight_decay,
     )
 
 
-_RULES: Mapping[str, Rule] = {"adamw": _adamw}
+def _sgd(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
+    """torch.optim.SGD's fused kernel; its docstring says how it differs from Sutskever et al."""
+    hyper = row.sgd
+    buffers: list[torch.Tensor | None] = []
+    if hyper.momentum != 0:
+        # Without a buffer torch makes one: what the gradient of the first update is.
+        buffers = [None if hyper.update_count == 1 else states[pb.KIND_MOMENTUM_BUFFER]]
+    sgd(
+        [weight],
+        [gradient],
+        buffers,
+        fused=True,
+        weight_decay=hyper.weight_decay,
+        momentum=hyper.momentum,
+        lr=hyper.lr,
+        dampening=hyper.dampening,
+        nesterov=hyper.nesterov,
+        maximize=False,
+    )
+    if hyper.update_count == 1:
+        for made in buffers:
+            assert made is not None
+            states[pb.KIND_MOMENTUM_BUFFER].copy_(made)
 
-STATE_KINDS: Mapping[str, tuple[pb.Kind, ...]] = {"adamw": (pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ)}
+
+def _lion(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
+    hyper = row.lion
+    lion(
+        weight,
+        gradient,
+        states[pb.KIND_EXP_AVG],
+        lr=hyper.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        weight_decay=hyper.weight_decay,
+    )
+
+
+def _adagrad(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
+    """Duchi et al., JMLR 12 (2011), by torch's fused kernel."""
+    hyper = row.adagrad
+    squares = states[pb.KIND_SUM]
+    if hyper.update_count == 1:
+        squares.fill_(hyper.initial_accumulator_value)
+    adagrad(
+        [weight],
+        [gradient],
+        [squares],
+        [_count_before(hyper.update_count, weight)],
+        fused=True,
+        lr=hyper.lr,
+        lr_decay=hyper.lr_decay,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        maximize=False,
+    )
+
+
+def _count_before(update_count: int, weight: torch.Tensor) -> torch.Tensor:
+    """The count as torch takes it, which increments it before it uses it."""
+    return torch.tensor(float(update_count - 1), device=weight.device)
+
+
+_RULES: Mapping[str, Rule] = {"adamw": _adamw, "adam": _adam, "sgd": _sgd, "lion": _lion, "adagrad": _adagrad}
+
+_STATE_KINDS: Mapping[str, tuple[pb.Kind, ...]] = {
+    "adamw": (pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ),
+    "adam": (pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ),
+    "sgd": (pb.KIND_MOMENTUM_BUFFER,),
+    "lion": (pb.KIND_EXP_AVG,),
+    "adagrad": (pb.KIND_SUM,),
+}

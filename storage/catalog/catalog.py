@@ -104,7 +104,7 @@ class Catalog:
     def create_job(self, spec: JobSpec, groups: Sequence[GroupSpec], created_at: float) -> None:
         """Records a job and its layout; part of its first durable commit, to be called inside `transaction`."""
         parameters = parameters_to_text(spec.parameters)
-        row = (spec.name, spec.world_size, spec.durability.every_steps, parameters, float(created_at))
+        row = (spec.identity, spec.world_size, spec.durability.every_steps, parameters, float(created_at))
         job = self._next_id("jobs")
         numbered = list(enumerate(groups, self._next_id("groups")))
         slabs = [(number, slab) for number, group in numbered for slab in group.slabs]
@@ -181,10 +181,11 @@ class Catalog:
                 )
                 self._put(replace(entry, layout=LayoutEntry(entry.layout.groups, slabs)))
 
-    def delete_job(self, job: str) -> None:
-        """Forgets a job, in a transaction of its own."""
+    def delete_jobs(self, jobs: Iterable[str]) -> None:
+        """Forgets jobs, by their identities, in a transaction of its own."""
         with self.transaction():
-            self._delete(job)
+            for job in jobs:
+                self._delete(job)
 
     def add_file(self, directory: str) -> int:
         """Records a data file, in a transaction of its own; returns its number."""
@@ -254,6 +255,16 @@ class Catalog:
 
     def _migrate(self, version: int) -> None:
         """Brings a catalog of an older format to the present one, in one transaction."""
+        if version == 1:
+            self._migrate_from_1()
+        else:
+            self._ledger = read_ledger(self._db, self._path)
+            with self.transaction():
+                # In format 2 no job has a layout, and all else is the same.
+                self._put_version()
+        log.info("%s was of format %d and is of format %d now", self._path, version, FORMAT_VERSION)
+
+    def _migrate_from_1(self) -> None:
         check_references(self._db, self._path)
         jobs = format_1.read_jobs(self._db)
         # Tables are dropped with all that refers to them.
@@ -263,7 +274,12 @@ class Catalog:
             self._make_tables()
             for job in jobs:
                 self._take_over(job)
-        log.info("%s was of format %d and is of format %d now", self._path, version, FORMAT_VERSION)
+
+    def _put_version(self) -> None:
+        """Says that the catalog is of the present format."""
+        meta = {**dict(self._ledger.meta), "format_version": str(FORMAT_VERSION)}
+        self._db.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(FORMAT_VERSION),))
+        self._ledger = replace(self._ledger, meta=tuple(meta.items()))
 
     def _make_tables(self) -> None:
         create_tables(self._db)
@@ -290,7 +306,7 @@ class Catalog:
                 for key, step in newest.items()
                 if step is not None and (key, step) not in known
             }
-            self.add_commit(job.spec.name, commit, written)
+            self.add_commit(job.spec.identity, commit, written)
             known |= {(key, step) for key, (step, _) in written.items()}
 
     def _seal(self, before: Ledger) -> None:

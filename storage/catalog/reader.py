@@ -20,7 +20,7 @@ from storage.catalog.records import (
 )
 from storage.catalog.tables import REMEDY
 from storage.errors import DataLossError
-from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
+from storage.shard import LAYOUT_SEPARATOR, DType, Durability, GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.tiers.extents import Extent
 
 
@@ -34,9 +34,11 @@ class VerifiedJob:
 
     def stored(self) -> StoredJob:
         """What the engine is told. Raises LookupError, TypeError or ValueError where this software wrote nonsense."""
-        name, world_size, every_steps, parameters, created_at = self.entry.row
+        identity, world_size, every_steps, parameters, created_at = self.entry.row
+        name, _, layout = identity.partition(LAYOUT_SEPARATOR)
         spec = JobSpec(
             name=name,
+            layout=layout,
             world_size=world_size,
             local_ranks=0,
             durability=Durability(every_steps=every_steps),

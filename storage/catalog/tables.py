@@ -9,7 +9,7 @@ from pathlib import Path
 
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 REMEDY = "restore the whole state directory from a backup, or use another one"
 
 # After a large commit the log is cut back to this.
@@ -68,6 +68,8 @@ _TABLES = {
     found_at REAL NOT NULL, PRIMARY KEY (file, offset)) STRICT""",
     ),
 }
+# What is new in it is in the names of jobs.
+_TABLES[3] = _TABLES[2]
 
 
 def connect(path: Path) -> sqlite3.Connection:

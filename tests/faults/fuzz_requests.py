@@ -46,6 +46,15 @@ EDGES_OF_TYPE: dict[int, Sequence[Any]] = {
     FieldDescriptor.TYPE_INT32: SIGNED_EDGES,
     FieldDescriptor.TYPE_SINT32: SIGNED_EDGES,
 }
+_BETAS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}
+_ROWS = (
+    pb.ApplyGradientsRequest.HyperParameters(adamw=pb.AdamW(**_BETAS, eps=1e-8, update_count=1)),
+    pb.ApplyGradientsRequest.HyperParameters(adam=pb.Adam(**_BETAS, eps=1e-8, weight_decay=0.1, update_count=2)),
+    pb.ApplyGradientsRequest.HyperParameters(lion=pb.Lion(**_BETAS, weight_decay=0.1)),
+    pb.ApplyGradientsRequest.HyperParameters(sgd=pb.Sgd(lr=0.1, update_count=1)),
+    pb.ApplyGradientsRequest.HyperParameters(sgd=pb.Sgd(lr=0.1, momentum=0.9, nesterov=True, update_count=1)),
+    pb.ApplyGradientsRequest.HyperParameters(adagrad=pb.Adagrad(lr=0.1, eps=1e-10, update_count=1)),
+)
 _FLOATS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 
@@ -148,14 +157,17 @@ class Requests:
     def _apply(self) -> pb.ApplyGradientsRequest:
         known, request = self.known, pb.ApplyGradientsRequest()
         request.session_id, request.step = known.session_id, known.next_step
-        adamw = request.hyper_parameters.add().adamw
-        adamw.lr, adamw.beta1, adamw.beta2, adamw.eps, adamw.update_count = 1e-3, 0.9, 0.999, 1e-8, 1
+        # Groups have AdamW's states: some of the others fit them, some are to be refused.
+        rows = [_ROWS[0], *self._rng.sample(_ROWS, k=self._rng.randrange(len(_ROWS)))]
+        request.hyper_parameters.extend(rows)
         gradients = {want.slab.group: lease for lease, want in known.leases.items() if want.slab.kind == pb.KIND_GRAD}
         for group, lease in gradients.items():
-            shards = [self._rng.choice((0, 0, -1)) for _ in known.layout.shards]
-            request.updates.add(
+            shards = [self._rng.choice((0, 0, -1, self._rng.randrange(len(rows)))) for _ in known.layout.shards]
+            update = request.updates.add(
                 group=group, grad_lease_id=lease, grad_scale=GRAD_SCALE, hyper_parameters_of_shard=shards
             )
+            if self._rng.random() < 0.3:
+                update.grad_clip_value = 0.5
         return request
 
     # --- valid streams, by the message that they consist of

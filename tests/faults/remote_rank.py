@@ -35,7 +35,7 @@ class RemoteRank:
         request = pb.OpenJobRequest(
             run_id=secrets.token_hex(8), resume=pb.RESUME_POLICY_AUTO, **job_fields(self.layout)
         )
-        committed = self.store.open_job(request)
+        committed = self.store.open_job(request).committed
         self.store.register_shards([group_to_wire(self.layout.group(name)) for name in self.layout.groups])
         return committed
 

@@ -71,10 +71,10 @@ class Counter:
         self._calls = 0
 
     def install(self) -> None:
-        for block in (self._model.first, *self._model.blocks):
+        for block in self._model.modules():
             block.register_forward_pre_hook(self._look)
             block.register_forward_hook(self._look)
-            block.register_full_backward_hook(self._look)
+            block.register_full_backward_pre_hook(self._look)
 
     def _look(self, *_: Any) -> None:
         parameters = list(self._model.parameters())

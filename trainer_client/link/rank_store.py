@@ -52,6 +52,7 @@ class GroupUpdate:
     gradient: LeasedBytes
     scale: float
     hyper_parameters_of_shard: Sequence[int]
+    clip_value: float | None = None
 
 
 class RankStore:
@@ -69,6 +70,8 @@ class RankStore:
     def __init__(
         self, address: str, client: str, credentials: Credentials = NO_CREDENTIALS, *, prefer_streams: bool = False
     ) -> None:
+        self.address = address
+        self.credentials = credentials
         self._failure: StoreError | None = None
         self._arena: Arena | None = None
         self._channel = open_channel(address, credentials)
@@ -99,11 +102,16 @@ class RankStore:
         self._session.close()
         self._channel.close()
 
-    def open_job(self, request: pb.OpenJobRequest) -> Sequence[pb.CommittedStep]:
-        """Attaches this rank to its job; the committed steps, oldest first."""
+    def open_job(self, request: pb.OpenJobRequest) -> pb.OpenJobResponse:
+        """Attaches this rank to its job; what is committed of it."""
         request.session_id = self.session_id
         response: pb.OpenJobResponse = self._call(self._stub.OpenJob, request)
-        return response.committed
+        return response
+
+    def begin_layout(self, first_step: int) -> None:
+        """Gives the job the layout that `open_job` named, empty; its first commit has that number."""
+        request = pb.BeginLayoutRequest(session_id=self.session_id, first_step=first_step)
+        self._call(self._stub.BeginLayout, request)
 
     def register_shards(self, groups: Iterable[pb.ShardGroup]) -> None:
         request = pb.RegisterShardsRequest(session_id=self.session_id, groups=groups)
@@ -192,6 +200,7 @@ class RankStore:
                     grad_lease_id=update.gradient.lease_id,
                     grad_scale=update.scale,
                     hyper_parameters_of_shard=update.hyper_parameters_of_shard,
+                    grad_clip_value=update.clip_value,
                 )
                 for update in updates
             ],

@@ -85,6 +85,11 @@ class StoreClientSync:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @property
+    def epoch(self) -> str:
+        """Tells this start of the daemon from all others, of this daemon and others, when a session was opened last."""
+        return self._connection.epoch
+
     def close(self) -> None:
         """Ends the session, and with it readers that are open still. Jobs that were opened are closed by themselves."""
         self._connection.close()
@@ -183,6 +188,10 @@ class StoreClientSync:
     def read_within(self, call: Call, job: str, step: int | None) -> StoreReaderSync:
         """`read`, as a part of a call."""
         return StoreReaderSync(self._connection, job, step, call)
+
+    def read_layout(self, job: str, layout: str, step: int, *, timeout: Timeout = None) -> StoreReaderSync:
+        """As `read`, in a layout of the job that may have been replaced already. Raises as `read`."""
+        return StoreReaderSync(self._connection, job, step, Call(timeout, CONTROL_DEADLINE_SECONDS), layout)
 
     def watch(self, job: str, *, timeout: Timeout = None) -> Iterator[Commit]:
         """The newest committed step of a job, if there is one, then each one as it is committed, or the newest of them

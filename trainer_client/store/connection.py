@@ -128,6 +128,7 @@ class Link:
         self._session = Session(self._stub, client)
         welcome = self._session.welcome
         self.session_id = welcome.session_id
+        self.epoch = welcome.epoch
         self.arena_bytes = welcome.arena.size_bytes
         self._arena = None if prefer_streams else Arena.map(welcome.arena)
 
@@ -267,6 +268,11 @@ class Connection:
             if self._link is None:
                 self._link = self.new_link()
             return self._link
+
+    @property
+    def epoch(self) -> str:
+        """Of the daemon's start, in the session that was opened last."""
+        return "" if self._link is None else self._link.epoch
 
     @property
     def maps_memory(self) -> bool:

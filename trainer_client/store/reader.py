@@ -77,8 +77,12 @@ class _Held:
 class StoreReaderSync:
     """A held step. Made by StoreClientSync.read; may be used from several threads."""
 
-    def __init__(self, connection: Connection, job: str, step: int | None, call: Call) -> None:
+    def __init__(
+        self, connection: Connection, job: str, step: int | None, call: Call, layout: str | None = None
+    ) -> None:
+        """`layout`: the partition to read the step from, where it is not the job's newest."""
         self._connection = connection
+        self._layout = layout
         self._lock = threading.Lock()
         self._held: _Held | None = None
         self._tensors: dict[str, StoredTensor] = {}
@@ -123,7 +127,22 @@ class StoreReaderSync:
 
     def tensors_within(self, call: Call, prefix: str) -> list[StoredTensor]:
         """`tensors`, as a part of a call."""
-        return self._connection.resume(call, lambda link: list_tensors(link, self.job, prefix, call))
+        return self._connection.resume(call, lambda link: list_tensors(link, self.job, prefix, call, self._layout))
+
+    def client_state(self, rank: int, *, timeout: Timeout = None) -> bytes:
+        """What a rank of the job gave to the commit of the step, which is its trainer's business.
+
+        Raises:
+            StoreNotFoundError: this store had no such rank.
+            StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
+        """
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+
+        def attempt(link: Link) -> bytes:
+            request = pb.ReadClientStateRequest(reader_id=self._attach(link, call).reader_id, rank=rank)
+            return bytes(link.call("ReadClientState", request, call).client_state)
+
+        return self._connection.resume(call, attempt)
 
     def get(
         self,
@@ -207,7 +226,8 @@ class StoreReaderSync:
                 return self._held
             again = self._held is not None
             try:
-                opened = link.call("OpenReader", pb.OpenReaderRequest(job=self.job, step=self._step), call)
+                request = pb.OpenReaderRequest(job=self.job, step=self._step, layout=self._layout)
+                opened = link.call("OpenReader", request, call)
             except StoreNotFoundError as error:
                 if not again:
                     raise
@@ -227,7 +247,7 @@ class StoreReaderSync:
         """The shape of a tensor, the type of one kind of it, and the range of it that is meant."""
         wire_kind = kind_to_proto(kind)
         if fqn not in self._tensors:
-            found = self._connection.resume(call, lambda link: list_tensors(link, self.job, fqn, call))
+            found = self.tensors_within(call, fqn)
             self._tensors |= {tensor.fqn: tensor for tensor in found}
         tensor = self._tensors.get(fqn)
         if tensor is None or kind not in tensor.kinds:
@@ -242,12 +262,14 @@ class StoreReaderSync:
         return tensor.shape, tensor.kinds[kind], Part(fqn=fqn, kind=wire_kind, offset=first, numel=count)
 
 
-def list_tensors(link: Link, job: str, prefix: str, call: Call) -> list[StoredTensor]:
-    """All tensors of a job whose names begin with `prefix`. Raises StoreError."""
+def list_tensors(link: Link, job: str, prefix: str, call: Call, layout: str | None = None) -> list[StoredTensor]:
+    """All tensors of a job, in its newest layout or another one, whose names begin with `prefix`. Raises StoreError."""
     tensors: list[StoredTensor] = []
     token = ""
     while True:
-        request = pb.ListStoredTensorsRequest(job=job, fqn_prefix=prefix, page_size=_PAGE, page_token=token)
+        request = pb.ListStoredTensorsRequest(
+            job=job, fqn_prefix=prefix, page_size=_PAGE, page_token=token, layout=layout
+        )
         response = link.call("ListStoredTensors", request, call)
         tensors += [StoredTensor.from_proto(tensor) for tensor in response.tensors]
         token = response.next_page_token

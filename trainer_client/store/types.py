@@ -15,14 +15,16 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
 
-Kind = Literal["param", "master", "exp_avg", "exp_avg_sq"]
+Kind = Literal["param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"]
 Placement = Literal["nvme", "host"]
 
-_KINDS: dict[str, pb.Kind] = {
+_KINDS: dict[Kind, pb.Kind] = {
     "param": pb.KIND_PARAM,
     "master": pb.KIND_MASTER,
     "exp_avg": pb.KIND_EXP_AVG,
     "exp_avg_sq": pb.KIND_EXP_AVG_SQ,
+    "momentum_buffer": pb.KIND_MOMENTUM_BUFFER,
+    "sum": pb.KIND_SUM,
 }
 _KIND_NAMES = {value: name for name, value in _KINDS.items()}
 _PLACEMENTS: dict[str, pb.Tier] = {"nvme": pb.TIER_NVME, "host": pb.TIER_HOST}
@@ -77,13 +79,33 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLayout:
+    """A partition of a job into shards, by a name that its client has given it, and the committed steps in it."""
+
+    name: str
+    world_size: int
+    steps: tuple[int, ...]
+
+    @classmethod
+    def from_proto(cls, message: pb.StoredLayout) -> StoredLayout:
+        return cls(name=message.layout, world_size=message.world_size, steps=tuple(message.steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob:
-    """A job of the store. `step`: the newest committed one; None: none yet."""
+    """A job of the store.
+
+    Attributes:
+        step: the newest committed one; None: none yet.
+        layouts: that have committed steps, the newest one last: one, but for the moment in which a job goes over to
+            another number of ranks.
+    """
 
     name: str
     world_size: int
     step: int | None
     durable: bool
+    layouts: tuple[StoredLayout, ...]
 
     @classmethod
     def from_proto(cls, message: pb.StoredJob) -> StoredJob:
@@ -92,6 +114,7 @@ class StoredJob:
             world_size=message.world_size,
             step=message.committed_step if message.HasField("committed_step") else None,
             durable=message.durable,
+            layouts=tuple(StoredLayout.from_proto(layout) for layout in message.layouts),
         )
 
 
@@ -100,13 +123,14 @@ class StoredTensor:
     """A tensor that the store has elements of.
 
     Attributes:
-        kinds: what is stored of it ("param", and a trained one's "master", "exp_avg", "exp_avg_sq"), with the types.
+        kinds: what is stored of it ("param", and of a trained one "master" and the optimizer's states), with the types.
         held: the element ranges, as (offset, numel), that this store has: all of it, unless the ranks of the job are
             attached to several stores.
     """
 
     fqn: str
     shape: tuple[int, ...]
+    trainable: bool
     kinds: Mapping[str, torch.dtype]
     held: tuple[tuple[int, int], ...]
 
@@ -124,6 +148,7 @@ class StoredTensor:
         return cls(
             fqn=message.parameter.fqn,
             shape=tuple(message.parameter.shape),
+            trainable=message.parameter.trainable,
             kinds={_KIND_NAMES[k.kind]: _TORCH_DTYPES[k.dtype] for k in message.kinds},
             held=tuple((r.offset, r.numel) for r in message.held),
         )
@@ -134,6 +159,10 @@ def kind_to_proto(kind: str) -> pb.Kind:
     if kind not in _KINDS:
         raise ConfigError(f"kind {kind!r} is none of {', '.join(_KINDS)}")
     return _KINDS[kind]
+
+
+def kind_from_proto(kind: pb.Kind) -> Kind:
+    return _KIND_NAMES[kind]
 
 
 def kind_spec(dtype: torch.dtype, placement: str) -> pb.KindSpec:

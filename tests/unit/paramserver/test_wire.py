@@ -12,6 +12,7 @@ import pytest
 from paramserver import wire
 from paramserver.status import status_code
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.update_rules import HyperParameters
 from storage import errors
 from storage.errors import InvalidRequestError
 from storage.shard import DType, Durability, Kind, TierName
@@ -56,6 +57,26 @@ def shard_group(**changes: Any) -> pb.ShardGroup:
 def adamw(**changes: Any) -> pb.ApplyGradientsRequest.HyperParameters:
     fields = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "update_count": 1}
     return pb.ApplyGradientsRequest.HyperParameters(adamw=pb.AdamW(**(fields | changes)))
+
+
+def adam(**changes: Any) -> pb.ApplyGradientsRequest.HyperParameters:
+    fields = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "update_count": 1}
+    return pb.ApplyGradientsRequest.HyperParameters(adam=pb.Adam(**(fields | changes)))
+
+
+def sgd(**changes: Any) -> pb.ApplyGradientsRequest.HyperParameters:
+    fields: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "update_count": 1}
+    return pb.ApplyGradientsRequest.HyperParameters(sgd=pb.Sgd(**(fields | changes)))
+
+
+def lion(**changes: Any) -> pb.ApplyGradientsRequest.HyperParameters:
+    fields = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+    return pb.ApplyGradientsRequest.HyperParameters(lion=pb.Lion(**(fields | changes)))
+
+
+def adagrad(**changes: Any) -> pb.ApplyGradientsRequest.HyperParameters:
+    fields = {"lr": 1e-2, "eps": 1e-10, "update_count": 1}
+    return pb.ApplyGradientsRequest.HyperParameters(adagrad=pb.Adagrad(**(fields | changes)))
 
 
 def test_a_job_is_taken_as_it_is_described() -> None:
@@ -122,8 +143,13 @@ def test_a_group_is_taken_as_it_is_described() -> None:
         kinds("PARAM"),
         kinds("PARAM", "EXP_AVG", "EXP_AVG_SQ", "GRAD", param=pb.DTYPE_FLOAT32),
         kinds("PARAM", "MASTER", "EXP_AVG", "EXP_AVG_SQ", "GRAD"),
+        kinds("PARAM", "GRAD", param=pb.DTYPE_FLOAT32),
+        kinds("PARAM", "MASTER", "GRAD"),
+        kinds("PARAM", "MASTER", "MOMENTUM_BUFFER", "GRAD"),
+        kinds("PARAM", "MASTER", "SUM", "GRAD"),
+        kinds("PARAM", "EXP_AVG", "GRAD", param=pb.DTYPE_FLOAT32),
     ],
-    ids=["frozen", "fp32", "bf16"],
+    ids=["frozen", "fp32", "bf16", "no states", "no states in bf16", "momentum", "adagrad", "lion"],
 )
 def test_the_kinds_that_a_client_declares_are_accepted(good: list[pb.KindSpec]) -> None:
     assert len(wire.group_spec(shard_group(kinds=good)).slabs) == len(good)
@@ -141,7 +167,7 @@ def test_the_kinds_that_a_client_declares_are_accepted(good: list[pb.KindSpec]) 
         ({"shards": [pb.Shard(fqn="w", numel=1, position=HUGE)]}, f"position {HUGE}"),
         ({"shards": [pb.Shard(fqn="w", numel=1, offset=HUGE)]}, f"offset {HUGE}"),
         ({"kinds": []}, "no slab of kind param"),
-        ({"kinds": kinds("PARAM") * 6}, "kinds of group 'unit.0:32.' has 6 entries; at most 5"),
+        ({"kinds": kinds("PARAM") * 8}, "kinds of group 'unit.0:32.' has 8 entries; at most 7"),
         ({"kinds": kinds("PARAM", "PARAM")}, "names a kind twice"),
         ({"kinds": [pb.KindSpec(kind=99, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_HOST)]}, "kind has the value 99"),  # type: ignore[arg-type]
         ({"kinds": [pb.KindSpec(kind=pb.KIND_PARAM, placement=pb.TIER_HOST)]}, "dtype of group .* value 0"),
@@ -159,8 +185,20 @@ def test_the_kinds_that_a_client_declares_are_accepted(good: list[pb.KindSpec]) 
             },
             "kind master must be float32, not float16",
         ),
-        ({"kinds": kinds("PARAM", "EXP_AVG", "EXP_AVG_SQ", "GRAD")}, "has kind grad, and lacks .*: master"),
-        ({"kinds": kinds("PARAM", "MASTER", "GRAD")}, "lacks what its updates need: exp_avg, exp_avg_sq"),
+        ({"kinds": kinds("PARAM", "EXP_AVG", "EXP_AVG_SQ", "GRAD")}, "its param is bfloat16: updates need kind master"),
+        (
+            {"kinds": kinds("PARAM", "MASTER", "EXP_AVG", "EXP_AVG_SQ", "SUM", "GRAD")},
+            "optimizer states exp_avg, exp_avg_sq, sum; no optimizer here has more than 2",
+        ),
+        (
+            {
+                "kinds": [
+                    *kinds("PARAM"),
+                    pb.KindSpec(kind=pb.KIND_SUM, dtype=pb.DTYPE_BFLOAT16, placement=pb.TIER_HOST),
+                ]
+            },
+            "kind sum must be float32, not bfloat16",
+        ),
         ({"kinds": kinds("PARAM", "MASTER", param=pb.DTYPE_FLOAT32)}, "float32 and is the master weight itself"),
     ],
 )
@@ -211,28 +249,48 @@ def test_batches_and_client_states_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("row", "named"),
     [
-        ({"lr": -1.0}, r"adamw\.lr = -1\.0"),
-        ({"lr": math.nan}, r"adamw\.lr = nan"),
-        ({"lr": math.inf}, r"adamw\.lr = inf"),
-        ({"beta1": 1.0}, r"adamw\.beta1 = 1\.0"),
-        ({"beta2": -0.1}, r"adamw\.beta2 = -0\.1"),
-        ({"beta2": math.nan}, r"adamw\.beta2 = nan"),
-        ({"eps": -1e-8}, r"adamw\.eps"),
-        ({"weight_decay": math.inf}, r"adamw\.weight_decay = inf"),
-        ({"update_count": 0}, r"adamw\.update_count = 0"),
-        ({"update_count": HUGE}, rf"adamw\.update_count = {HUGE}"),
+        (adamw(lr=-1.0), r"adamw\.lr = -1\.0"),
+        (adamw(lr=math.nan), r"adamw\.lr = nan"),
+        (adamw(lr=math.inf), r"adamw\.lr = inf"),
+        (adamw(beta1=1.0), r"adamw\.beta1 = 1\.0"),
+        (adamw(beta2=-0.1), r"adamw\.beta2 = -0\.1"),
+        (adamw(beta2=math.nan), r"adamw\.beta2 = nan"),
+        (adamw(eps=-1e-8), r"adamw\.eps"),
+        (adamw(weight_decay=math.inf), r"adamw\.weight_decay = inf"),
+        (adamw(update_count=0), r"adamw\.update_count = 0"),
+        (adamw(update_count=HUGE), rf"adamw\.update_count = {HUGE}"),
+        (adam(beta1=math.nan), r"adam\.beta1 = nan"),
+        (adam(update_count=0), r"adam\.update_count = 0"),
+        (sgd(lr=-1.0), r"sgd\.lr = -1\.0"),
+        (sgd(momentum=-0.5), r"sgd\.momentum = -0\.5"),
+        (sgd(dampening=math.inf), r"sgd\.dampening = inf"),
+        (sgd(weight_decay=math.nan), r"sgd\.weight_decay = nan"),
+        (sgd(update_count=0), r"sgd\.update_count = 0"),
+        (sgd(nesterov=True, momentum=0.0), r"sgd\.nesterov needs a momentum and no dampening; they are 0\.0 and 0\.0"),
+        (sgd(nesterov=True, dampening=0.5), r"sgd\.nesterov needs .* they are 0\.9 and 0\.5"),
+        (lion(lr=math.inf), r"lion\.lr = inf"),
+        (lion(beta2=1.0), r"lion\.beta2 = 1\.0"),
+        (lion(weight_decay=-1.0), r"lion\.weight_decay = -1\.0"),
+        (adagrad(lr_decay=-1.0), r"adagrad\.lr_decay = -1\.0"),
+        (adagrad(eps=math.nan), r"adagrad\.eps = nan"),
+        (adagrad(initial_accumulator_value=-1.0), r"adagrad\.initial_accumulator_value = -1\.0"),
+        (adagrad(update_count=0), r"adagrad\.update_count = 0"),
     ],
 )
-def test_hyper_parameters_that_torch_would_refuse_are_refused(changes: dict[str, Any], named: str) -> None:
-    assert wire.hyper_parameters(adamw()).adamw.beta1 == 0.9
+def test_hyper_parameters_that_torch_would_refuse_are_refused(row: HyperParameters, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        wire.hyper_parameters(adamw(**changes))
+        wire.hyper_parameters(row)
+
+
+def test_hyper_parameters_that_torch_takes_are_taken() -> None:
+    for row in (adamw(), adam(), sgd(), sgd(nesterov=True), sgd(momentum=1.5), lion(), adagrad()):
+        assert wire.hyper_parameters(row) == row
 
 
 def test_an_optimizer_that_is_not_set_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="optimizer is not set; this store knows adamw"):
+    with pytest.raises(InvalidRequestError, match="optimizer is not set; this store knows adamw, adam, sgd"):
         wire.hyper_parameters(pb.ApplyGradientsRequest.HyperParameters())
 
 
@@ -258,6 +316,41 @@ def test_an_update_that_does_not_fit_its_group_is_refused(indexes: list[int], sc
     assert wire.optimizer_update(group, update([-1], 1.0), known).hyper_parameters == [None]
     with pytest.raises(InvalidRequestError, match=named):
         wire.optimizer_update(group, update(indexes, scale), known)
+
+
+@pytest.mark.parametrize(
+    ("states", "fits", "row", "missing"),
+    [
+        (("EXP_AVG", "EXP_AVG_SQ"), [adamw(), adam(), lion(), sgd(momentum=0.0)], adagrad(), "adagrad.*without sum"),
+        (("EXP_AVG",), [lion()], adamw(), "adamw: it was registered without exp_avg_sq"),
+        (("MOMENTUM_BUFFER",), [sgd(), sgd(momentum=0.0)], lion(), "lion.*without exp_avg"),
+        ((), [sgd(momentum=0.0)], sgd(), "sgd.*without momentum_buffer"),
+        (("SUM",), [adagrad()], adam(), "adam.*without exp_avg, exp_avg_sq"),
+    ],
+)
+def test_a_group_is_updated_by_the_optimizers_whose_states_it_has(
+    states: tuple[str, ...], fits: list[HyperParameters], row: HyperParameters, missing: str
+) -> None:
+    group = wire.group_spec(shard_group(kinds=kinds("PARAM", "MASTER", *states, "GRAD")))
+    update = pb.ApplyGradientsRequest.GroupUpdate(group=group.name, grad_scale=1.0, hyper_parameters_of_shard=[0])
+    for good in fits:
+        assert wire.optimizer_update(group, update, [good]).hyper_parameters == [good]
+    with pytest.raises(InvalidRequestError, match=missing):
+        wire.optimizer_update(group, update, [row])
+    update.hyper_parameters_of_shard[:] = [-1]
+    assert wire.optimizer_update(group, update, [row]).hyper_parameters == [None]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_a_clip_value_is_positive_or_absent(value: float) -> None:
+    group = wire.group_spec(shard_group())
+    update = pb.ApplyGradientsRequest.GroupUpdate(group=group.name, grad_scale=1.0, hyper_parameters_of_shard=[0])
+    assert wire.optimizer_update(group, update, [adamw()]).clip_value is None
+    update.grad_clip_value = 0.25
+    assert wire.optimizer_update(group, update, [adamw()]).clip_value == 0.25
+    update.grad_clip_value = value
+    with pytest.raises(InvalidRequestError, match=f"grad_clip_value {value} must be positive and finite"):
+        wire.optimizer_update(group, update, [adamw()])
 
 
 def test_every_enum_of_the_wire_is_known_or_refused() -> None:

@@ -312,7 +312,7 @@ async def quiesce(engine: Engine) -> None:
 
 def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     """Every used byte belongs to a version or a copy that a slab names, no two extents overlap, and nobody waits."""
-    slabs = [slab for job in engine.jobs.values() for slab in job.slabs()]
+    slabs = [slab for name in engine.jobs for layout in engine.layouts(name) for slab in layout.slabs()]
     regions = [region for slab in slabs for region in slab.versions.values()]
     extents = [extent for region in regions for extent in region.extents]
     for file in engine.nvme.files:

@@ -187,7 +187,7 @@ def test_retaining_touches_no_other_job(catalog: Catalog) -> None:
         catalog.retain("job", [])
     (left,) = catalog.load()
     assert left.spec.name == "other" and len(left.versions) == 1
-    catalog.delete_job("other")
+    catalog.delete_jobs(["other"])
     assert catalog.load() == []
 
 

@@ -63,7 +63,7 @@ class StrangersReader:
         with closing(sqlite3.connect(f"file:{self.directory}/catalog.sqlite?mode=ro", uri=True)) as self.db:
             meta = dict(self.db.execute("SELECT key, value FROM meta ORDER BY key"))
             written = meta.pop("digest")
-            assert meta["format_version"] == "2"
+            assert meta["format_version"] == "3"
             files = self.db.execute("SELECT id, directory FROM files ORDER BY id").fetchall()
             self.files = {n: (self.directory / name / f"data.{n}").read_bytes() for n, name in files}
             bad = self.db.execute(
@@ -230,7 +230,7 @@ def test_format_1_is_migrated_and_every_byte_of_every_step_is_there(
     data = (format_1 / "data.0").read_bytes()
     with caplog.at_level("INFO"):
         migrate(format_1)
-    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 2 now" in caplog.text
+    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 3 now" in caplog.text
     reader = StrangersReader(format_1).read()
     assert_reads(reader, OLD_STEPS, [2, 3], idle=["idle"])
     assert_reads(reader, OLD_SNAPSHOTS, [2])
@@ -271,7 +271,7 @@ def test_a_crash_during_the_migration_leaves_format_1(format_1: Path, tmp_path: 
         migrate(format_1)
     finally:
         failpoints.install(None)
-    assert (version_of(format_1), version_of(image)) == ("2", "1")
+    assert (version_of(format_1), version_of(image)) == ("3", "1")
     migrate(image)
     assert_reads(StrangersReader(image).read(), OLD_STEPS, [2, 3], idle=["idle"])
 
@@ -305,3 +305,29 @@ def test_a_damaged_catalog_of_format_1_is_left_as_it_is(
     with pytest.raises(DataLossError, match=r"catalog\.sqlite is damaged.*restore the whole state directory"):
         migrate(format_1)
     assert version_of(format_1) == "1"
+
+
+async def test_format_2_is_migrated_where_it_is(tmp_path: Path) -> None:
+    directory = tmp_path / "state"
+    async with opened(directory) as engine:
+        training = await Training(engine, Layout()).begin()
+        await training.step()
+    with closing(sqlite3.connect(directory / "catalog.sqlite")) as db:
+        db.execute("UPDATE meta SET value = '2' WHERE key = 'format_version'")
+        rows = [
+            db.execute(f"SELECT {columns} FROM {table} ORDER BY {order}").fetchall()
+            for columns, table, order in (
+                ("key, value", "meta WHERE key != 'digest'", "key"),
+                ("id, directory", "files", "id"),
+                ("file, offset, nbytes, reason, found_at", "bad_extents", "file, offset"),
+                ("name, digest", "jobs", "name"),
+            )
+        ]
+        db.execute("UPDATE meta SET value = ? WHERE key = 'digest'", (d(d(flat(part)) for part in rows).hex(),))
+        db.commit()
+    migrate(directory)
+    assert version_of(directory) == "3"
+    StrangersReader(directory).read()
+    async with opened(directory) as engine:
+        training = await Training(engine, Layout()).open()
+        await training.assert_at(1)

@@ -18,5 +18,5 @@ def test_a_single_rank_agrees_with_itself() -> None:
     assert alone.gather_rows(torch.ones(2)).tolist() == [[1.0, 1.0]]
     assert alone.any_rank([True, False]) == [True, False]
     assert alone.broadcast_id(b"ab") == b"ab"
-    assert alone.newest_common_step([3, 4]) == 4
-    assert alone.newest_common_step([]) is None
+    assert alone.gather_bytes(b"any length") == [b"any length"]
+    assert alone.gather_bytes(b"") == [b""]
