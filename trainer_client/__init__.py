@@ -3,6 +3,7 @@ client of that store for everything else."""
 
 from __future__ import annotations
 
+from trainer_client.data import TrainingLoader
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
@@ -62,6 +63,7 @@ __all__ = [
     "StoredTensor",
     "TensorSpec",
     "TrainerClientError",
+    "TrainingLoader",
     "UnauthenticatedError",
     "initialize",
 ]
