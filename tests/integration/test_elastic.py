@@ -221,12 +221,12 @@ def test_a_layout_that_only_some_stores_have_committed_is_not_gone_on_with(
     """As after a crash between the first commits of two stores: the one before is whole still, on all of them."""
     first, second = stores.first.address, stores.second.address
     expected = read_job("nodes", [first, second])
-    with StoreClientSync.connect(first) as client:
-        (job,) = (job for job in client.list_jobs() if job.name == "nodes")
-        parameters = [
-            pb.Parameter(fqn=tensor.fqn, shape=tensor.shape, dtype=pb.DTYPE_FLOAT32, trainable=True)
-            for tensor in client.list_tensors("nodes")
-        ]
+    parameters: dict[str, pb.Parameter] = {}
+    for address in (second, first):
+        with StoreClientSync.connect(address) as client:
+            (job,) = (job for job in client.list_jobs() if job.name == "nodes")
+            for tensor in client.list_tensors("nodes"):
+                parameters[tensor.fqn] = pb.Parameter(fqn=tensor.fqn, shape=tensor.shape, dtype=pb.DTYPE_FLOAT32)
     step = max(job.layouts[0].steps)
     store = RankStore(first, "half of a run")
     try:
@@ -236,7 +236,7 @@ def test_a_layout_that_only_some_stores_have_committed_is_not_gone_on_with(
                 run_id="torn",
                 world_size=2,
                 attached_ranks=1,
-                parameters=parameters,
+                parameters=parameters.values(),
                 durability=pb.Durability(step=pb.Durability.Step()),
                 resume=pb.RESUME_POLICY_AUTO,
                 layout="torn",
