@@ -148,8 +148,9 @@ def test_readers_and_watchers_go_on_over_a_change_of_layout(daemon: Daemon) -> N
                 for held in (reader, after):
                     for tensor in held.tensors():
                         group = tensor.fqn.partition(".weight")[0]
-                        for kind in tensor.kinds:
-                            assert torch.equal(held.get(tensor.fqn, kind=kind), expected[group, tensor.fqn, Kind(kind)])
+                        for name in tensor.kinds:
+                            values = expected[group, tensor.fqn, Kind(name)]
+                            assert torch.equal(held.get(tensor.fqn, kind=name), values)
         (job,) = client.list_jobs()
         assert [(layout.name, layout.world_size, layout.steps) for layout in job.layouts] == [("of two", 2, (3,))]
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""The order of the training data: the same samples in the same steps on any number of ranks, whatever was interrupted."""
+"""The order of the training data: the same samples in a step on any number of ranks, whatever was interrupted."""
 
 from __future__ import annotations
 
