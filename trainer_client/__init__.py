@@ -3,12 +3,15 @@ client of that store for everything else."""
 
 from __future__ import annotations
 
+from trainer_client import utils, zero
+from trainer_client.access import StateShard
 from trainer_client.data import TrainingLoader
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
     ConfigError,
     DataLossError,
+    DeferredInitError,
     InvalidRequestError,
     JobConflictError,
     LocalDaemonError,
@@ -25,6 +28,7 @@ from trainer_client.errors import (
 )
 from trainer_client.initialization import initialize
 from trainer_client.link.credentials import Credentials
+from trainer_client.lion import Lion
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store.client_sync import StoreClientSync
@@ -38,14 +42,17 @@ __all__ = [
     "ConfigError",
     "Credentials",
     "DataLossError",
+    "DeferredInitError",
     "Engine",
     "InvalidRequestError",
     "JobConflictError",
     "Kind",
+    "Lion",
     "LocalDaemonError",
     "NonFiniteGradientError",
     "PermissionDeniedError",
     "Placement",
+    "StateShard",
     "StepAbortedError",
     "StoreBudgetError",
     "StoreClient",
@@ -66,4 +73,6 @@ __all__ = [
     "TrainingLoader",
     "UnauthenticatedError",
     "initialize",
+    "utils",
+    "zero",
 ]

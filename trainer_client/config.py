@@ -18,17 +18,20 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ByteSize,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 from pydantic import ValidationError as PydanticError
 
+from trainer_client.config_section import Section
 from trainer_client.errors import ConfigError
 from trainer_client.link.credentials import Credentials
+from trainer_client.optimizer_sections import OPTIMIZERS, OptimizerSection
+from trainer_client.refused_optimizers import HONOURED, why_refused
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEFAULT_STATE_DIR = "paramserver-state"
@@ -38,16 +41,14 @@ _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
 # And these are for a daemon that is not.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+# Where "auto" is a value of ours, not of a tool that fills configs in.
+_AUTO_KEYS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 HomeName = Literal["device", "gpu", "host", "nvme"]
 # "nvme" is short for {"nvme": 1.0}.
 HomeShares = Annotated[dict[HomeName, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
 DTypeName = Literal["fp32", "bf16", "fp16"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Bf16Section(Section):
@@ -63,20 +64,6 @@ class Fp16Section(Section):
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     min_loss_scale: PositiveFloat = 1.0
-
-
-class AdamWSection(Section):
-    """Hyper-parameters of `torch.optim.AdamW`, with its defaults."""
-
-    lr: NonNegativeFloat = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: NonNegativeFloat = 1e-8
-    weight_decay: NonNegativeFloat = 1e-2
-
-
-class OptimizerSection(Section):
-    type: Literal["AdamW"]
-    params: AdamWSection = AdamWSection()
 
 
 class OffloadSection(Section):
@@ -96,6 +83,7 @@ class ZeroSection(Section):
     stage: Literal[0, 1, 2, 3] = 0
     offload_param: OffloadSection | None = None
     offload_optimizer: OffloadOptimizerSection | None = None
+    stage3_max_live_parameters: PositiveInt | None = None
 
 
 class PlacementSection(Section):
@@ -120,6 +108,22 @@ class TlsSection(Section):
     key: Path | None = None
 
 
+class UnitsSection(Section):
+    """What is gathered and released together; see unit_policy.py. Neither key: the repeated blocks of the model."""
+
+    classes: tuple[str, ...] = ()
+    max_parameters: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        if value == "blocks":
+            return {}
+        if isinstance(value, Mapping):
+            return value
+        raise ValueError('write "blocks", {"classes": [names]} or {"max_parameters": elements}')
+
+
 class DataSection(Section):
     """Of the loader that `initialize(training_data=...)` returns: the order of the samples follows from `seed` and the
     epoch; without `shuffle` it is the dataset's. `workers`: processes that load ahead; 0: the loop itself loads."""
@@ -136,6 +140,7 @@ class ParamserverSection(Section):
     $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
     ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials. `peers` are
     further stores that have parts of the job and no rank of this run: they are only read, when it is laid out anew.
+    `may_thaw` has patterns of FQNs: of parameters that are frozen, and in no parameter group, and may be trained later.
     """
 
     address: str | None = None
@@ -148,8 +153,12 @@ class ParamserverSection(Section):
     host_budget: ByteSize = ByteSize(1 << 30)
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
+    units: UnitsSection = UnitsSection()
+    gather: Literal["auto", "collective", "store"] = "auto"
+    collective_timeout_seconds: PositiveFloat = 1800.0
     data: DataSection = DataSection()
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
+    may_thaw: tuple[str, ...] = ()
     placement: PlacementSection = PlacementSection()
     gradient_reduction: Literal["auto", "micro_batch", "boundary"] = "auto"
     gradient_clipping_value: PositiveFloat | None = None
@@ -166,7 +175,7 @@ class TrainingConfig(Section):
     fp16: Fp16Section = Fp16Section()
     data_types: DataTypesSection = DataTypesSection()
     communication_data_type: DTypeName | None = None
-    optimizer: OptimizerSection | None = None
+    optimizer: OptimizerSection | None = Field(default=None, discriminator="type")
     zero_optimization: ZeroSection = ZeroSection()
     paramserver: ParamserverSection = ParamserverSection()
 
@@ -221,7 +230,7 @@ def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, st
         ConfigError: names each refused key in full, its value, and what to write instead.
     """
     raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
-    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path != "paramserver.resume"]
+    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path not in _AUTO_KEYS]
     if problems:
         raise ConfigError("\n".join(problems))
     try:
@@ -279,8 +288,15 @@ def _auto_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _explain(detail: Any) -> str:
     """One error of pydantic's as a sentence about a dotted key."""
-    path = ".".join(str(part) for part in detail["loc"])
+    path = ".".join(_keys_of(detail["loc"]))
     value = detail["input"]
+    if detail["type"].startswith("union_tag"):
+        if detail["type"].endswith("not_found"):
+            reason = f"is missing: write one of {', '.join(HONOURED)}"
+        else:
+            given = detail["ctx"]["tag"]
+            reason = f"= {given!r} is refused: {why_refused(given)}"
+        return f"{path}.type {reason}"
     if detail["type"] == "extra_forbidden":
         known = _keys_beside(detail["loc"])
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
@@ -288,15 +304,21 @@ def _explain(detail: Any) -> str:
         return f"{path} is not honoured by this version; {hint} (honoured here: {', '.join(known)})"
     if path == "zero_optimization.stage":
         return f"zero_optimization.stage is {value!r}: write 0, 1, 2 or 3"
-    if detail["type"] == "missing":
-        return f"{path} is missing"
-    return f"{path} = {value!r} is refused: {detail['msg']}"
+    return f"{path} is missing" if detail["type"] == "missing" else f"{path} = {value!r} is refused: {detail['msg']}"
+
+
+def _keys_of(location: tuple[int | str, ...]) -> list[str]:
+    """pydantic's location without the optimizer's name, which is the value of a key."""
+    return [str(part) for index, part in enumerate(location) if not (index == 1 and part in OPTIMIZERS)]
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The honoured keys of the section that holds `location`."""
     section: type[BaseModel] = TrainingConfig
     for part in location[:-1]:
+        if part in OPTIMIZERS:
+            section = OPTIMIZERS[str(part)]
+            continue
         annotation = section.model_fields[str(part)].annotation
         candidates = (annotation, *get_args(annotation))
         section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
@@ -312,6 +334,9 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
             f"gradient_clipping = {config.gradient_clipping} (by norm) and paramserver.gradient_clipping_value = "
             f"{config.paramserver.gradient_clipping_value} (by value) are both given: choose one"
         )
+    units = config.paramserver.units
+    if units.classes and units.max_parameters:
+        raise ConfigError("paramserver.units.classes and paramserver.units.max_parameters are both set: choose one")
     paths = config.nvme_paths()
     if len(set(paths.values())) > 1:
         listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())

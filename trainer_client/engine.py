@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -17,17 +17,19 @@ import torch
 from torch import nn
 
 from trainer_client import client_state
+from trainer_client.access import ParameterKey, StateAccess, StateShard, own
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
 from trainer_client.data import TrainingLoader
-from trainer_client.errors import NonFiniteGradientError, TrainerClientError
+from trainer_client.errors import NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.gather import Gather
 from trainer_client.gradients import ReductionSchedule
-from trainer_client.hooks import Phase, UnitHooks
+from trainer_client.hooks import UnitHooks
 from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.parameters import ModelParameter
+from trainer_client.phases import Phase
 from trainer_client.placement import Residence
 from trainer_client.precision import LossScaler
 from trainer_client.states import PlacedStates, placement_bytes
@@ -73,6 +75,7 @@ class Engine:
         step: TrainingStep,
         hooks: UnitHooks,
         gather: Gather,
+        access: StateAccess,
         store: RankStore,
         commits: Commits,
         collectives: Collectives,
@@ -99,6 +102,7 @@ class Engine:
         self._step = step
         self._hooks = hooks
         self._gather = gather
+        self._access = access
         self._store = store
         self._commits = commits
         self._collectives = collectives
@@ -119,6 +123,7 @@ class Engine:
         self._state_names = {name: index_of.get(id(t)) for name, t in module.state_dict(keep_vars=True).items()}
         if any(state.placement.residence is Residence.SHARDED for state in states):
             module.register_state_dict_pre_hook(_refuse_state_dict)
+        own(parameters, self)
         atexit.register(self._leave)
         if collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
@@ -131,7 +136,11 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point inputs are cast to the compute dtype."""
         self._require_open()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._hooks.abandon_forward()
+            raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Backward of a micro-batch; divides by the accumulation steps and applies the loss scale. A collective.
@@ -152,10 +161,10 @@ class Engine:
         self._hooks.begin_backward(self._commits.next, reduces=reduces)
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
+            self._hooks.finish_backward()
         except BaseException:
             self._hooks.abort_backward()
             raise
-        self._hooks.finish_backward()
         self._backwards += 1
         return loss
 
@@ -167,20 +176,26 @@ class Engine:
         `wait_for_commit` or `close`. A step with a non-finite gradient is skipped on every rank.
 
         Raises:
+            ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
             NonFiniteGradientError: `paramserver.max_consecutive_skipped_steps` steps in a row were skipped.
             StoreError: the store failed; the last committed step is intact.
         """
         self._require_open()
         if not self._syncs:
             raise RuntimeError("step() within no_sync(): leave it first, a step needs the gradients of all ranks")
+        if self._access.is_holding:
+            raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
         if self._backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self.optimizer.check_groups()
         self.micro_steps += 1
         if self._data is not None:
             self._data.finish_micro_batch()
         if not boundary:
             return
+        self._hooks.begin_step()
         # Every rank waits here before it takes part in the norm: after the norm, the last step is settled everywhere.
         self.wait_for_commit()
         made = self._step.make(self._commits.next)
@@ -206,6 +221,16 @@ class Engine:
                 "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
                 "states are those before these steps"
             )
+
+    def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
+
+        Only needed where the use cannot be noticed: in a module that torch.compile has compiled. DeepSpeed's name.
+
+        Raises:
+            ConfigError: one of them is not of this engine's model.
+        """
+        self._hooks.lend(module, parameter)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -298,6 +323,121 @@ class Engine:
             for name, index in self._state_names.items()
         }
 
+    # Access to single parameters
+
+    def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
+        """The whole values of one kind of a parameter, of its shape, on the CPU, wherever they live. A collective.
+
+        Args:
+            parameter: or its FQN.
+            kind: "param" (what forward computes with, in its dtype), "master" (the fp32 weight), "grad" (between
+                backward and step: the mean over ranks so far, not scaled), or a state of the optimizer by torch's name,
+                as "exp_avg". All but "param" are fp32.
+
+        Returns:
+            None for "grad" if no rank has one in this step.
+
+        Raises:
+            ConfigError: no such parameter or kind.
+            RuntimeError: gradients are not reduced over the ranks yet (within `no_sync`, or before the last backward of
+                a step where only that one reduces).
+        """
+        self._require_open()
+        return self._access.full(parameter, kind)
+
+    def get_local(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
+        """As `get_full`, for the part of the flattened parameter that this rank has: [n], n may be 0. Not a collective.
+
+        A gradient that no rank has is None or zeros.
+        """
+        self._require_open()
+        return self._access.local(parameter, kind)
+
+    def set_full(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
+        """Changes one kind of a parameter, everywhere; every rank passes the same value. A collective.
+
+        "param" and "master" are one weight and change together. A gradient is changed between backward and step; all
+        else between two steps, as a commit of its own: it is there after a resume, or not at all. `set_many` changes
+        several in one commit.
+
+        Args:
+            value: of the parameter's shape, any dtype and device.
+
+        Raises:
+            ConfigError: no such parameter or kind, or the shape does not fit.
+            RuntimeError: it is not the time for it.
+        """
+        self._set({(parameter, kind): value}, local=False)
+
+    def set_local(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
+        """As `set_full`; each rank passes the part [n] that it has, as `get_local` gives it. A collective, too."""
+        self._set({(parameter, kind): value}, local=True)
+
+    def set_many(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor]) -> None:
+        """As `set_full` for several, by (parameter, kind), in one commit. A collective."""
+        self._set(values, local=False)
+
+    def state_dict(self, kind: str = "master") -> dict[str, StateShard]:
+        """This rank's part of one kind of all parameters that have it, by FQN, tied names included. Not a collective.
+
+        Each says which elements of which parameter it has, so that the dicts of all ranks are the whole state, for any
+        number of ranks. (`full_state_dict` gathers it.)
+        """
+        self._require_open()
+        return self._access.shards(kind)
+
+    @contextmanager
+    def gathered(
+        self, parameters: nn.Module | Iterable[torch.Tensor], modifier_rank: int | None = None
+    ) -> Iterator[None]:
+        """Within the context parameters are whole, in the dtype of the forward, for reading. A collective.
+
+        Their units are gathered, and stay so: forwards within the context gather nothing that is here.
+
+        Args:
+            parameters: or a module, for all of its parameters.
+            modifier_rank: what this rank writes into them (in place, under torch.no_grad) becomes everyone's at the end
+                of the context, as a commit of its own. An element that it leaves as it is keeps its fp32 value.
+
+        Raises:
+            RuntimeError: with `modifier_rank`, between backward and step, or within a forward.
+        """
+        self._require_open()
+        chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        if modifier_rank is None:
+            with self._access.gathered(chosen):
+                yield
+            return
+        self._require_between_steps("gathered(modifier_rank=...)")
+        before = self._access.parameters_before(chosen)
+        with self._access.gathered(chosen):
+            yield
+            self._require_between_steps("the end of gathered(modifier_rank=...)")
+            self.wait_for_commit()
+            self._access.stage_changed(chosen, before, modifier_rank, self._commits.next)
+        self._commit_change()
+
+    def _set(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> None:
+        self._require_open()
+        gradients = {parameter: value for (parameter, kind), value in values.items() if kind == "grad"}
+        for parameter, value in gradients.items():
+            self._access.set_gradient(parameter, value, local=local)
+        states = {key: value for key, value in values.items() if key[1] != "grad"}
+        if states:
+            self._require_between_steps("a change of parameters or optimizer states")
+            self.wait_for_commit()
+            self._access.stage(states, local=local, step=self._commits.next)
+            self._commit_change()
+
+    def _commit_change(self) -> None:
+        self._commits.begin(self._client_state())
+        self._commits.wait()
+
+    def _require_between_steps(self, what: str) -> None:
+        self._require_open()
+        if self._backwards or self._hooks.phase is not Phase.IDLE:
+            raise RuntimeError(f"{what} is possible between two steps: after step(), before the next forward")
+
     def load_client_state(self, state: Mapping[str, Any]) -> None:
         """Takes over what a commit carried, as the last act of `initialize`."""
         counters = state["counters"]
@@ -316,7 +456,7 @@ class Engine:
         self._clock.now = counters["clock"]
         self._step.update_counts = list(state["update_counts"])
         self._scaler.load_state_dict(state["scaler"])
-        if state["optimizer"] is not None:  # None: of another optimizer
+        if state["optimizer"] is not None:  # None: the groups were others
             self.optimizer.load_settings(state["optimizer"])
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
@@ -406,10 +546,8 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        if self._hooks.phase is Phase.BACKWARD:
-            raise RuntimeError("the engine was called from within a backward pass")
-        if self._hooks.phase is Phase.FAILED:
-            raise RuntimeError("a backward pass has failed: restart the job, it resumes from the last commit")
+        if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.FAILED):
+            raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -17,6 +17,10 @@ class ConfigError(TrainerClientError, ValueError):
     """The config, the model or an argument of `initialize` asks for something that cannot be honoured."""
 
 
+class DeferredInitError(TrainerClientError, RuntimeError):
+    """The model's constructor does something that cannot be put off until there is memory for its tensors."""
+
+
 class ClientStateError(TrainerClientError):
     """A value cannot be part of the client state that a commit carries, or a stored client state cannot be read."""
 
@@ -28,6 +32,38 @@ class NonFiniteGradientError(TrainerClientError):
 
 class LocalDaemonError(TrainerClientError):
     """The store daemon that belongs to this job could not be started."""
+
+
+class PhaseError(TrainerClientError, RuntimeError):
+    """The engine or the model was called at a point of the step where it cannot be; the message says what to call."""
+
+
+class ReleasedParameterError(TrainerClientError, RuntimeError):
+    """A parameter's values were asked for while they are in the store only.
+
+    Args:
+        fqn: the parameter's name.
+        function: of torch, that was handed the parameter.
+    """
+
+    def __init__(self, fqn: str, function: str) -> None:
+        super().__init__(
+            f"parameter {fqn} was given to {function} outside of any forward of the model: its values are in the "
+            "store; read them with engine.full_state_dict(), or use them within a module's forward"
+        )
+
+
+class CollectiveError(TrainerClientError, RuntimeError):
+    """Ranks could not communicate: one of them is gone, or late, or does something else. The message says where each
+    rank is. Restart the job: it resumes from the last commit."""
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """Another rank did not come to a collective within `paramserver.collective_timeout_seconds`."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """Ranks were about to gather different units with one another: nothing was mixed."""
 
 
 class StoreError(TrainerClientError):

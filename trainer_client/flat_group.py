@@ -6,21 +6,25 @@ Owns the flat buffers and the parameters' `.data`. Must never know where a chunk
 autograd saved from the parameters (F.linear saves a view of its weight) share the storage and are right again once it
 is refilled. `.data` assignment keeps the version counters of parameter and buffer apart, so a refill does not look like
 an in-place change to autograd. A tensor with a freed storage must not be read, it is a null pointer with a shape.
-Released parameters therefore show a NaN of their shape, expanded from one element: whoever reads a weight outside of
-its unit gets NaN, not a crash.
+Released parameters therefore show a NaN of their shape, expanded from one element, and are `ReleasedParameter`s: who
+wants the values has them gathered by `want`, or gets an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import ReleasedParameterError
 from trainer_client.layout import ShardRange, flat_layout
 from trainer_client.link.rank_store import Slab
 from trainer_client.parameters import ModelParameter
 from trainer_client.placement import GroupPlacement, Home, Residence
+from trainer_client.released import release, restore
 
 PROTO_DTYPES = {
     torch.float32: pb.DTYPE_FLOAT32,
@@ -36,6 +40,11 @@ class FlatGroup:
     """Parameters of a unit in one flat buffer; see layout.py [Note: flat groups].
 
     Attributes:
+        unit: name of the unit.
+        want: called when a released parameter's values are wanted, with the name of torch's function; gathers the
+            group, or raises.
+        trainable: whether the store has optimizer states of the parameters, and takes gradients of them. Those of a
+            trainable group may be frozen for a while.
         shards: the parameter ranges in this rank's chunk, by position.
         name: of the rank's shard group in the store; says which part of the flat buffer it is, not whose. It ends in
             `suffix`, which tells groups of one unit apart that differ in dtype.
@@ -66,7 +75,8 @@ class FlatGroup:
         self.state_kinds = tuple(state_kinds) if trainable else ()
         self.layout = flat_layout([(p.fqn, p.shape.numel()) for p in parameters], world_size)
         self.start, self.stop = self.layout.chunk_range(rank)
-        self._unit = unit
+        self.unit = unit
+        self.want: Callable[[ModelParameter, str], None] = _refuse
         self._suffix = suffix
         self.name = self.name_of(rank)
         self.shards = self.shards_of(rank)
@@ -112,7 +122,7 @@ class FlatGroup:
     def name_of(self, rank: int) -> str:
         """The name of a rank's shard group in the store."""
         start, stop = self.layout.chunk_range(rank)
-        return f"{self._unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen") + self._suffix
+        return f"{self.unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen") + self._suffix
 
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
         return self.layout.shards_of(rank)
@@ -160,7 +170,10 @@ class FlatGroup:
     @torch.no_grad()
     def take_over(self) -> None:
         """Gives the parameters' own memory back: from now on they live in the flat buffer."""
-        self._point_to(self._whole if self.flat.untyped_storage().size() else self._released)
+        if self.flat.untyped_storage().size():
+            self._point_to(self._whole)
+        else:
+            self.free()
 
     @torch.no_grad()
     def allocate(self) -> None:
@@ -171,7 +184,25 @@ class FlatGroup:
     def free(self) -> None:
         self._point_to(self._released)
         self.flat.untyped_storage().resize_(0)
+        for parameter in self.parameters:
+            release(parameter.tensor, partial(self._want, parameter))
+
+    def contains(self, tensor: nn.Parameter) -> bool:
+        return any(parameter.tensor is tensor for parameter in self.parameters)
+
+    def holds_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a view of the gathered flat buffer."""
+        mine = self.flat.untyped_storage().data_ptr()
+        return mine != 0 and tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == mine
+
+    def _want(self, parameter: ModelParameter, function: str) -> None:
+        self.want(parameter, function)
 
     def _point_to(self, tensors: Sequence[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            restore(parameter.tensor)
             parameter.tensor.data = tensor
+
+
+def _refuse(parameter: ModelParameter, function: str) -> None:
+    raise ReleasedParameterError(parameter.fqn, function)

@@ -91,6 +91,16 @@ class GradientGroup:
         return bool(self._unreduced)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether no gradient is missing; that of a parameter which is frozen for a while is not."""
+        return not any(self.flat_group.parameters[slot].tensor.requires_grad for slot in self.missing)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether all parameters are frozen for a while: no gradient will come."""
+        return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
+
+    @property
     def chunk(self) -> torch.Tensor:
         """This rank's part of the gradient: [layout.chunk] of the group's gradient dtype, where its memory is."""
         return self.memory.chunk
@@ -134,7 +144,8 @@ class GradientGroup:
         self._unreduced.clear()
         direct = not self._reduced and self.chunk.device == device and self.chunk.dtype == dtype
         mean = self.chunk if direct else torch.empty(self.flat_group.layout.chunk, dtype=dtype, device=device)
-        self._collectives.reduce_scatter_mean(mean, full.to(dtype))
+        what = f"the reduction of {self.flat_group.unit}"
+        self._collectives.reduce_scatter_mean(mean, full.to(dtype), what)
         if not direct:
             _put(self.chunk, mean, add=self._reduced)
         self._reduced = True
@@ -206,8 +217,11 @@ class Gradients:
 
         for group in self._groups:
             for slot, parameter in enumerate(group.flat_group.parameters):
-                take = partial(hook, group, slot)
-                parameter.tensor.register_post_accumulate_grad_hook(take)
+                frozen = not parameter.tensor.requires_grad
+                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
+                parameter.tensor.requires_grad_(True)
+                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, group, slot))
+                parameter.tensor.requires_grad_(not frozen)
 
     def begin_backward(self, *, reduces: bool) -> None:
         """A backward pass begins. Without `reduces`, which all ranks must give alike, its gradients stay whole on this
@@ -216,41 +230,68 @@ class Gradients:
         for group in self._groups:
             group.expect_all()
 
+    def has_gradients(self, unit: Unit) -> bool:
+        """Whether anything of the unit is trained."""
+        return bool(self._of_unit[unit.index])
+
     def start_backward(self, unit: Unit, step: int) -> None:
         """The unit's backward begins: its gradients will need memory."""
         for group in self._of_unit[unit.index]:
-            group.memory.start(step)
+            if not group.is_frozen:
+                group.memory.start(step)
 
     def unit_is_complete(self, unit: Unit) -> bool:
         """Whether every trainable parameter of the unit has its gradient."""
-        return not any(group.missing for group in self._of_unit[unit.index])
+        return all(group.is_complete for group in self._of_unit[unit.index])
 
     def reduce_unit(self, unit: Unit, step: int) -> None:
         """The unit's backward is over, on every rank. A collective."""
         for group in self._of_unit[unit.index]:
             group.expect_all()
-            if self._reduces:
+            if self._reduces and not group.is_frozen:
                 group.memory.start(step)
                 group.reduce()
 
     def finish_backward(self, step: int) -> None:
         """Reduces what came late or outside of a tracked backward, on any rank. A collective."""
         if self._reduces:
-            self._reduce_dirty(step)
+            self._reduce_dirty(step, "the end of a backward pass")
         self._owes_reduction = not self._reduces
 
     def complete(self, step: int) -> None:
         """Reduces what is not reduced yet, at the end of a step. A collective."""
         if self._owes_reduction:
-            self._reduce_dirty(step)
+            self._reduce_dirty(step, "the end of a step")
             self._owes_reduction = False
 
-    def _reduce_dirty(self, step: int) -> None:
-        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups])
+    def _reduce_dirty(self, step: int, what: str) -> None:
+        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], what)
         for group, is_dirty in zip(self._groups, dirty, strict=True):
             if is_dirty:
                 group.memory.start(step)
                 group.reduce()
+
+    def chunk_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """This rank's part [layout.chunk] of a group's gradient so far, as it is (scaled), in its memory, if the
+        parameter in `slot` has one there. (Over several ranks one that no rank has is zeros, or None.)
+
+        Raises:
+            RuntimeError: it is not reduced over the ranks yet.
+        """
+        if self._owes_reduction:
+            raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
+        found = self._find(group)
+        alone = self._collectives.world_size == 1
+        is_there = found is not None and found.memory.is_there and (not alone or slot in found.present)
+        return found.chunk if found is not None and is_there else None
+
+    def is_present(self, group: FlatGroup, slot: int) -> bool:
+        """Whether a gradient of the parameter in `slot` has come on this rank in this step."""
+        found = self._find(group)
+        return found is not None and slot in found.present
+
+    def _find(self, group: FlatGroup) -> GradientGroup | None:
+        return next((found for found in self._groups if found.flat_group is group), None)
 
     def norm(self) -> GradientNorm:
         """The global norm, bit for bit that of `torch.nn.utils.clip_grad_norm_` at world size 1. A collective."""
@@ -263,16 +304,17 @@ class Gradients:
             norms[indices] = values
             for slot in group.present:
                 present[group.flat_group.parameters[slot].index] = 1.0
-        rows = self._collectives.gather_rows(torch.cat((norms, present))).cpu()
+        rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm").cpu()
         anywhere = rows[:, self._parameters :].amax(dim=0) > 0
         # A zero for a parameter without gradient would not change the sum, but the order in which it is rounded.
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])
         return GradientNorm(total=total, present=anywhere.tolist())
 
-    def hand_over(self, present: Sequence[bool]) -> Iterator[GradientGroup]:
-        """The groups with a gradient on any rank in this step, in forward order; whoever takes them finishes them."""
+    def hand_over(self, updated: Sequence[bool]) -> Iterator[GradientGroup]:
+        """The groups with a parameter that is `updated` in this step, in forward order; whoever takes them finishes
+        them."""
         for group in self._groups:
-            if any(present[parameter.index] for parameter in group.flat_group.parameters):
+            if any(updated[parameter.index] for parameter in group.flat_group.parameters):
                 yield group
             else:
                 group.finish()

@@ -1,55 +1,57 @@
-"""When parameters are gathered and released: hooks on the units' modules, their outputs and their inputs.
+"""When parameters are gathered and released: hooks on the model's modules, their outputs and their inputs.
 
-Owns the phase and the traces. Must never change what the model computes: hooks look at tensors, they do not replace
-them (except for the cast of the root's floating-point inputs).
+Owns the phase's transitions, the traces and the forwards under way. Must never change what the model computes: hooks
+look at tensors, they do not replace them (except for the cast of the root's floating-point inputs).
 
 [Note: the life of a unit in a step]
-Forward: gathered before the module's forward, released after it. The root stays until the end of backward: its
-parameters surround everything, and many are used outside of any block.
-Backward: gathered when the gradient of one of its outputs is there, or when activation checkpointing runs its forward
+Forward: gathered before the module's forward, released after it. The root surrounds everything: it is gathered while
+any module outside of the units runs, and from a forward with gradients to the end of its backward.
+Backward: gathered when the gradient of one of its outputs is there, or while activation checkpointing runs its forward
 again. Its backward is over when the gradients of all its inputs are there; autograd runs the accumulation of parameter
 gradients that are ready before anything else, so they are complete by then, but for those on a branch that does not
-lead to an input. At that moment, which all ranks see alike, its gradients are reduced; it is released if none is
-missing, else at the end of backward, when all units are released and late gradients reduced.
+lead to an input. At that moment it is released, unless gradients are missing; it is reduced as reduction_order.py says.
+At the end of backward all units are released and late gradients reduced.
+
+[Note: lent units] A unit whose forward is given a released parameter of another unit borrows that unit: it is gathered
+then and there, and held as long as the borrower's forward, and again its backward, needs it. So is a unit that gives
+its parameters, or views of them, to its caller. What was lent is known until the step ends.
+
+[Note: hooks and torch.compile] Hooks take leases, communicate and remember: nothing to be traced. They are disabled for
+torch.compile, which puts them between its graphs; inside of a graph torch cannot be asked whether a parameter is
+released, so that what a compiled unit borrows must be registered (`lend`).
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
 from trainer_client.gradients import Gradients
-from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.parameters import ModelParameter
+from trainer_client.phases import Phase, Phases, Verb
 from trainer_client.precision import cast_floating_inputs
+from trainer_client.reduction_order import ReductionOrder
+from trainer_client.residency import Holder, Part, Residency
+from trainer_client.tensor_tree import TensorTree
 from trainer_client.trace import Clock, Trace
-from trainer_client.units import Unit, UnitState
+from trainer_client.units import Unit
 
 
-class Phase(enum.Enum):
-    """Where in a step the engine is."""
+@dataclass(slots=True)
+class _Frame:
+    """A forward under way."""
 
-    IDLE = enum.auto()
-    """Between steps, or after an inference forward; no unit is gathered."""
-
-    INFERENCE = enum.auto()
-    """In a forward without gradients."""
-
-    FORWARD = enum.auto()
-    """In, or after, a forward with gradients; the root is gathered."""
-
-    BACKWARD = enum.auto()
-    """In `engine.backward`; forwards that run now are recomputations."""
-
-    FAILED = enum.auto()
-    """A backward raised: the step's gradients are incomplete on this rank, and the step cannot be made any more."""
+    unit: Unit
+    module: nn.Module
+    may_release: bool = True  # after the forward: its backward will be noticed, or there is none
 
 
 class UnitHooks:
@@ -57,7 +59,6 @@ class UnitHooks:
     units: the root first.
     compute_dtype: of the root's floating-point inputs; None: they stay as they are.
     clock: the job's, so that positions go on growing after a resume.
-    prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
     """
 
     def __init__(
@@ -65,129 +66,228 @@ class UnitHooks:
         *,
         units: Sequence[Unit],
         gradients: Gradients,
-        store: RankStore,
+        residency: Residency,
+        reduction_order: ReductionOrder,
         compute_dtype: torch.dtype | None,
         clock: Clock,
-        prefetch_bytes: int,
     ) -> None:
-        self.phase = Phase.IDLE
         self._units = units
+        self._root = units[0]
         self._gradients = gradients
-        self._store = store
+        self._residency = residency
+        self._reduction_order = reduction_order
         self._compute_dtype = compute_dtype
-        self._prefetch_bytes = prefetch_bytes
+        self._phases = Phases()
         self._training = Trace(clock)
         self._inference = Trace(clock)
         self._trace = self._inference
         self._step = 0  # that the gradients of the current backward belong to
+        self._running: list[_Frame] = []
+        self._lent: list[set[int]] = [set() for _ in units]  # to each unit, in this step: indices of units
+        self._lent_always: list[set[int]] = [set() for _ in units]
         self._in_backward: set[int] = set()  # units whose backward has begun and is not over
-        self._open_forwards = [0] * len(units)  # forwards of a unit whose backward is not over
+        self._open: list[set[object]] = [set() for _ in units]  # forwards of a unit whose backward is not over
+        self._used: dict[int, None] = {}  # units in the order of their first use since the last backward
+
+    @property
+    def phase(self) -> Phase:
+        return self._phases.current
 
     def install(self) -> None:
         self._gradients.install(self._step_of_backward)
+        inside: set[nn.Module] = set()
+        for unit in self._units[1:]:
+            inside.update(unit.module.modules())
+            self._hook(unit.module, unit, partial(self._before_unit, unit), partial(self._after_unit, unit))
+        for module in self._root.module.modules():
+            if module is self._root.module:
+                self._hook(module, self._root, self._before_root, partial(self._after_unit, self._root))
+            elif module not in inside:
+                self._hook(module, self._root, None, None)
         for unit in self._units:
-            unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
-            unit.module.register_forward_hook(partial(self._after_forward, unit))
+            for group in unit.groups:
+                group.want = partial(self._lend_on_use, unit)
+
+    def lend(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """The unit of `module` uses `parameter` in each forward: the parameter's unit is gathered with it.
+
+        Raises:
+            ConfigError: one of them is not of the model.
+        """
+        lender = next((u for u in self._units for group in u.groups if group.contains(parameter)), None)
+        if lender is None:
+            raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not of this engine's model")
+        # The root's modules are all of the model's.
+        borrower = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
+        if borrower is None:
+            raise ConfigError(f"a {type(module).__name__} is not a module of this engine's model")
+        if borrower is not lender:
+            self._lent_always[borrower.index].add(lender.index)
 
     def begin_backward(self, step: int, *, reduces: bool) -> None:
-        """Gradients that come from now on belong to `step`; `reduces`: see Gradients.begin_backward."""
-        if self.phase is Phase.BACKWARD:
-            raise RuntimeError("engine.backward() was called within a backward pass")
-        self.phase = Phase.BACKWARD
+        """Gradients that come from now on belong to `step`; `reduces`: see Gradients.begin_backward. A collective,
+        which is not waited for."""
+        self._phases.enter(Verb.BEGIN_BACKWARD)
+        self._running.clear()
         self._trace = self._training
         self._step = step
         self._gradients.begin_backward(reduces=reduces)
-        self._gather_for_backward(self._units[0])
+        self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._units[i])])
+        self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
         """Autograd is done. A collective."""
-        self._release_all()
+        for index in self._reduction_order.finish():
+            self._gradients.reduce_unit(self._units[index], self._step)
+        self._end_uses(keep=True)
+        self._used = {index: None for index in self._used if self._open[index]}
         self._gradients.finish_backward(self._step)
-        self.phase = Phase.IDLE
+        self._phases.enter(Verb.END_BACKWARD)
 
     def abort_backward(self) -> None:
         """Autograd or a hook failed: gives memory and leases back, without a collective."""
-        self._release_all()
-        self.phase = Phase.FAILED
+        self._reduction_order.abandon()
+        self._end_uses(keep=False)
+        self._phases.enter(Verb.FAIL_BACKWARD)
+
+    def abandon_forward(self) -> None:
+        """A forward was interrupted by what no hook of torch hears of (KeyboardInterrupt). Idempotent."""
+        if self._running:
+            self._running.clear()
+            self._end_forward()
+
+    def begin_step(self) -> None:
+        """The parameters are about to change: nothing of them stays on the device, and no lease on them is held."""
+        self._phases.enter(Verb.BEGIN_STEP)
+        self._end_uses(keep=False)
+        for index in range(len(self._units)):
+            self._open[index].clear()
+            self._lent[index].clear()
+        self._used.clear()
 
     def finish_step(self) -> None:
         """The parameters are updated: the next step begins, and with it the uses that the last one saw."""
         self._training.end()
-        self._prefetch(self._training)
+        self._residency.prefetch(self._training)
+        self._phases.enter(Verb.END_STEP)
 
-    def _step_of_backward(self) -> int:
-        if self.phase is not Phase.BACKWARD:
-            raise RuntimeError("loss.backward() was called directly: call engine.backward(loss)")
-        return self._step
+    # Hooks on modules
 
-    # Forward
+    def _hook(
+        self,
+        module: nn.Module,
+        unit: Unit,
+        before: Callable[[Any, Any], Any] | None,
+        after: Callable[[_Frame, Any], None] | None,
+    ) -> None:
+        """Has `before` and `after` called around the module's forward, which is noted as one of `unit`."""
 
-    def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        recomputes = self.phase is Phase.BACKWARD
-        if unit.is_root and not recomputes:
-            self._begin_root_forward()
-            if self._compute_dtype is not None:
-                args, kwargs = cast_floating_inputs((args, kwargs), self._compute_dtype)
-        if recomputes:
-            self._gather_for_backward(unit)
-        else:
-            self._use(unit)
-        # In a recomputation, the forward that made the graph has its record already, except under reentrant
-        # checkpointing, which ran it without gradients.
-        if torch.is_grad_enabled() and not (recomputes and self._open_forwards[unit.index]):
-            self._watch_inputs(unit, args, kwargs)
-        return args, kwargs
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._enter(unit, module)
+            return before(args, kwargs) if before is not None else None
 
-    def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
-        watched = torch.is_grad_enabled() and self._watch_outputs(unit, output)
-        if self.phase is Phase.BACKWARD:
+        def finish(_: nn.Module, __: Any, output: Any) -> None:
+            if after is not None:
+                after(self._running[-1], output)
+
+        def leave(_: nn.Module, __: Any, ___: Any) -> None:
+            self._leave(module)
+
+        module.register_forward_pre_hook(torch.compiler.disable(enter), with_kwargs=True)
+        module.register_forward_hook(torch.compiler.disable(finish))
+        module.register_forward_hook(torch.compiler.disable(leave), always_call=True)
+
+    def _enter(self, unit: Unit, module: nn.Module) -> None:
+        if self.phase in (Phase.STEP, Phase.FAILED):
+            raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
+        outermost = not self._running
+        nested = any(frame.unit is unit for frame in self._running)
+        self._running.append(_Frame(unit, module))
+        if outermost and self.phase is not Phase.BACKWARD:
+            grad = torch.is_grad_enabled()
+            self._phases.enter(Verb.BEGIN_FORWARD if grad else Verb.BEGIN_INFERENCE)
+            self._trace = self._training if grad else self._inference
+        if self.phase is Phase.FORWARD and self._trace is self._training and not unit.is_root:
+            self._used.setdefault(unit.index)
+        if not nested:
+            self._hold(unit, Part.FORWARD, self._lent_always[unit.index])
+
+    def _leave(self, module: nn.Module) -> None:
+        """The forward has ended, or raised; also if it was refused before it began."""
+        if not self._running or self._running[-1].module is not module:
             return
-        if unit.is_root:
-            self._finish_root_forward()
-        elif self._trace.next_unit() != unit.index and (watched or not torch.is_grad_enabled()):
-            unit.release()
-        # A unit that is used again at once (the last of the forward is the first of the backward) stays, and so does
-        # one whose outputs hide their tensors: nothing would tell when its backward begins.
+        frame = self._running.pop()
+        unit = frame.unit
+        if all(other.unit is not unit for other in self._running):
+            self._release_after_forward(unit, may_release=frame.may_release)
+        if not self._running:
+            self._end_forward()
 
-    def _begin_root_forward(self) -> None:
-        if torch.is_grad_enabled():
-            self.phase = Phase.FORWARD
-            self._trace = self._training
-        else:
-            if self.phase is Phase.IDLE:
-                self.phase = Phase.INFERENCE
-            self._trace = self._inference
+    def _release_after_forward(self, unit: Unit, *, may_release: bool) -> None:
+        if unit.is_root and self.phase is Phase.FORWARD:
+            return
+        if not may_release:
+            self._hold_gathered(unit, Part.BACKWARD)
+        # A unit that is used again at once (the last of the forward is the first of the backward) stays.
+        again = unit.index if self._trace.next_unit() == unit.index else None
+        self._residency.let_go(Holder(unit.index, Part.FORWARD), stays=again)
 
-    def _finish_root_forward(self) -> None:
+    def _end_forward(self) -> None:
+        """The outermost forward has ended."""
         if self._trace is self._inference:
             self._inference.end()
         if self.phase is Phase.INFERENCE:
-            self._release_all()
-            self.phase = Phase.IDLE
+            self._residency.let_all_go(keep=True)
+            self._phases.enter(Verb.END_INFERENCE)
+
+    def _before_root(self, args: Any, kwargs: Any) -> Any:
+        if self.phase is Phase.BACKWARD or self._compute_dtype is None:
+            return None
+        return cast_floating_inputs((args, kwargs), self._compute_dtype)
+
+    def _before_unit(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        # In a recomputation, the forward that made the graph has its record already, except under reentrant
+        # checkpointing, which ran it without gradients.
+        if torch.is_grad_enabled() and not (self.phase is Phase.BACKWARD and self._open[unit.index]):
+            self._watch_inputs(unit, TensorTree.of((args, kwargs)))
+
+    def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
+        tree = TensorTree.of(output)
+        if torch.is_grad_enabled():
+            watched = self._watch_outputs(unit, tree)
+            # One whose outputs hide their tensors stays: nothing would tell when its backward begins.
+            frame.may_release = watched or not tree.hides_some
+        if any(group.holds_memory_of(tensor) for group in unit.groups for tensor in tree.tensors):
+            self._lend_to_caller(unit)
 
     # Backward
 
-    def _watch_outputs(self, unit: Unit, output: Any) -> bool:
+    def _step_of_backward(self) -> int:
+        if self.phase is not Phase.BACKWARD:
+            raise PhaseError("loss.backward() was called directly: call engine.backward(loss)")
+        return self._step
+
+    def _watch_outputs(self, unit: Unit, output: TensorTree) -> bool:
         """Whether something in `output` will tell that the unit's backward begins."""
-        tensors = [t for t in _tensors(output) if t.requires_grad and t.grad_fn is not None]
+        tensors = [tensor for tensor in output.requiring_grad() if tensor.grad_fn is not None]
         for tensor in tensors:
             tensor.register_hook(partial(self._before_backward, unit))
         return bool(tensors)
 
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        if unit.is_root:
-            return
-        self._open_forwards[unit.index] += 1
-        inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
-        if not inputs:
+    def _watch_inputs(self, unit: Unit, inputs: TensorTree) -> None:
+        record = object()
+        self._open[unit.index].add(record)
+        tensors = inputs.requiring_grad()
+        if not tensors:
             return  # nothing tells when its backward is over: the end of backward does
         handle: RemovableHandle
 
         def after_backward(_: Sequence[torch.Tensor | None]) -> None:
             handle.remove()
+            self._open[unit.index].discard(record)
             self._after_backward(unit)
 
-        handle = register_multi_grad_hook(inputs, after_backward)
+        handle = register_multi_grad_hook(tensors, after_backward)
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
         self._step_of_backward()
@@ -198,56 +298,50 @@ class UnitHooks:
             return
         self._in_backward.add(unit.index)
         self._gradients.start_backward(unit, self._step)
-        self._use(unit)
+        self._hold(unit, Part.BACKWARD, self._lent[unit.index] | self._lent_always[unit.index])
 
     def _after_backward(self, unit: Unit) -> None:
-        self._open_forwards[unit.index] -= 1
-        if self._open_forwards[unit.index] != 0:
+        if self._open[unit.index]:
             return
         complete = self._gradients.unit_is_complete(unit)
-        self._gradients.reduce_unit(unit, self._step)
+        for index in self._reduction_order.unit_is_over(unit.index):
+            self._gradients.reduce_unit(self._units[index], self._step)
         if complete:
-            unit.release()
             self._in_backward.discard(unit.index)
+            self._residency.let_go(Holder(unit.index, Part.BACKWARD))
 
-    # Gather, prefetch, release
+    # Gather and lend
 
-    def _use(self, unit: Unit) -> None:
-        trace = self._trace
-        unit.start_gather(trace.use(unit.index))
-        unit.wait_gather(trace.next_use(unit.index))
-        following = trace.next_unit()
-        if following is None:
-            return
-        # The next unit's lease is asked for now, so that its bytes are there when it is used. Never beyond the end of
-        # the step: its version would be the one before the update.
-        self._units[following].start_gather(next(trace.upcoming())[1])
-        self._prefetch(trace)
+    def _hold(self, unit: Unit, part: Part, lent: set[int]) -> None:
+        """Gathers the unit, and what it borrows."""
+        for index in (unit.index, *sorted(lent)):
+            self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)
 
-    def _prefetch(self, trace: Trace) -> None:
-        if wants := list(self._window(trace)):
-            self._store.prefetch(wants)
+    def _hold_gathered(self, unit: Unit, part: Part) -> None:
+        for each in (unit, *(self._units[index] for index in self._lent[unit.index])):
+            self._residency.share(each, Holder(unit.index, part))
 
-    def _window(self, trace: Trace) -> Iterator[tuple[Slab, int]]:
-        """What is used next, up to the byte budget."""
-        budget = self._prefetch_bytes
-        wanted: set[int] = set()
-        for index, position in trace.upcoming():
-            unit = self._units[index]
-            if index in wanted or unit.state is not UnitState.SHARDED:
-                continue
-            wanted.add(index)
-            budget -= unit.chunk_bytes
-            if budget < 0:
-                return
-            yield from ((slab, position) for slab in unit.slabs())
+    def _lend_on_use(self, lender: Unit, parameter: ModelParameter, function: str) -> None:
+        """Somebody has given a released parameter of `lender` to torch."""
+        if self._running:
+            borrower = self._running[-1].unit
+        elif self.phase is Phase.BACKWARD:
+            # The backward of a function of the user's: of which unit, nobody knows. The root's lasts longest.
+            borrower = self._root
+        else:
+            raise ReleasedParameterError(parameter.fqn, function)
+        self._lent[borrower.index].add(lender.index)
+        part = Part.BACKWARD if borrower.index in self._in_backward else Part.FORWARD
+        self._residency.hold(lender, Holder(borrower.index, part), self._trace)
 
-    def _release_all(self) -> None:
-        for unit in self._units:
-            unit.release()
+    def _lend_to_caller(self, lender: Unit) -> None:
+        """What a unit returns are its parameters, or views of them, and its caller will use them."""
+        callers = [frame.unit for frame in self._running if frame.unit is not lender]
+        if callers:
+            self._lent[callers[-1].index].add(lender.index)
+            self._residency.share(lender, Holder(callers[-1].index, Part.FORWARD))
+
+    def _end_uses(self, *, keep: bool) -> None:
+        self._running.clear()
+        self._residency.let_all_go(keep=keep)
         self._in_backward.clear()
-        self._open_forwards = [0] * len(self._units)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

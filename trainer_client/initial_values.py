@@ -1,31 +1,260 @@
-"""The values that a new job begins with. Must never hold more than one flat group of them at a time."""
+"""The values that a new job begins with, and where they come from: the model's own memory, a recipe, the modules'
+functions, or files.
+
+Owns each parameter's source. Must never hold more of them than this rank's chunk of one flat group, and one whole
+parameter. Says which memory the model gives back, and when: a group's, as soon as its chunk is in the store.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.collectives import Collectives
+from trainer_client.deferred_init import Recorder, recipe_of, replay
+from trainer_client.errors import ConfigError
 from trainer_client.flat_group import FlatGroup
+from trainer_client.loading import FileTensor, Found, Weights
+from trainer_client.module_init import ModuleInit, ParamInitFn
+from trainer_client.parameters import ModelParameter
 from trainer_client.states import GroupStates
 
 
-def stage_initial_values(states: Iterable[GroupStates], collectives: Collectives) -> None:
-    """Stages this rank's chunks of rank 0's weights as step 0. A collective."""
-    for state in states:
-        group = state.group
-        chunk = initial_chunk(group, collectives)
-        kinds = (pb.KIND_PARAM, pb.KIND_MASTER) if group.has_master else (pb.KIND_PARAM,)
-        state.stage(dict.fromkeys(kinds, chunk), step=0)
+class Origin(enum.IntEnum):
+    """How a rank's model has a parameter."""
+
+    GIVEN = 0
+    """With values."""
+
+    RECORDED = 1
+    """On the meta device, with a recipe."""
+
+    META = 2
+    """On the meta device, without one."""
 
 
-@torch.no_grad()
-def initial_chunk(group: FlatGroup, collectives: Collectives) -> torch.Tensor:
-    """This rank's chunk of rank 0's weights: fp32, on the CPU, padding zero. A collective."""
-    flat = torch.zeros(group.layout.numel, dtype=torch.float32, device=collectives.device)
-    for piece, parameter in zip(group.pieces(flat), group.parameters, strict=True):
-        piece.copy_(parameter.tensor)
-    collectives.broadcast(flat)
-    return flat[group.start : group.stop].cpu()
+class Source(Protocol):
+    """Where one parameter's values come from."""
+
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        """Fills `target` [n] fp32, on the CPU, with elements [offset, offset + n) of the flattened parameter.
+
+        n may be 0. Called by every rank for every parameter, in the same order: it may be a collective.
+        """
+
+
+class InitialValues:
+    """Args:
+    model: on return its parameters are not on the meta device (they show NaN if they were) and its buffers have values.
+    param_init_fn: see ModuleInit.
+    weights: values from files, in place of all others where they have them.
+    strict_weights: see Weights.match.
+
+    Raises:
+        ConfigError: ranks built the model differently, it does not fit the files, or nothing tells a value.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[ModelParameter],
+        collectives: Collectives,
+        *,
+        param_init_fn: ParamInitFn | None = None,
+        weights: Weights | None = None,
+        strict_weights: bool = True,
+    ) -> None:
+        """A collective."""
+        self._model = model
+        self._collectives = collectives
+        self._origins = self._agree_on_origins(parameters)
+        self._agree_on_seeds(parameters)
+        names = [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)]
+        keys = {id(p.tensor): p.index for p in parameters}
+        found = weights.match(names, keys, strict=strict_weights) if weights else Found(parameters={}, buffers={})
+        recorded = {p.index: p.tensor.data for p in parameters if self._origins[p.index] is Origin.RECORDED}
+        for parameter in parameters:
+            if parameter.tensor.is_meta:
+                _leave_meta(parameter.tensor)
+        seed = torch.tensor([torch.initial_seed() & (2**63 - 1)])
+        self._module_init = ModuleInit(model, param_init_fn, int(collectives.gather_rows(seed)[0]))
+        self._fill_buffers(found)
+        self._sources = [self._source(p, found, recorded.get(p.index)) for p in parameters]
+
+    def stage(self, states: Sequence[GroupStates]) -> None:
+        """Stages this rank's chunks as step 0, and gives the model's own memory back. A collective."""
+        with self._progress(sum(state.group.layout.numel for state in states) * torch.float32.itemsize) as progress:
+            (task,) = progress.task_ids
+            for state in states:
+                group = state.group
+                chunk = self.chunk(group)
+                kinds = (pb.KIND_PARAM, pb.KIND_MASTER) if group.has_master else (pb.KIND_PARAM,)
+                state.stage(dict.fromkeys(kinds, chunk), step=0)
+                state.refill()
+                group.take_over()
+                progress.advance(task, group.layout.numel * torch.float32.itemsize)
+
+    @torch.no_grad()
+    def chunk(self, group: FlatGroup) -> torch.Tensor:
+        """This rank's chunk: fp32, on the CPU, padding zero. A collective."""
+        chunk = torch.zeros(group.layout.chunk, dtype=torch.float32)
+        shards = {shard.slot: shard for shard in group.shards}
+        for slot, parameter in enumerate(group.parameters):
+            shard = shards.get(slot)
+            first, count, offset = (shard.position, shard.numel, shard.offset) if shard else (0, 0, 0)
+            self._sources[parameter.index].fill(chunk[first : first + count], offset)
+        return chunk
+
+    def _agree_on_origins(self, parameters: Sequence[ModelParameter]) -> list[Origin]:
+        """Rank 0's: where it has values, the others need none."""
+        mine = torch.tensor([_origin(p.tensor) for p in parameters], dtype=torch.int64)
+        agreed = self._collectives.gather_rows(mine)[0].cpu()
+        differs = (agreed != mine) & (agreed != Origin.GIVEN)
+        where = self._collectives.any_rank(differs.tolist())
+        if any(where):
+            fqn = parameters[where.index(True)].fqn
+            raise ConfigError(
+                f"parameter {fqn} is on the meta device on rank 0, and was built in another way on another rank: build "
+                "the model alike on every rank, or with values on rank 0"
+            )
+        return [Origin(value) for value in agreed.tolist()]
+
+    def _agree_on_seeds(self, parameters: Sequence[ModelParameter]) -> None:
+        """Rank 0's."""
+        tensors = [p.tensor for p in parameters if self._origins[p.index] is Origin.RECORDED]
+        recorders: dict[int, Recorder] = {}
+        for tensor in (*tensors, *self._model.buffers()):
+            if recipe := recipe_of(tensor):
+                recorders.setdefault(id(recipe.recorder), recipe.recorder)
+        counts = self._collectives.gather_rows(torch.tensor([len(recorders)]))
+        if counts.unique().numel() != 1:
+            raise ConfigError("the ranks have built the model in different numbers of zero.Init contexts")
+        for recorder in recorders.values():
+            seeds = self._collectives.gather_rows(torch.tensor([recorder.seed]))[:, 0].tolist()
+            (fixed,) = self._collectives.any_rank([recorder.is_fixed])
+            if len(set(seeds)) == 1:
+                continue
+            if fixed:
+                raise ConfigError(
+                    f"the ranks have built the model from different random numbers (seeds {seeds}), and the model has "
+                    "looked at them: pass the same seed to zero.Init(seed=...) on every rank"
+                )
+            recorder.reseed(seeds[0])
+
+    @torch.no_grad()
+    def _fill_buffers(self, found: Found) -> None:
+        """Gives memory to all buffers on meta, and to tensors that are plain attributes of modules."""
+        known: dict[int, torch.Tensor] = {}
+        for fqn, module in self._model.named_modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if not buffer.is_meta:
+                    continue
+                if id(buffer) not in known:
+                    from_module = not recipe_of(buffer)
+                    known[id(buffer)] = self._module_init.tensors_of(fqn)[name] if from_module else replay(buffer)
+                setattr(module, name, known[id(buffer)])
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and recipe_of(value):
+                    setattr(module, name, replay(value))
+        for name, stored in found.buffers.items():
+            self._load_buffer(name, stored)
+
+    def _load_buffer(self, name: str, stored: FileTensor) -> None:
+        """Only rank 0 reads it. A collective."""
+        buffer = self._model.get_buffer(name)
+        values = torch.empty(buffer.numel(), dtype=buffer.dtype)
+        if self._collectives.rank == 0:
+            stored.read_into(values, 0, buffer.dtype)
+        values = values.to(self._collectives.device)
+        self._collectives.broadcast(values)
+        buffer.copy_(values.view_as(buffer))
+
+    def _source(self, parameter: ModelParameter, found: Found, recorded: torch.Tensor | None) -> Source:
+        stored = found.parameters.get(parameter.index)
+        if stored is not None:
+            return _FromFile(stored, parameter.tensor.dtype)
+        if recorded is not None:
+            return _FromRecipe(recorded)
+        if self._origins[parameter.index] is Origin.META:
+            return _FromModule(self._module_init, parameter)
+        return _FromRank0(parameter, self._collectives)
+
+    @contextmanager
+    def _progress(self, total_bytes: int) -> Iterator[Progress]:
+        """A bar where somebody watches."""
+        console = Console(stderr=True)
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        attended = self._collectives.rank == 0 and console.is_terminal
+        with Progress(TextColumn("initial weights"), *columns, console=console, disable=not attended) as progress:
+            progress.add_task("", total=total_bytes)
+            yield progress
+
+
+class _FromRank0:
+    def __init__(self, parameter: ModelParameter, collectives: Collectives) -> None:
+        self._parameter = parameter
+        self._collectives = collectives
+
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        collectives, tensor = self._collectives, self._parameter.tensor
+        if collectives.rank == 0:
+            values = tensor.detach().reshape(-1)
+        else:
+            values = torch.empty(self._parameter.shape.numel(), dtype=tensor.dtype)
+        if collectives.world_size > 1:
+            values = values.to(collectives.device)
+            collectives.broadcast(values)
+        target.copy_(values[offset : offset + target.numel()])
+
+
+class _FromRecipe:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        if target.numel():
+            target.copy_(replay(self._tensor).reshape(-1)[offset : offset + target.numel()])
+
+
+class _FromModule:
+    def __init__(self, module_init: ModuleInit, parameter: ModelParameter) -> None:
+        self._module_init = module_init
+        self._fqn, _, self._name = parameter.fqn.rpartition(".")
+
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        if target.numel():
+            values = self._module_init.tensors_of(self._fqn)[self._name]
+            target.copy_(values.reshape(-1)[offset : offset + target.numel()])
+
+
+class _FromFile:
+    def __init__(self, stored: FileTensor, dtype: torch.dtype) -> None:
+        self._stored = stored
+        self._dtype = dtype
+
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        # By way of the parameter's own dtype, as load_state_dict has it.
+        self._stored.read_into(target, offset, self._dtype)
+
+
+def _origin(tensor: torch.Tensor) -> Origin:
+    if not tensor.is_meta:
+        return Origin.GIVEN
+    return Origin.RECORDED if recipe_of(tensor) else Origin.META
+
+
+def _leave_meta(parameter: nn.Parameter) -> None:
+    """Makes a parameter on meta, the same object, one of its shape that shows NaN."""
+    nan = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+    other = nn.Parameter(nan, requires_grad=parameter.requires_grad)
+    vars(other).update(vars(parameter))
+    # `.data` cannot be assigned across these devices.
+    torch.utils.swap_tensors(parameter, other)

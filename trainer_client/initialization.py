@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
+from trainer_client.access import StateAccess
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
@@ -27,16 +28,22 @@ from trainer_client.engine import Engine, Scheduler
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.gradients import Gradients, ReductionSchedule
 from trainer_client.hooks import UnitHooks
+from trainer_client.initial_values import InitialValues
 from trainer_client.job import Job
 from trainer_client.link.channel import wait_until_serving
 from trainer_client.link.credentials import NO_CREDENTIALS
 from trainer_client.link.rank_store import RankStore
+from trainer_client.loading import Weights
 from trainer_client.local_daemon import LocalDaemon, local_address
+from trainer_client.module_init import ParamInitFn
 from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.parameters import ModelParameter, list_parameters
 from trainer_client.precision import LossScaler, PrecisionPolicy
+from trainer_client.reduction_order import ReductionOrder
+from trainer_client.residency import Residency
 from trainer_client.trace import Clock
 from trainer_client.training_step import Clipping, TrainingStep
+from trainer_client.unit_policy import UnitPolicy, choose_policy
 from trainer_client.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -64,15 +71,21 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
     *,
+    weights: str | Path | None = None,
+    strict_weights: bool = True,
+    param_init_fn: ParamInitFn | None = None,
+    unit_policy: UnitPolicy | None = None,
     prefer_streams: bool = False,
 ) -> tuple[Engine, StoreOptimizer, DataLoader[Any] | None, Scheduler | None]:
     """Starts or resumes a training job. DeepSpeed's signature and return value; every rank calls it alike.
 
     Args:
         args: its `deepspeed_config` is the config's path if `config` is None.
-        model: floating-point parameters, on the CPU. Afterwards they live in the store. On a new job, rank 0's initial
-            values count; on a resume the initial values do not matter.
-        optimizer: a fresh `torch.optim.AdamW`, or a callable from parameters to one; None: the config's.
+        model: floating-point parameters, on the CPU, or on the meta device: built under `trainer_client.zero.Init()`,
+            or under torch.device("meta") where its own functions can initialise it. Afterwards they live in the store.
+            On a new job, rank 0's initial values count; on a resume the initial values do not matter.
+        optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
+            parameters to one; None: the config's.
         model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
         training_data: a dataset, for the data loader that is returned. One that has a length is loaded in an order that
             the number of ranks does not change, and its cursor is in every commit: see `trainer_client.data`.
@@ -81,6 +94,12 @@ def initialize(
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: as needed.
         collate_fn: for the data loader.
         config, config_params: a dict or the path of a JSON file; two names of one argument.
+        weights: a safetensors file, or a directory with model.safetensors or model.safetensors.index.json: the values
+            that a new job begins with. Each rank reads its own parts. (On a resume, buffers are read from it.)
+        strict_weights: False: what the files lack keeps its initial values, what the model lacks is left out.
+        param_init_fn: initialises the parameters and buffers that a module on the meta device itself has, in place (as
+            FSDP's); None: its `reset_parameters()`, then `_init_weights(module)` of the transformers model around it.
+        unit_policy: from the model to the modules that are gathered and released as a whole; None: `paramserver.units`.
         prefer_streams: move tensors over gRPC although the store is on this node (for tests of that path).
 
     Returns:
@@ -96,13 +115,17 @@ def initialize(
     if model is None:
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)
+    policy = choose_policy(settings.paramserver.units, unit_policy)
     parameters = list_parameters(model)
-    store_optimizer = make_optimizer(optimizer, settings.optimizer, model_parameters, parameters)
+    store_optimizer = make_optimizer(
+        optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
+    )
     scheduler = _make_scheduler(lr_scheduler, optimizer, store_optimizer)
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
         local_rank, device = _join_processes(dist_init_required, distributed_port, processes)
-        collectives = Collectives(device)
+        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
+        processes.callback(collectives.close)
         batch = resolve_batch_sizes(settings, collectives.world_size)
         loader = make_loader(
             training_data,
@@ -116,7 +139,15 @@ def initialize(
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
         # end their sessions, which the daemon's end waits for.
         resources.callback(processes.close)
-        job = Job(settings, model, parameters, store_optimizer, store, collectives)
+        initial_values = InitialValues(
+            model,
+            parameters,
+            collectives,
+            param_init_fn=param_init_fn,
+            weights=Weights(weights) if weights is not None else None,
+            strict_weights=strict_weights,
+        )
+        job = Job(settings, model, parameters, store_optimizer, store, collectives, policy, initial_values)
         engine = _make_engine(
             settings,
             model,
@@ -164,10 +195,15 @@ def _make_engine(
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
-        store=store,
+        residency=Residency(
+            job.units,
+            store,
+            prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
+            kept_elements=settings.zero_optimization.stage3_max_live_parameters,
+        ),
+        reduction_order=ReductionOrder(len(job.units), collectives),
         compute_dtype=policy.compute_dtype,
         clock=clock,
-        prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
     )
     hooks.install()
     engine = Engine(
@@ -179,6 +215,14 @@ def _make_engine(
         step=step,
         hooks=hooks,
         gather=job.gather,
+        access=StateAccess(
+            model=model,
+            units=job.units,
+            states=job.states,
+            gradients=gradients,
+            scaler=scaler,
+            collectives=collectives,
+        ),
         store=store,
         commits=Commits(
             store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step

@@ -19,10 +19,10 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.config import TrainingConfig
-from trainer_client.errors import StoreNotFoundError
+from trainer_client.errors import ConfigError, StoreNotFoundError
 from trainer_client.flat_group import PROTO_DTYPES, FlatGroup
 from trainer_client.gather import CollectiveGather, Gather, OneSidedGather
-from trainer_client.initial_values import stage_initial_values
+from trainer_client.initial_values import InitialValues
 from trainer_client.link.rank_store import RankStore
 from trainer_client.optimizer import StoreOptimizer
 from trainer_client.origin import Origin
@@ -32,7 +32,7 @@ from trainer_client.precision import PrecisionPolicy
 from trainer_client.relayout import fill
 from trainer_client.resume import Start, carried_state, find_start, name_layout
 from trainer_client.states import PlacedStates
-from trainer_client.unit_policy import UnitSpec, find_units
+from trainer_client.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.units import Unit
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class Job:
         optimizer: StoreOptimizer,
         store: RankStore,
         collectives: Collectives,
+        unit_policy: UnitPolicy,
+        initial_values: InitialValues,
     ) -> None:
         """A collective."""
         self._settings = settings
@@ -85,7 +87,8 @@ class Job:
         self.sharers = len(self._store_ranks)
         placement = PlacementPolicy.of(settings)
         self.gather = self._choose_gather(placement)
-        self.units = [self._unit(i, spec, placement) for i, spec in enumerate(find_units(model, parameters))]
+        specs = find_units(model, parameters, unit_policy)
+        self.units = [self._unit(i, spec, placement) for i, spec in enumerate(specs)]
         self.states = self._place(placement)
 
         groups = [state.group for state in self.states]
@@ -98,7 +101,7 @@ class Job:
         self.staged_step: int | None = None
         if start is None:
             self.staged_step = 0
-            self._begin()
+            self._begin(initial_values)
         elif start.fits:
             encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
             self.resumed_state = client_state.decode(encoded)
@@ -106,28 +109,40 @@ class Job:
             self._roll_back(start.step)
             for state in self.states:
                 state.load()
+            self._take_over()
         else:
             # Not the same: where some stores have the new layout and some do not, the higher one tells which is newer.
             self.staged_step = start.step + 1
             self.resumed_state = self._lay_out(start, self.staged_step)
-        for state in self.states:
-            state.refill()
-            state.group.take_over()
+            self._take_over()
         _move_buffers(model, collectives)
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
         ranks = self._collectives.world_size
-        # In host memory, a copy from the arena is faster than any collective.
+        asked = self._settings.paramserver.gather
         (far,) = self._collectives.any_rank([self.sharers != ranks or self._store.plane.name != "arena"])
-        shared = Home.DEVICE not in placement.parameters
-        if ranks > 1 and not far and shared and self._collectives.device.type == "cpu":
+        if asked == "store" and far:
+            raise ConfigError(
+                'paramserver.gather = "store": not all ranks can read the shared memory of one store daemon (they are '
+                f"on several nodes, or use streams); {self.sharers} of {ranks} share this rank's: write "
+                '"auto" or "collective"'
+            )
+        kept = Home.DEVICE in placement.parameters
+        if asked == "store" and kept:
+            raise ConfigError(
+                'paramserver.gather = "store": the parameters live on the devices of the ranks, not in the store; '
+                'write "auto" or "collective", or place them there (zero_optimization.offload_param)'
+            )
+        # In host memory, a copy from the arena is faster than any collective.
+        host = self._collectives.device.type == "cpu"
+        if asked == "store" or (asked == "auto" and ranks > 1 and host and not far and not kept):
             return OneSidedGather(self._store, ranks)
         return CollectiveGather(self._store, self._collectives)
 
     def _unit(self, index: int, spec: UnitSpec, placement: PlacementPolicy) -> Unit:
         members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
         for parameter in spec.parameters:
-            key = (not parameter.tensor.requires_grad, self._policy.dtype_of(parameter))
+            key = (not self._optimizer.has_states(parameter), self._policy.dtype_of(parameter))
             members.setdefault(key, []).append(parameter)
         usual = self._policy.compute_dtype or torch.float32
         groups = [
@@ -179,7 +194,7 @@ class Job:
                         fqn=p.fqn,
                         shape=p.shape,
                         dtype=PROTO_DTYPES[self._policy.dtype_of(p)],
-                        trainable=p.tensor.requires_grad,
+                        trainable=self._optimizer.has_states(p),
                     )
                     for p in self._parameters
                 ],
@@ -189,8 +204,8 @@ class Job:
             )
         )
 
-    def _begin(self) -> None:
-        """Stages the initial values of a new job. A collective."""
+    def _begin(self, initial_values: InitialValues) -> None:
+        """Stages the initial values of a new job, in place of the model's own memory. A collective."""
         section = self._settings.paramserver
         if section.resume == "must":
             raise StoreNotFoundError(
@@ -198,7 +213,13 @@ class Job:
                 f"job {section.job!r} has no committed step to resume from, and paramserver.resume is 'must'",
             )
         self._register()
-        stage_initial_values(self.states, self._collectives)
+        initial_values.stage(self.states)
+
+    def _take_over(self) -> None:
+        """Gives the model's own memory back. A collective."""
+        for state in self.states:
+            state.refill()
+            state.group.take_over()
 
     def _lay_out(self, start: Start, step: int) -> dict[str, Any]:
         """Stages what another layout holds as `step`; the state that goes with it. A collective."""

@@ -35,7 +35,5 @@ def list_parameters(model: nn.Module) -> list[ModelParameter]:
     for index, (fqn, tensor) in enumerate(model.named_parameters()):
         if not tensor.is_floating_point():
             raise ConfigError(f"parameter {fqn} has dtype {tensor.dtype}: only floating-point parameters are honoured")
-        if tensor.is_meta:
-            raise ConfigError(f"parameter {fqn} is on the meta device: materialise the model before initialize()")
         parameters.append(ModelParameter(index=index, fqn=fqn, tensor=tensor, shape=tensor.shape))
     return parameters

@@ -90,8 +90,11 @@ class TrainingStep:
         self._updates.refresh()
 
     def _update(self, step: int, scale: float, present: Sequence[bool]) -> None:
-        for index, is_present in enumerate(present):
-            self.update_counts[index] += is_present
-        table = HyperParameterTable(self._optimizer.hyper_parameters, self.update_counts)
-        rule = UpdateRule(scale=scale, clip_value=self._clipping.value, present=present, table=table)
-        self._updates.apply(step, self._gradients.hand_over(present), rule)
+        group_of = self._optimizer.groups_of_parameters()
+        # What is in no parameter group has a gradient, which counts for the norm, and stays as it is.
+        updated = [is_present and index in group_of for index, is_present in enumerate(present)]
+        for index, is_updated in enumerate(updated):
+            self.update_counts[index] += is_updated
+        table = HyperParameterTable(group_of, self._optimizer.row, self.update_counts)
+        rule = UpdateRule(scale=scale, clip_value=self._clipping.value, updated=updated, table=table)
+        self._updates.apply(step, self._gradients.hand_over(updated), rule)

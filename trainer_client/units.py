@@ -56,6 +56,8 @@ class Unit:
         self._gather = gather
         self._store = store
         self._pending: Pending[list[LeasedBytes]] | None = None
+        self._holders = 0
+        self._release_owed = False  # once nobody holds it any more
 
     @property
     def is_root(self) -> bool:
@@ -65,6 +67,11 @@ class Unit:
     def chunk_bytes(self) -> int:
         """Bytes that this rank fetches from the store for one gather."""
         return sum(group.chunk_bytes for group in self.groups if group.chunk is None)
+
+    @property
+    def elements(self) -> int:
+        """Elements that are gathered, padding included."""
+        return sum(group.layout.numel for group in self.groups)
 
     def slabs(self) -> list[Slab]:
         """What a gather of the unit leases."""
@@ -93,9 +100,29 @@ class Unit:
             self._store.release(leases, next_use)
         self.state = UnitState.GATHERED
 
+    @property
+    def is_held(self) -> bool:
+        return self._holders > 0
+
+    def hold(self) -> None:
+        """Makes the parameters whole, and keeps them so until as many calls of `let_go`. As `wait_gather`."""
+        if not self.is_held:
+            self._release_owed = self.state is not UnitState.GATHERED
+        self.start_gather(position=0)
+        self.wait_gather(next_use=None)
+        self._holders += 1
+
+    def let_go(self) -> None:
+        self._holders -= 1
+        if self._release_owed:
+            self.release()
+
     def release(self) -> None:
-        """Gives the memory back, unless it is resident, or the leases of a gather that nobody waited for."""
+        """Gives the memory back, unless it is resident or held, or the leases of a gather that nobody waited for."""
         if self.state is UnitState.RESIDENT:
+            return
+        if self.is_held:
+            self._release_owed = True
             return
         if self.state is UnitState.GATHERED:
             for group in self.groups:

@@ -29,19 +29,19 @@ class UpdateRule:
     Attributes:
         scale: what gradients are multiplied by, in fp32: unscaling and clipping by norm in one.
         clip_value: the limit of each element after that; None: no limit.
-        present: for each parameter of the model, whether it has a gradient in this step.
+        updated: for each parameter of the model, whether it is updated in this step.
         table: the hyper-parameters.
     """
 
     scale: float
     clip_value: float | None
-    present: Sequence[bool]
+    updated: Sequence[bool]
     table: HyperParameterTable
 
     def rows(self, group: FlatGroup, shards: Iterable[ShardRange]) -> list[int]:
         """For each shard the row of the table, or -1 if it stays as it is."""
         indices = [group.parameters[shard.slot].index for shard in shards]
-        return [self.table.row_of(index) if self.present[index] else -1 for index in indices]
+        return [self.table.row_of(index) if self.updated[index] else -1 for index in indices]
 
 
 class Updates:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +27,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
+from paramserver.v1 import parameter_store_pb2 as pb
 
 VOCABULARY = 257
 MICRO_BATCH = 2
 LENGTH = 32
+FP16_LOSS_SCALE = 256.0
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,27 +41,34 @@ ROOT = Path(__file__).parents[2]
 class Run:
     """What is trained, and how."""
 
-    model: Literal["gpt2", "conditional"] = "gpt2"
+    model: Literal["gpt2", "conditional", "adapters"] = "gpt2"
     checkpointing: Literal["none", "reentrant", "non-reentrant"] = "none"
     steps: int = 30
     dropout: float = 0.0
     clipping: float = 0.0
+    clipping_value: float | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # "adapters" keeps its own dtypes, whatever this says
+    sums_dtype: Literal["fp32"] | None = None  # of gradients, over ranks and over micro-batches; None: theirs
+    schedule_of_reduction: Literal["micro_batch", "boundary", "no_sync"] = "micro_batch"
     accumulation: int = 1
     schedule: bool = False
     two_groups: bool = False
     through_store: bool = True
+    with_masters: bool = False  # which reference: train_with_masters, or train_plain
     prefer_streams: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Losses of this rank's micro-batches, norms of the steps, and the final weights by name."""
+    """Losses of this rank's micro-batches, norms of the steps, and the final weights by name; of the runs that compare
+    them also the moments, by parameter and state."""
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]
     plane: str = ""
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def store_config(state_dir: Path, device: str = "nvme", **section: Any) -> dict[str, Any]:
@@ -134,8 +145,43 @@ class ConditionalModel(nn.Module):
         return checkpoint(block, hidden, context, chosen, use_reentrant=self.checkpointing == "reentrant")[0]
 
 
+class AdapterBlock(nn.Module):
+    """A frozen bf16 layer with a trainable bf16 bias, and a trainable fp32 adapter of low rank."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, dtype=torch.bfloat16)
+        self.base.weight.requires_grad_(False)
+        self.down = nn.Linear(width, 4, bias=False)
+        self.up = nn.Linear(4, width, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        adapted: torch.Tensor = self.up(self.down(hidden.float())).to(hidden.dtype)
+        return hidden + torch.relu(self.base(hidden)) + adapted
+
+
+class AdapterModel(nn.Module):
+    """Parameters of mixed dtype, as with LoRA: fp32 adapters on a base in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 24
+        self.embedding = nn.Embedding(VOCABULARY, width, dtype=torch.bfloat16)
+        self.blocks = nn.ModuleList([AdapterBlock(width) for _ in range(4)])
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden.float())
+        return Output(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
 def build_model(run: Run) -> nn.Module:
     torch.manual_seed(1)
+    if run.model == "adapters":
+        return AdapterModel()
     if run.model == "conditional":
         return ConditionalModel(run)
     config = GPT2Config(
@@ -199,10 +245,102 @@ def train_plain(run: Run) -> Result:
     return Result(losses=losses, norms=norms, weights=dict(model.state_dict()))
 
 
+def train_with_masters(run: Run) -> Result:
+    """PyTorch without us, with fp32 weights for parameters of low precision: the loop that people write by hand.
+
+    In fp32 under DDP, where a process group is initialised; else it adds gradients up over ranks in their own dtype.
+    """
+    model = build_model(run)
+    low_precision = run.precision != "fp32" or run.model == "adapters"
+    if run.precision != "fp32":
+        model.to(DTYPES[run.precision])
+    rank, world_size, forward = 0, 1, model
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        forward = model if low_precision else DistributedDataParallel(model)
+    initial = build_model(run).state_dict()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masters = {name: nn.Parameter(initial[name].float()) for name in trained}
+    optimizer = AdamW(masters.values(), lr=1e-2, fused=True)
+    scale = FP16_LOSS_SCALE if run.precision == "fp16" else 1.0
+    losses, norms = [], []
+    sums: dict[str, torch.Tensor] = {}
+    torch.manual_seed(3 + rank)
+    for index, batch in enumerate(micro_batches(run.steps * run.accumulation, rank, world_size), start=1):
+        ends = index % run.accumulation == 0
+        reduces = run.schedule_of_reduction == "micro_batch" or ends
+        with nullcontext() if reduces or not isinstance(forward, DistributedDataParallel) else forward.no_sync():
+            loss = forward(input_ids=batch, labels=batch).loss / run.accumulation
+            (loss.float() * scale).backward()
+        losses.append(loss.item())
+        if low_precision and reduces:
+            for name, parameter in trained.items():
+                assert parameter.grad is not None
+                gradient, parameter.grad = parameter.grad, None
+                gradient = (gradient.float() if run.sums_dtype else gradient).div(world_size)
+                if world_size > 1:
+                    dist.all_reduce(gradient)
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        if not ends:
+            continue
+        for name, master in masters.items():
+            gradient_or_none = sums.pop(name) if low_precision else trained[name].grad
+            assert gradient_or_none is not None
+            master.grad = gradient_or_none.float() / scale
+            trained[name].grad = None
+        if run.clipping:
+            norms.append(float(nn.utils.clip_grad_norm_(masters.values(), run.clipping)))
+        if run.clipping_value is not None:
+            nn.utils.clip_grad_value_(masters.values(), run.clipping_value)
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(masters[name])
+    moments = {
+        f"{name}/{kind}": optimizer.state[master][kind]
+        for name, master in masters.items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    named = {id(parameter): masters[name].detach() for name, parameter in trained.items()}
+    weights = {name: named.get(id(t), t).detach().float() for name, t in model.state_dict(keep_vars=True).items()}
+    return Result(losses=losses, norms=norms, weights=weights, moments=moments)
+
+
+def engine_config(run: Run) -> dict[str, Any]:
+    """The config of a run: what it says besides `config`."""
+    config = run.config | {"gradient_accumulation_steps": run.accumulation, "gradient_clipping": run.clipping}
+    section = dict(config["paramserver"])
+    if run.clipping_value is not None:
+        section["gradient_clipping_value"] = run.clipping_value
+    if run.accumulation > 1 and run.schedule_of_reduction != "no_sync":
+        section["gradient_reduction"] = run.schedule_of_reduction
+    if run.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if run.precision == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": FP16_LOSS_SCALE}
+    if run.sums_dtype:
+        config |= {"data_types": {"grad_accum_dtype": run.sums_dtype}, "communication_data_type": run.sums_dtype}
+    return config | {"paramserver": section}
+
+
+def moments_of(engine: trainer_client.Engine) -> dict[str, torch.Tensor]:
+    """The optimizer's states by parameter and state, wherever they live. A collective."""
+    moments = {}
+    for state in engine._states:
+        group = state.group
+        for kind in group.state_kinds:
+            whole = torch.empty(group.layout.numel, device=engine.device)
+            engine._collectives.all_gather_flat(whole, state.read(kind))
+            name = pb.Kind.Name(kind).removeprefix("KIND_").lower()
+            for parameter, piece in zip(group.parameters, group.pieces(whole), strict=True):
+                moments[f"{parameter.fqn}/{name}"] = piece.cpu().clone()
+    return moments
+
+
 def train_through_store(run: Run) -> Result:
     model = build_model(run)
     optimizer, scheduler = make_optimizer(model, run)
-    config = run.config | {"gradient_accumulation_steps": run.accumulation, "gradient_clipping": run.clipping}
+    config = engine_config(run)
     engine, *_ = trainer_client.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, prefer_streams=run.prefer_streams
     )
@@ -212,17 +350,27 @@ def train_through_store(run: Run) -> Result:
         torch.manual_seed(3 + rank)
         for tokens in micro_batches(run.steps * run.accumulation, rank, world_size):
             batch = tokens.to(engine.device)
-            loss = engine.backward(engine(input_ids=batch, labels=batch).loss)
+            boundary = engine.is_gradient_accumulation_boundary()
+            with engine.no_sync() if run.schedule_of_reduction == "no_sync" and not boundary else nullcontext():
+                loss = engine.backward(engine(input_ids=batch, labels=batch).loss)
             engine.step()
             losses.append(loss.item())
             norm = engine.get_global_grad_norm()
             if run.clipping and engine.micro_steps % run.accumulation == 0 and norm is not None:
                 norms.append(norm)
-        return Result(losses=losses, norms=norms, weights=engine.full_state_dict(), plane=engine.data_plane)
+        return Result(
+            losses=losses,
+            norms=norms,
+            weights=engine.full_state_dict(),
+            plane=engine.data_plane,
+            moments=moments_of(engine),
+        )
 
 
 def train(run: Run) -> Result:
-    return train_through_store(run) if run.through_store else train_plain(run)
+    if run.through_store:
+        return train_through_store(run)
+    return train_with_masters(run) if run.with_masters else train_plain(run)
 
 
 def launch(runs: Sequence[Run], world_size: int, directory: Path, timeout_seconds: float = 150.0) -> list[Result]:
@@ -269,6 +417,9 @@ def assert_bit_equal(actual: Result, expected: Result) -> None:
     assert actual.norms == expected.norms
     assert actual.weights.keys() == expected.weights.keys()
     different = [name for name in actual.weights if not torch.equal(actual.weights[name], expected.weights[name])]
+    if actual.moments and expected.moments:
+        assert actual.moments.keys() == expected.moments.keys()
+        different += [key for key, moment in actual.moments.items() if not torch.equal(moment, expected.moments[key])]
     assert different == []
 
 

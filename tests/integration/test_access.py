@@ -1,0 +1,164 @@
+"""Parameters, gradients and optimizer states are read and changed by name, wherever they live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import trainer_client
+from tests.integration.ranks import run_ranks
+from tests.integration.training import Run, build_model, micro_batches, store_config
+from trainer_client import zero
+
+WEIGHT = "transformer.h.1.mlp.c_fc.weight"
+BIAS = "transformer.h.1.mlp.c_fc.bias"
+EMBEDDING = "transformer.wte.weight"
+
+ON_DEVICE: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+STAGE_1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+
+
+def start(config: dict[str, Any]) -> trainer_client.Engine:
+    model = build_model(Run())
+    optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+    return trainer_client.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def backward(engine: trainer_client.Engine, batch: torch.Tensor) -> None:
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+
+
+def value_of(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+@pytest.mark.parametrize("placement", [{}, ON_DEVICE, STAGE_1], ids=["nvme", "device", "stage-1"])
+def test_what_is_read_and_set_is_what_plain_pytorch_has(tmp_path: Path, placement: dict[str, Any]) -> None:
+    batches = list(micro_batches(3))
+    plain = build_model(Run())
+    adamw = AdamW(plain.parameters(), lr=1e-2, fused=True)
+
+    def step(batch: torch.Tensor, change_gradient: bool = False) -> None:
+        plain(input_ids=batch, labels=batch).loss.backward()
+        if change_gradient:
+            gradient = plain.get_parameter(BIAS).grad
+            assert gradient is not None
+            assert torch.equal(value_of(engine.get_full(BIAS, "grad")), gradient)
+            engine.set_full(BIAS, "grad", gradient * 3)
+            gradient *= 3
+        adamw.step()
+        adamw.zero_grad()
+
+    with start(store_config(tmp_path) | placement) as engine:
+        backward(engine, batches[0])
+        step(batches[0])
+        engine.step()
+
+        weight = plain.get_parameter(WEIGHT)
+        state = adamw.state[weight]
+        for kind, expected in (("master", weight), ("param", weight), ("exp_avg", state["exp_avg"])):
+            assert torch.equal(value_of(engine.get_full(WEIGHT, kind)), expected)
+        local = value_of(engine.get_local(engine.module.get_parameter(WEIGHT), "exp_avg_sq"))
+        assert torch.equal(local.view_as(weight), state["exp_avg_sq"])
+        assert engine.get_full(WEIGHT, "grad") is None
+
+        with torch.no_grad():
+            weight[3] = 0.5
+            state["exp_avg"].zero_()
+            plain.get_parameter(BIAS).add_(1)
+        engine.set_full(WEIGHT, "master", weight)
+        engine.set_many({(WEIGHT, "exp_avg"): state["exp_avg"], (BIAS, "param"): plain.get_parameter(BIAS).detach()})
+        backward(engine, batches[1])
+        step(batches[1], change_gradient=True)
+        engine.step()
+        engine.set_local(BIAS, "exp_avg_sq", torch.full_like(plain.get_parameter(BIAS), 0.25))
+        adamw.state[plain.get_parameter(BIAS)]["exp_avg_sq"].fill_(0.25)
+
+    # What was set is in a commit: a run that goes on from there makes the same step.
+    with start(store_config(tmp_path) | placement) as engine:
+        assert engine.global_steps == 2
+        backward(engine, batches[2])
+        step(batches[2])
+        engine.step()
+        weights = engine.full_state_dict()
+        moments = {
+            (name, kind): value_of(engine.get_full(name, kind))
+            for name, _ in plain.named_parameters()
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        shards = engine.state_dict("exp_avg")
+    assert [name for name, tensor in plain.state_dict().items() if not torch.equal(weights[name], tensor)] == []
+    for (name, kind), moment in moments.items():
+        assert torch.equal(moment, adamw.state[plain.get_parameter(name)][kind]), (name, kind)
+    assert shards.keys() == {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    assert torch.equal(shards["lm_head.weight"].values, moments[EMBEDDING, "exp_avg"].flatten())
+
+
+def test_gathered_parameters_are_whole_and_change_what_was_changed_only(tmp_path: Path) -> None:
+    config = store_config(tmp_path) | {"bf16": {"enabled": True}}
+    (batch,) = micro_batches(1)
+    with start(config) as engine:
+        backward(engine, batch)
+        engine.step()
+        before = engine.full_state_dict()
+        block = engine.module.get_submodule("transformer.h.1")
+        weight = engine.module.get_parameter(WEIGHT)
+        assert weight.isnan().all()
+        with zero.GatheredParameters(block.parameters()):
+            assert torch.equal(weight, before[WEIGHT].bfloat16())
+            with torch.no_grad():  # gathers the rest, and releases it, but not what is held
+                engine(input_ids=batch)
+            assert torch.equal(weight, before[WEIGHT].bfloat16())
+            with pytest.raises(RuntimeError, match="within gathered"):
+                engine.step()
+        assert weight.isnan().all()
+        with zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            weight[5].fill_(2.0)
+        with zero.GatheredParameters(weight, enabled=False):
+            assert weight.isnan().all()
+        with pytest.raises(ArithmeticError), engine.gathered(block, modifier_rank=0):
+            nn.init.zeros_(weight)
+            raise ArithmeticError
+        after = engine.full_state_dict()
+        assert engine.module.get_parameter(BIAS).isnan().all()
+    expected = before[WEIGHT].clone()
+    expected[5] = 2.0
+    assert torch.equal(after[WEIGHT], expected)
+    assert not torch.equal(expected, expected.bfloat16().float())
+    assert [name for name in before if name != WEIGHT and not torch.equal(before[name], after[name])] == []
+
+
+def test_misuse_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (batch,) = micro_batches(1)
+    with start(store_config(tmp_path)) as engine:
+        with pytest.raises(trainer_client.ConfigError, match=r"no state 'momentum_buffer'.*exp_avg"):
+            engine.get_full(WEIGHT, "momentum_buffer")
+        with pytest.raises(trainer_client.ConfigError, match="no parameter 'nobody'"):
+            engine.get_full("nobody", "master")
+        with pytest.raises(trainer_client.ConfigError, match=r"\[3\]: it is \[64, 256\]"):
+            engine.set_full(WEIGHT, "master", torch.zeros(3))
+        with pytest.raises(RuntimeError, match="no gradient"):
+            engine.set_full(BIAS, "grad", torch.zeros(256))
+        backward(engine, batch)
+        with pytest.raises(RuntimeError, match="between two steps"):
+            engine.set_full(BIAS, "master", torch.zeros(256))
+        with (
+            pytest.raises(RuntimeError, match="between two steps"),
+            engine.gathered(engine.module, modifier_rank=0),
+        ):
+            pass
+        # Nothing of this is in the way of a step.
+        engine.step()
+    with pytest.raises(trainer_client.ConfigError, match="has no engine"):
+        trainer_client.utils.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2)))
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_see_and_change_one_state(tmp_path: Path) -> None:
+    run_ranks("tests.integration.access_ranks", 2, tmp_path)

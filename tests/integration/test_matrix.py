@@ -1,0 +1,168 @@
+"""Every stage and placement computes the same bits, and those are what PyTorch computes without us.
+
+Per world size one launch makes all runs, on one daemon: the reference (a loop by hand, under DDP), and
+the same training at each stage and placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.daemon import Daemon
+from tests.integration.training import MICRO_BATCH, Result, Run, assert_bit_equal, launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A stage, where its state lives, and how often the store sees it."""
+
+    stage: int
+    placement: dict[str, Any]
+    durability: str = "step"
+
+
+# All on the device, at every stage; then what the store takes.
+PLACES = {
+    "ddp": Place(stage=0, placement={}, durability="snapshot:2"),
+    "zero-1": Place(stage=1, placement={}, durability="none"),
+    "zero-2": Place(stage=2, placement={"gradients": "host"}),
+    "zero-3": Place(stage=3, placement={}, durability="snapshot:2"),
+    "zero-1 + optimizer nvme": Place(stage=1, placement={"optimizer": "nvme", "gradients": "device"}),
+    "zero-2 + optimizer host": Place(stage=2, placement={"optimizer": "host"}),
+    "zero-3 + everything nvme": Place(stage=3, placement={"parameters": "nvme", "optimizer": "nvme"}),
+    "zero-3 + everything host": Place(stage=3, placement={"parameters": "host", "optimizer": "host"}),
+    "zero-3 + optimizer host": Place(stage=3, placement={"optimizer": "host"}),
+    "zero-3 + parameters nvme": Place(stage=3, placement={"parameters": "nvme"}),
+    "zero-3 + fractions": Place(
+        stage=3,
+        placement={
+            "parameters": {"device": 0.4, "nvme": 0.6},
+            "gradients": {"device": 0.5, "host": 0.5},
+            "optimizer": {"device": 0.3, "host": 0.3, "nvme": 0.4},
+        },
+    ),
+    "zero-2 + fractions": Place(stage=2, placement={"optimizer": {"device": 0.5, "nvme": 0.5}}),
+}
+SOME = ["ddp", "zero-2", "zero-3", "zero-3 + everything nvme", "zero-3 + fractions"]
+FEW = ["ddp", "zero-3 + everything nvme", "zero-3 + fractions"]
+
+_TWICE = Run(with_masters=True, steps=3, clipping=0.5, accumulation=2)
+TRAININGS = {
+    "fp32": Run(with_masters=True, steps=4, clipping=0.5),
+    "fp32, each micro-batch": _TWICE,
+    "fp32, boundary": replace(_TWICE, schedule_of_reduction="boundary"),
+    "fp32, no_sync": replace(_TWICE, schedule_of_reduction="no_sync"),
+    "fp32, by value": replace(_TWICE, clipping=0.0, clipping_value=1e-3),
+    "bf16": replace(_TWICE, precision="bf16"),
+    "bf16, fp32 sums": replace(_TWICE, precision="bf16", sums_dtype="fp32"),
+    "fp16": replace(_TWICE, precision="fp16", schedule_of_reduction="boundary"),
+    "mixed": replace(_TWICE, model="adapters"),
+    "mixed, fp32 sums": replace(_TWICE, model="adapters", sums_dtype="fp32"),
+}
+# The legal combinations, thinned out: each place with each world size, each training with each world size.
+CELLS: dict[int, dict[str, list[str]]] = {
+    1: {
+        "fp32": list(PLACES),
+        "fp32, each micro-batch": FEW,
+        "fp32, by value": FEW,
+        "bf16": SOME,
+        "bf16, fp32 sums": FEW,
+        "fp16": FEW,
+        "mixed": SOME,
+    },
+    2: {
+        "fp32": FEW,
+        "fp32, each micro-batch": list(PLACES),
+        "fp32, boundary": SOME,
+        "fp32, no_sync": FEW,
+        "bf16": FEW,
+        "bf16, fp32 sums": FEW,
+        "fp16": FEW,
+        "mixed": SOME,
+    },
+    3: {"fp32, boundary": SOME, "mixed, fp32 sums": FEW},
+}
+
+Matrix = dict[tuple[str, str | None], Result]  # (training, place), None: the reference
+
+
+@pytest.fixture(scope="module")
+def matrix_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Matrix]]:
+    """The results of a world size; made when they are asked for first."""
+    made: dict[int, Matrix] = {}
+    root = tmp_path_factory.mktemp("matrix")
+    with Daemon(root / "state", {"host_budget": "64MiB", "nvme_budget": "1GiB"}) as daemon:
+
+        def of(world_size: int) -> Matrix:
+            if world_size not in made:
+                cells = [(t, p) for t, places in CELLS[world_size].items() for p in (None, *places)]
+                runs = [_run(training, place, daemon.address, world_size) for training, place in cells]
+                directory = root / str(world_size)
+                directory.mkdir()
+                made[world_size] = dict(zip(cells, launch(runs, world_size, directory), strict=True))
+            return made[world_size]
+
+        yield of
+
+
+def _run(training: str, name: str | None, address: str, world_size: int) -> Run:
+    run = TRAININGS[training]
+    if world_size > 1 and not training.startswith("fp32"):
+        run = replace(run, clipping=0.0)
+    if name is None:
+        return replace(run, through_store=False)
+    place = PLACES[name]
+    return replace(
+        run,
+        config={
+            "train_micro_batch_size_per_gpu": MICRO_BATCH,
+            "zero_optimization": {"stage": place.stage},
+            "paramserver": {
+                "address": address,
+                "job": f"{world_size} {training} {name}",
+                "placement": place.placement,
+                "durability": place.durability,
+            },
+        },
+    )
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("training", CELLS[1])
+def test_one_rank_equals_pytorch_bit_for_bit(matrix_of: Callable[[int], Matrix], training: str) -> None:
+    matrix = matrix_of(1)
+    for place in CELLS[1][training]:
+        assert_bit_equal(matrix[training, place], matrix[training, None])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("world_size", "training"), [(w, t) for w in (2, 3) for t in CELLS[w]])
+def test_more_ranks_equal_ddp_to_rounding_and_each_other_bit_for_bit(
+    matrix_of: Callable[[int], Matrix], world_size: int, training: str
+) -> None:
+    matrix = matrix_of(world_size)
+    first, *others = (matrix[training, place] for place in CELLS[world_size][training])
+    for other in others:
+        assert_bit_equal(other, first)
+    expected = matrix[training, None]
+    if world_size == 2 and not training.startswith("fp32"):
+        # Not clipped, and of two numbers only one sum can be made.
+        assert_bit_equal(first, expected)
+    else:
+        assert_close(first, expected)
+
+
+def assert_close(actual: Result, expected: Result) -> None:
+    """To a part of each tensor's size: where both moments are near 0, AdamW makes a step of any rounding difference."""
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-3, atol=1e-5)
+    for ours, theirs in ((actual.weights, expected.weights), (actual.moments, expected.moments)):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            distance = torch.linalg.vector_norm(ours[name] - theirs[name])
+            assert distance <= 1e-2 * torch.linalg.vector_norm(theirs[name]) + 1e-5, name

@@ -1,0 +1,77 @@
+"""A model on the meta device is initialised by its own functions, module by module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from trainer_client import ConfigError
+from trainer_client.collectives import Collectives
+from trainer_client.initial_values import InitialValues
+from trainer_client.module_init import ModuleInit
+from trainer_client.parameters import list_parameters
+
+COMMON = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def ready(model: nn.Module) -> nn.Module:
+    """Off the meta device, as `initialize` has it."""
+    InitialValues(model, list_parameters(model), Collectives(torch.device("cpu")))
+    return model
+
+
+def build(kind: str) -> PreTrainedModel:
+    if kind == "bert":
+        return BertForMaskedLM(BertConfig(vocab_size=300, pad_token_id=0, **COMMON))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=300, **COMMON))
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_transformers_models_get_their_own_distributions_and_buffers(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = build(kind)
+    with torch.device("meta"):
+        model = build(kind)
+    ready(model)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), name
+    init = ModuleInit(model, None, 0)
+    for name, expected in plain.named_parameters():
+        owner, _, local = name.rpartition(".")
+        values = init.tensors_of(owner)[local]
+        assert torch.equal(values, init.tensors_of(owner)[local])
+        assert values.mean().item() == pytest.approx(expected.mean().item(), abs=4e-3), name
+        assert values.std().item() == pytest.approx(expected.std().item(), rel=0.2), name
+
+
+class Scale(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), value))
+        self.register_buffer("offset", torch.zeros(3))
+
+
+def test_param_init_fn_comes_first_and_a_module_without_functions_is_named() -> None:
+    def initialise(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)  # what FSDP asks of such a function; harmless here
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 3.0)
+
+    def build_model() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(2, 2), Scale(2.0))
+
+    model = build_model()
+    parameters = list(model.parameters())
+    InitialValues(model, list_parameters(model), Collectives(torch.device("cpu")), param_init_fn=initialise)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert model.get_buffer("1.offset").tolist() == [3.0] * 3
+    values = ModuleInit(model, initialise, 0).tensors_of("0")
+    assert values["weight"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert model.get_parameter("0.weight").isnan().all()
+
+    with pytest.raises(ConfigError, match=r"scale, offset of module 1 \(Scale\).*param_init_fn"):
+        ready(build_model())

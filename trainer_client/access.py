@@ -1,0 +1,356 @@
+"""The states of single parameters, by name, wherever they live: read, and changed between two steps.
+
+Owns which parameters belong to which engine, and for how long a user has units whole. Must never commit: a change
+becomes part of the next commit, which is the engine's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.collectives import Collectives
+from trainer_client.errors import ConfigError
+from trainer_client.flat_group import FlatGroup
+from trainer_client.gradients import Gradients
+from trainer_client.layout import ShardRange
+from trainer_client.parameters import ModelParameter
+from trainer_client.precision import LossScaler
+from trainer_client.states import GroupStates
+from trainer_client.units import Unit
+
+ParameterKey: TypeAlias = nn.Parameter | str
+"""A parameter, or its FQN (any of them if it is tied)."""
+
+_OWNER = "paramserver_owner"
+
+# The kinds that a user may name besides the optimizer's states.
+_PARAM, _MASTER, _GRAD = "param", "master", "grad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShard:
+    """The part of a parameter that this rank has.
+
+    Attributes:
+        shape: of the whole parameter.
+        offset: of the part, in elements of the flattened parameter.
+        values: [n] on the CPU, a copy; n may be 0.
+    """
+
+    fqn: str
+    shape: torch.Size
+    offset: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a parameter is.
+
+    Attributes:
+        shard: this rank's part of it; None: it has none.
+    """
+
+    parameter: ModelParameter
+    state: GroupStates
+    slot: int
+    shard: ShardRange | None
+
+    @property
+    def range(self) -> slice:
+        """This rank's part, in its chunk."""
+        return _range(self.shard)
+
+    @property
+    def part(self) -> slice:
+        """This rank's part, in the flattened parameter."""
+        return slice(self.shard.offset, self.shard.offset + self.shard.numel) if self.shard else slice(0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """New values [n] of this rank's part of one kind of a parameter."""
+
+    place: _Place
+    kind: pb.Kind
+    values: torch.Tensor
+
+
+def own(parameters: Iterable[ModelParameter], owner: object) -> None:
+    """Makes `owner` the one that `owner_of` finds, as long as it lives."""
+    for parameter in parameters:
+        setattr(parameter.tensor, _OWNER, weakref.ref(owner))
+
+
+def owner_of(parameter: torch.Tensor) -> object | None:
+    reference = getattr(parameter, _OWNER, None)
+    return reference() if reference is not None else None
+
+
+class StateAccess:
+    """Args:
+    model: for the parameters' other names.
+    states: of all groups.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        units: Sequence[Unit],
+        states: Sequence[GroupStates],
+        gradients: Gradients,
+        scaler: LossScaler,
+        collectives: Collectives,
+    ) -> None:
+        self._units = units
+        self._states = states
+        self._gradients = gradients
+        self._scaler = scaler
+        self._collectives = collectives
+        self._places: dict[int, _Place] = {}
+        for state in states:
+            shards = {shard.slot: shard for shard in state.group.shards}
+            for slot, parameter in enumerate(state.group.parameters):
+                place = _Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
+                self._places[id(parameter.tensor)] = place
+        self._by_name = {
+            fqn: self._places[id(tensor)] for fqn, tensor in model.named_parameters(remove_duplicate=False)
+        }
+
+    # Reading
+
+    def full(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
+        """The whole values, fp32 (`param`: its dtype), of the parameter's shape, on the CPU. A collective.
+
+        None for a gradient that no rank has.
+        """
+        place = self._place(key)
+        if kind == _GRAD and not self._has_gradient(place):
+            return None
+        return self._whole(place, self._part(place, kind)).view(place.parameter.shape)
+
+    def local(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
+        """As `full`, for this rank's part [n], n may be 0; not a collective.
+
+        None for a gradient that is not there.
+        """
+        place = self._place(key)
+        if kind == _GRAD and self._gradients.chunk_of(place.state.group, place.slot) is None:
+            return None
+        return self._part(place, kind)
+
+    def shards(self, kind: str) -> dict[str, StateShard]:
+        """This rank's part of every parameter that has the kind, by each of its names; not a collective."""
+        read = {
+            id(state): state.read(_kind_of(state.group, kind, "")) for state in self._states if _has(state.group, kind)
+        }
+        found = {}
+        for fqn, place in self._by_name.items():
+            chunk = read.get(id(place.state))
+            if chunk is not None:
+                values = chunk[place.range].clone()
+                shape = place.parameter.shape
+                found[fqn] = StateShard(fqn=fqn, shape=shape, offset=place.part.start, values=values)
+        return found
+
+    # Changing
+
+    @torch.no_grad()
+    def stage(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool, step: int) -> None:
+        """Makes new values of states part of the uncommitted `step`. Every rank names the same parameters and kinds.
+
+        Args:
+            values: by parameter and kind: of the parameter's shape, or this rank's part [n] of it where `local`.
+        """
+        changes = []
+        for (key, kind), value in values.items():
+            place = self._place(key)
+            changes += self._changes(place, kind, self._checked(place, kind, value, local=local))
+        self._stage(changes, step)
+
+    @torch.no_grad()
+    def set_gradient(self, key: ParameterKey, value: torch.Tensor, *, local: bool) -> None:
+        """Replaces a gradient between backward and step; not a collective, but every rank has to do it.
+
+        Raises:
+            RuntimeError: the parameter has no gradient in this step.
+        """
+        place = self._place(key)
+        value = self._checked(place, _GRAD, value, local=local)
+        chunk = self._gradients.chunk_of(place.state.group, place.slot)
+        if chunk is None:
+            raise RuntimeError(f"parameter {place.parameter.fqn} has no gradient: set it after backward()")
+        chunk[place.range] = (value.float() * self._scaler.scale).to(chunk.device, chunk.dtype)
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Parameters are whole within the context, and so are the others of their units. A collective."""
+        units = self._units_of(parameters)
+        held: list[Unit] = []
+        try:
+            for unit in units:
+                unit.hold()
+                held.append(unit)
+            yield
+        finally:
+            for unit in held:
+                unit.let_go()
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether somebody has parameters whole."""
+        return any(unit.is_held for unit in self._units)
+
+    def parameters_before(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's part of each parameter, to be given to `stage_changed`."""
+        reader = _Reader()
+        return [reader.part(self._place_of(tensor), pb.KIND_PARAM) for tensor in parameters]
+
+    @torch.no_grad()
+    def stage_changed(
+        self, parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor], modifier_rank: int, step: int
+    ) -> None:
+        """Makes what `modifier_rank` has written into whole parameters everyone's, within `gathered`. A collective.
+
+        Where an element is not changed, its fp32 master weight stays as it is.
+        """
+        changes = []
+        masters = _Reader()
+        for tensor, old in zip(parameters, before, strict=True):
+            place = self._place_of(tensor)
+            whole = tensor.detach().contiguous()
+            self._collectives.broadcast(whole, source=modifier_rank)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(whole)
+            new = whole.reshape(-1)[place.part].cpu()
+            changes.append(_Change(place=place, kind=pb.KIND_PARAM, values=new))
+            if place.state.group.has_master:
+                master = torch.where(new == old, masters.part(place, pb.KIND_MASTER), new.float())
+                changes.append(_Change(place=place, kind=pb.KIND_MASTER, values=master))
+        self._stage(changes, step)
+
+    def _stage(self, changes: Iterable[_Change], step: int) -> None:
+        """One write for each kind of a group, which the store takes once in a step."""
+        by_state: dict[int, list[_Change]] = {}
+        for change in changes:
+            by_state.setdefault(id(change.place.state), []).append(change)
+        for state in self._states:
+            mine = by_state.get(id(state), [])
+            chunks: dict[pb.Kind, torch.Tensor] = {}
+            for change in mine:
+                if change.place.shard is not None:
+                    if change.kind not in chunks:
+                        chunks[change.kind] = state.read(change.kind)
+                    chunks[change.kind][change.place.range] = change.values.to(chunks[change.kind].dtype)
+            if chunks:
+                state.stage(chunks, step)
+            if mine:
+                state.refill()
+
+    def _changes(self, place: _Place, kind: str, part: torch.Tensor) -> list[_Change]:
+        group = place.state.group
+        if kind not in (_PARAM, _MASTER):
+            return [_Change(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
+        # The two are one weight: the low-precision one always is the rounded master weight.
+        weight = part.to(group.dtype) if kind == _PARAM else part
+        kinds = (pb.KIND_PARAM, pb.KIND_MASTER) if group.has_master else (pb.KIND_PARAM,)
+        return [_Change(place=place, kind=each, values=weight) for each in kinds]
+
+    def _checked(self, place: _Place, kind: str, value: torch.Tensor, *, local: bool) -> torch.Tensor:
+        """This rank's part [n] of a value that a user gives."""
+        parameter = place.parameter
+        wanted = torch.Size([place.part.stop - place.part.start]) if local else parameter.shape
+        if value.shape != wanted:
+            what = "this rank's part of it is" if local else "it is"
+            raise ConfigError(
+                f"{kind} of parameter {parameter.fqn} cannot be set to a tensor of shape {list(value.shape)}: "
+                f"{what} {list(wanted)}"
+            )
+        value = value.detach().cpu()
+        return value if local else value.reshape(-1)[place.part]
+
+    # Where things are
+
+    def _place(self, key: ParameterKey) -> _Place:
+        if not isinstance(key, str):
+            return self._place_of(key)
+        if key not in self._by_name:
+            raise ConfigError(f"the model has no parameter {key!r}: write a name that model.named_parameters() gives")
+        return self._by_name[key]
+
+    def _place_of(self, tensor: torch.Tensor) -> _Place:
+        if id(tensor) not in self._places:
+            raise ConfigError(f"a tensor of shape {list(tensor.shape)} is not a parameter of this engine's model")
+        return self._places[id(tensor)]
+
+    def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
+        """In the model's order, which is the same on every rank."""
+        groups = {id(self._place_of(tensor).state.group) for tensor in parameters}
+        return [unit for unit in self._units if any(id(group) in groups for group in unit.groups)]
+
+    def _has_gradient(self, place: _Place) -> bool:
+        (anywhere,) = self._collectives.any_rank([self._gradients.is_present(place.state.group, place.slot)])
+        return anywhere
+
+    def _part(self, place: _Place, kind: str) -> torch.Tensor:
+        """This rank's part [n] of a kind."""
+        group = place.state.group
+        if kind == _GRAD:
+            chunk = self._gradients.chunk_of(group, place.slot)
+            assert chunk is not None, "asked before"
+            return chunk[place.range].float().cpu() / self._scaler.scale
+        values = place.state.read(_kind_of(group, kind, place.parameter.fqn))[place.range].clone()
+        return values if kind == _PARAM else values.float()
+
+    def _whole(self, place: _Place, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts of a parameter, one after the other. A collective."""
+        group = place.state.group
+        world_size = self._collectives.world_size
+        shards = [next((s for s in group.shards_of(r) if s.slot == place.slot), None) for r in range(world_size)]
+        sizes = [shard.numel if shard else 0 for shard in shards]
+        row = torch.zeros(max(sizes), dtype=part.dtype)
+        row[: part.numel()] = part
+        rows = self._collectives.gather_rows(row).cpu()
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+
+class _Reader:
+    """Reads chunks; keeps the last one, since parameters of a group mostly come one after the other."""
+
+    def __init__(self) -> None:
+        self._state: GroupStates | None = None
+        self._chunk = torch.empty(0)
+
+    def part(self, place: _Place, kind: pb.Kind) -> torch.Tensor:
+        """This rank's part [n] of one kind, always the same, of a parameter."""
+        if self._state is not place.state:
+            self._state, self._chunk = place.state, place.state.read(kind)
+        return self._chunk[place.range].clone()
+
+
+def _range(shard: ShardRange | None) -> slice:
+    return slice(shard.position, shard.position + shard.numel) if shard else slice(0, 0)
+
+
+def _has(group: FlatGroup, kind: str) -> bool:
+    return kind in (_PARAM, _MASTER) or any(pb.Kind.Name(k) == f"KIND_{kind.upper()}" for k in group.kinds)
+
+
+def _kind_of(group: FlatGroup, kind: str, fqn: str) -> pb.Kind:
+    """The kind that a user means, by torch's name of the state; `master` is the fp32 weight, whatever it is called."""
+    if kind == _MASTER:
+        return group.weight_kind
+    for candidate in group.kinds:
+        if pb.Kind.Name(candidate) == f"KIND_{kind.upper()}":
+            return candidate
+    known = [_PARAM, _MASTER, _GRAD, *(pb.Kind.Name(k).removeprefix("KIND_").lower() for k in group.state_kinds)]
+    raise ConfigError(f"parameter {fqn} has no state {kind!r}: write one of {', '.join(known)}")

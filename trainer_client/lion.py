@@ -1,0 +1,72 @@
+"""Lion, for plain PyTorch and for the store: torch has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import overload
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from paramserver.v1 import update_rules
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., arXiv:2302.06675: the sign of an interpolated first moment, with decoupled weight decay.
+
+    Given to `trainer_client.initialize`, the store runs it. On its own it is an optimizer like torch's: elementwise, in
+    the dtype of each parameter, with one state `exp_avg`.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: 3-10 times smaller than AdamW's, with a weight decay as much larger.
+
+    Raises:
+        ValueError: a hyper-parameter out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not (lr >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(
+                f"Lion(lr={lr}, betas={betas}, weight_decay={weight_decay}): lr and weight_decay must not be negative, "
+                "betas must be in [0, 1)"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient; the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                update_rules.lion(
+                    parameter,
+                    parameter.grad,
+                    state["exp_avg"],
+                    lr=float(group["lr"]),
+                    beta1=float(beta1),
+                    beta2=float(beta2),
+                    weight_decay=float(group["weight_decay"]),
+                )
+        return loss

@@ -1,0 +1,203 @@
+"""Weights in safetensors files, read by element ranges: each rank reads the bytes of its own chunks, and no others.
+
+Owns the reading of the format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the
+header, the header, which is JSON, and the tensors' bytes. Must never read a tensor that was not asked for, nor hold
+more than one piece of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_client.errors import ConfigError
+
+_INDEX_NAME = "model.safetensors.index.json"
+_FILE_NAME = "model.safetensors"
+
+_PIECE_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 100_000_000  # as the reference implementation has it
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """A tensor in a file.
+
+    Attributes:
+        first_byte: of its bytes, in the file.
+    """
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    first_byte: int
+
+    def read_into(self, target: torch.Tensor, offset: int, as_dtype: torch.dtype) -> None:
+        """Fills `target` [n], on the CPU, with elements [offset, offset + n) of the flattened tensor.
+
+        Args:
+            as_dtype: what the values are rounded to before they are converted to the target's dtype.
+
+        Raises:
+            ConfigError: the file ends before, or cannot be read.
+        """
+        step = _PIECE_BYTES // self.dtype.itemsize
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for first in range(0, target.numel(), step):
+                    part = target[first : first + step]
+                    piece = torch.empty(part.numel(), dtype=self.dtype)
+                    self._read_piece(descriptor, piece, offset + first)
+                    part.copy_(piece.to(as_dtype))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ConfigError(f"weights {self.path} cannot be read: {error.strerror}") from error
+
+    def _read_piece(self, descriptor: int, piece: torch.Tensor, offset: int) -> None:
+        waiting = piece.view(torch.uint8).numpy().data
+        position = self.first_byte + offset * self.dtype.itemsize
+        while waiting:
+            count = os.preadv(descriptor, [waiting], position)
+            if count == 0:
+                raise ConfigError(f"weights {self.path}: the file ends within tensor {self.name!r}")
+            waiting, position = waiting[count:], position + count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a model takes from files.
+
+    Attributes:
+        parameters: by a key of the caller's.
+        buffers: by name.
+    """
+
+    parameters: Mapping[int, FileTensor]
+    buffers: Mapping[str, FileTensor]
+
+
+class Weights:
+    """The tensors of a file, or of a directory with model.safetensors, or with model.safetensors.index.json and what it
+    names.
+
+    Raises:
+        ConfigError: there is no such file, or one that is not safetensors.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.tensors: dict[str, FileTensor] = {}
+        for file, names in _files(self.path).items():
+            header = _read_header(file)
+            if names is not None and (absent := [name for name in names if name not in header]):
+                raise ConfigError(f"weights {file} has no tensor {absent[0]!r}, which the index beside it says it has")
+            self.tensors |= header
+
+    def match(
+        self, wanted: Sequence[tuple[str, torch.Tensor]], keys: Mapping[int, int], *, strict: bool
+    ) -> Found:  # fmt: skip
+        """What a model takes from the files.
+
+        Args:
+            wanted: the model's state by name; a tied parameter has several, of which the files need one. If they have
+                several, the last one counts.
+            keys: the key of each parameter, by the id of its tensor; the other tensors are buffers.
+            strict: whether a missing or an unexpected tensor is an error. A shape that does not fit is one always.
+
+        Raises:
+            ConfigError: lists all that does not fit.
+        """
+        parameters: dict[int, FileTensor] = {}
+        buffers: dict[str, FileTensor] = {}
+        problems = []
+        for name, tensor in wanted:
+            stored = self.tensors.get(name)
+            if stored is None:
+                continue
+            if stored.shape != tensor.shape:
+                problems.append(f"{name} is {list(stored.shape)} in {stored.path.name}, {list(tensor.shape)} here")
+            elif id(tensor) in keys:
+                parameters[keys[id(tensor)]] = stored
+            else:
+                buffers[name] = stored
+        if strict:
+            here = {id(tensor) for name, tensor in wanted if name in self.tensors}
+            problems += [f"{name} is missing in the files" for name, tensor in wanted if id(tensor) not in here]
+            names = {name for name, _ in wanted}
+            problems += [f"{name} is unexpected: the model has no such tensor" for name in self.tensors.keys() - names]
+        if problems:
+            hint = "" if not strict else "\n(initialize(strict_weights=False) leaves out what is missing or unexpected)"
+            raise ConfigError(f"weights {self.path} do not fit the model:\n" + "\n".join(sorted(problems)) + hint)
+        return Found(parameters=parameters, buffers=buffers)
+
+
+def _files(path: Path) -> dict[Path, list[str] | None]:
+    """The files, with the names of the tensors in each where an index tells."""
+    if path.is_file():
+        return {path: None}
+    index = path / _INDEX_NAME
+    if not index.is_file():
+        if not (path / _FILE_NAME).is_file():
+            raise ConfigError(f"weights {path}: write the path of a safetensors file, or of a directory with one")
+        return {path / _FILE_NAME: None}
+    files: dict[Path, list[str] | None] = {}
+    try:
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            # An index names its neighbours, not other places.
+            names = files.setdefault(path / Path(file).name, [])
+            assert names is not None
+            names.append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"weights {index} is not an index of safetensors files: {error!r}") from error
+    return files
+
+
+def _read_header(path: Path) -> dict[str, FileTensor]:
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = int.from_bytes(file.read(8), "little")
+            if not 2 <= size <= _MAX_HEADER_BYTES:
+                raise ConfigError(f"weights {path} is not a safetensors file: its header would have {size} bytes")
+            header = json.loads(file.read(size))
+            end = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"weights {path} is not a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    return {name: _entry(path, name, entry, 8 + size, end) for name, entry in header.items()}
+
+
+def _entry(path: Path, name: str, entry: Mapping[str, Any], data: int, end: int) -> FileTensor:
+    try:
+        first, last = entry["data_offsets"]
+        shape, dtype = torch.Size(entry["shape"]), _DTYPES[entry["dtype"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"weights {path}: the entry of tensor {name!r} is not understood: {entry}") from error
+    if not 0 <= first <= last <= end - data or last - first != shape.numel() * dtype.itemsize:
+        raise ConfigError(f"weights {path}: tensor {name!r} has offsets {first}:{last} that do not fit it or the file")
+    return FileTensor(path=path, name=name, dtype=dtype, shape=shape, first_byte=data + first)

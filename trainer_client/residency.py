@@ -1,0 +1,127 @@
+"""Which units are gathered, and for whom: a unit stays as long as somebody holds it.
+
+Owns the holds, the look-ahead (leases for the next unit, the store's prefetch window) and the limit on what is gathered
+without being held. Must never decide who needs a unit: that is the hooks' business.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.trace import Trace
+from trainer_client.units import Unit, UnitState
+
+
+class Part(enum.Enum):
+    """Of a unit's life in a step."""
+
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who needs a unit: itself, or another unit that uses its parameters."""
+
+    user: int  # index of a unit
+    part: Part
+
+
+class Residency:
+    """Args:
+    prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
+    kept_elements: how much may stay gathered although nobody holds it, because it is used again in this step; what is
+        held counts too. None: nothing stays.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], store: RankStore, *, prefetch_bytes: int, kept_elements: int | None
+    ) -> None:
+        self._units = units
+        self._store = store
+        self._prefetch_bytes = prefetch_bytes
+        self._kept_elements = kept_elements
+        self._holders: list[set[Holder]] = [set() for _ in units]
+        self._held_by: dict[Holder, set[int]] = {}
+
+    def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
+        """Gathers the unit if it is not there, and keeps it until `holder` lets go; notes the use in `trace`. Asks for
+        what is used next. A collective, unless gathers are one-sided."""
+        position = trace.use(unit.index)
+        self._make_room(unit, trace)
+        unit.start_gather(position)
+        unit.wait_gather(trace.next_use(unit.index))
+        self.share(unit, holder)
+        following = trace.next_unit()
+        if following is None:
+            return
+        # The next unit's lease is asked for now, so that its bytes are there when it is used. Never beyond the end of
+        # the step: its version would be the one before the update.
+        self._units[following].start_gather(next(trace.upcoming())[1])
+        self.prefetch(trace)
+
+    def share(self, unit: Unit, holder: Holder) -> None:
+        """As `hold`, for a unit that is gathered."""
+        self._holders[unit.index].add(holder)
+        self._held_by.setdefault(holder, set()).add(unit.index)
+
+    def let_go(self, holder: Holder, *, stays: int | None = None) -> None:
+        """What nobody else holds is released; but not the unit `stays`, which is used again at once."""
+        for index in self._held_by.pop(holder, ()):
+            self._holders[index].discard(holder)
+            if index != stays:
+                self._release_if_idle(self._units[index])
+
+    def let_all_go(self, *, keep: bool = False) -> None:
+        """Nobody holds anything any more; what is gathered stays only with `keep`, and within the limit. Leases of
+        gathers that nobody waited for are given back."""
+        self._held_by.clear()
+        for holders in self._holders:
+            holders.clear()
+        for unit in self._units:
+            if keep and unit.state is UnitState.GATHERED:
+                self._release_if_idle(unit)
+            else:
+                unit.release()
+
+    def prefetch(self, trace: Trace) -> None:
+        """Tells the store what comes next."""
+        if wants := list(self._window(trace)):
+            self._store.prefetch(wants)
+
+    def _release_if_idle(self, unit: Unit) -> None:
+        if not self._holders[unit.index] and not (
+            self._kept_elements is not None and self._gathered_elements() <= self._kept_elements
+        ):
+            unit.release()
+
+    def _make_room(self, unit: Unit, trace: Trace) -> None:
+        """Releases what is idle, the last needed first, until `unit` fits. What is held stays: one unit that is larger
+        than the limit is admitted, alone with what is held."""
+        if unit.state is UnitState.GATHERED:
+            return
+        limit = (self._kept_elements or 0) - unit.elements
+        idle = [u for u in self._units if u.state is UnitState.GATHERED and not self._holders[u.index]]
+        idle.sort(key=lambda u: trace.next_use(u.index) or 0)
+        while idle and self._gathered_elements() > limit:
+            idle.pop().release()
+
+    def _gathered_elements(self) -> int:
+        return sum(unit.elements for unit in self._units if unit.state is UnitState.GATHERED)
+
+    def _window(self, trace: Trace) -> Iterator[tuple[Slab, int]]:
+        """What is used next, up to the byte budget."""
+        budget = self._prefetch_bytes
+        wanted: set[int] = set()
+        for index, position in trace.upcoming():
+            unit = self._units[index]
+            if index in wanted or unit.state is not UnitState.SHARDED:
+                continue
+            wanted.add(index)
+            budget -= unit.chunk_bytes
+            if budget < 0:
+                return
+            yield from ((slab, position) for slab in unit.slabs())
