@@ -455,7 +455,7 @@ class Engine:
         self._clock.now = counters["clock"]
         self._step.update_counts = list(state["update_counts"])
         self._scaler.load_state_dict(state["scaler"])
-        if state["optimizer"] is not None:  # None: of another optimizer
+        if state["optimizer"] is not None:  # None: the groups were others
             self.optimizer.load_settings(state["optimizer"])
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
