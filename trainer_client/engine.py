@@ -224,7 +224,8 @@ class Engine:
     def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
 
-        Only needed where the use cannot be noticed: in a module that torch.compile has compiled. DeepSpeed's name.
+        Never needed, for the use is noticed, but it saves torch.compile a cut in the graph of `module`. DeepSpeed has
+        the same in `deepspeed.zero`.
 
         Raises:
             ConfigError: one of them is not of this engine's model.
