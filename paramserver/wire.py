@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.transfers import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.row_ranges import find_problem
 from paramserver.v1.update_rules import HyperParameters, state_kinds
 from storage.errors import InvalidRequestError
 from storage.shard import (
@@ -301,61 +302,9 @@ def _check_states(group: GroupSpec, row: HyperParameters) -> None:
 
 def hyper_parameters(message: HyperParameters) -> HyperParameters:
     """Raises InvalidRequestError, naming the field, for values that the optimizer's class in torch would refuse."""
-    optimizer = message.WhichOneof("optimizer")
-    if optimizer is None:
-        raise InvalidRequestError(f"hyper_parameters.optimizer is not set; this store knows {', '.join(_RANGES)}")
-    values = getattr(message, optimizer)
-    for field, is_good in _RANGES[optimizer].items():
-        value = getattr(values, field)
-        if not is_good(value):
-            raise InvalidRequestError(f"{optimizer}.{field} = {value} is out of its range")
-    if optimizer == "sgd" and values.nesterov and (values.momentum == 0 or values.dampening != 0):
-        raise InvalidRequestError(
-            f"sgd.nesterov needs a momentum and no dampening; they are {values.momentum} and {values.dampening}"
-        )
+    if problem := find_problem(message):
+        raise InvalidRequestError(problem)
     return message
-
-
-def _is_not_negative(value: float) -> bool:
-    return math.isfinite(value) and value >= 0
-
-
-def _is_beta(value: float) -> bool:
-    return 0 <= value < 1
-
-
-def _is_count(value: float) -> bool:
-    return 0 < value < 1 << 53
-
-
-_ADAM: Mapping[str, Callable[[float], bool]] = {
-    "lr": _is_not_negative,
-    "beta1": _is_beta,
-    "beta2": _is_beta,
-    "eps": _is_not_negative,
-    "weight_decay": _is_not_negative,
-    "update_count": _is_count,
-}
-_RANGES: Mapping[str, Mapping[str, Callable[[float], bool]]] = {
-    "adamw": _ADAM,
-    "adam": _ADAM,
-    "sgd": {
-        "lr": _is_not_negative,
-        "momentum": _is_not_negative,
-        "dampening": math.isfinite,
-        "weight_decay": _is_not_negative,
-        "update_count": _is_count,
-    },
-    "lion": {"lr": _is_not_negative, "beta1": _is_beta, "beta2": _is_beta, "weight_decay": _is_not_negative},
-    "adagrad": {
-        "lr": _is_not_negative,
-        "lr_decay": _is_not_negative,
-        "weight_decay": _is_not_negative,
-        "eps": _is_not_negative,
-        "initial_accumulator_value": _is_not_negative,
-        "update_count": _is_count,
-    },
-}
 
 
 def _shape(parameter: pb.Parameter) -> tuple[int, ...]:

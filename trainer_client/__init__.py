@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from trainer_client import utils, zero
 from trainer_client.access import StateShard
+from trainer_client.data import TrainingLoader
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
@@ -69,6 +70,7 @@ __all__ = [
     "StoredTensor",
     "TensorSpec",
     "TrainerClientError",
+    "TrainingLoader",
     "UnauthenticatedError",
     "initialize",
     "utils",

@@ -1,85 +1,176 @@
 """The collectives of one ZeRO-3 step, on torch.distributed.
 
-Owns nothing. At world size 1 nothing is communicated and no process group is needed. Every rank must make the same
-calls in the same order: callers decide *whether* to communicate only by what all ranks know.
+Owns the engine's process groups. At world size 1 nothing is communicated and none is needed. Every rank must make the
+same calls in the same order: callers decide *whether* to communicate only by what all ranks know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from trainer_client.errors import CollectiveError, CollectiveTimeoutError
+from trainer_client.watch import Watch
 
 # torch 2.13 has new names for these two and warns about the old ones; older versions have only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# The process groups; see [Note: process groups]. The last one is of the host, whatever the device.
+_MAIN, _UNITS, _CONTROL = range(3)
+
 
 class PendingRows:
-    """A gather of rows under way."""
+    """Rows [world, n] of all ranks, under way."""
 
-    def __init__(self, work: dist.Work, rows: torch.Tensor) -> None:
+    def __init__(self, collectives: Collectives, work: dist.Work, rows: torch.Tensor, what: str) -> None:
+        self._collectives = collectives
         self._work = work
         self._rows = rows
+        self._what = what
+        self._begun = time.monotonic()
 
     def wait(self) -> torch.Tensor:
-        self._work.wait()
+        """Raises CollectiveError."""
+        with self._collectives.within(self._what, self._begun):
+            self._work.wait()
         return self._rows
 
 
 class Collectives:
     """Args:
     device: where tensors of collectives live; the process group's backend must know it.
+    timeout_seconds: how long a rank waits for the others in one collective.
+
+    Every method that communicates raises CollectiveError where other ranks do not take part, CollectiveTimeoutError
+    among them. Nothing can be communicated after it.
+
+    [Note: process groups] Ranks that are at different points of the program must not meet in one collective: gloo ends
+    the process where the sizes differ, and mixes the bytes where they do not. Gathers of units, which a rank may come
+    to where another does not, have a process group of their own, and so has the exchange that precedes them; the
+    exchange of orders differs from that of headers by its kind. All others alternate with agreements, which hold a rank
+    that is ahead.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout_seconds: float = 1800.0) -> None:
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._timeout_seconds = timeout_seconds
+        self._groups: list[dist.ProcessGroup] = []
+        self._watch: Watch | None = None
+        if self.world_size > 1:
+            timeout = timedelta(seconds=timeout_seconds)
+            self._groups = [
+                dist.new_group(timeout=timeout),
+                dist.new_group(timeout=timeout),
+                dist.new_group(timeout=timeout, backend="gloo"),
+            ]
+            # A connection of its own: the watch never waits for what training does with the store, nor the reverse.
+            store: Any = self._groups[_MAIN].get_group_store()
+            store = store.clone()
+            self._watch = Watch(store, self.rank, self.world_size, timeout_seconds)
 
-    def all_gather_flat(self, flat: torch.Tensor, chunk: torch.Tensor) -> None:
+    def close(self) -> None:
+        """Leaves the process groups; idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+        groups, self._groups = self._groups, []
+        for group in groups:
+            dist.destroy_process_group(group)
+
+    @contextmanager
+    def within(self, what: str, begun: float | None = None) -> Iterator[None]:
+        """A collective, `begun` now or then; `what` is for people. Its failure becomes a CollectiveError."""
+        if self._watch is None:
+            yield
+            return
+        begun = time.monotonic() if begun is None else begun
+        try:
+            with self._watch.within(what):
+                yield
+        except RuntimeError as error:  # torch.distributed has no narrower one for gloo
+            timed_out = time.monotonic() - begun >= self._timeout_seconds
+            kind = CollectiveTimeoutError if timed_out else CollectiveError
+            reason = (
+                f"did not end within {self._timeout_seconds:g} s (paramserver.collective_timeout_seconds)"
+                if timed_out
+                else f"failed, another rank has gone or given up ({error})"
+            )
+            raise kind(
+                f"{what} {reason}: {self._watch.places()}. All ranks must make the same calls in the same order; "
+                "restart the job, it resumes from the last commit"
+            ) from error
+
+    def gather_unit(self, flat: torch.Tensor, chunk: torch.Tensor, what: str) -> None:
+        """As `all_gather_flat`, for a unit that all ranks have confirmed; see lockstep.py."""
+        self._gather_flat(flat, chunk, what, _UNITS)
+
+    def all_gather_flat(self, flat: torch.Tensor, chunk: torch.Tensor, what: str = "a gather of weights") -> None:
         """Fills `flat` [world * n] with every rank's `chunk` [n], any device; returns when `chunk` may be reused."""
+        self._gather_flat(flat, chunk, what, _MAIN)
+
+    def _gather_flat(self, flat: torch.Tensor, chunk: torch.Tensor, what: str, group: int) -> None:
         if self.world_size == 1:
             flat.copy_(chunk, non_blocking=True)
         else:
-            _all_gather(flat, chunk.to(flat.device, non_blocking=True))
+            with self.within(what):
+                _all_gather(flat, chunk.to(flat.device, non_blocking=True), group=self._groups[group])
         if flat.is_cuda:
             # The host must not give the chunk's memory back while the device still reads from it.
             torch.cuda.current_stream(flat.device).synchronize()
 
-    def reduce_scatter_mean(self, chunk: torch.Tensor, flat: torch.Tensor) -> None:
+    def reduce_scatter_mean(
+        self, chunk: torch.Tensor, flat: torch.Tensor, what: str = "a reduction of gradients"
+    ) -> None:
         """`chunk` [n] becomes this rank's part of the mean over ranks of `flat` [world * n], which is overwritten.
 
         Divides before it adds, as DDP does: a sum of many fp16 gradients would overflow.
         """
-        _reduce_scatter(chunk, flat.div_(self.world_size))
+        with self.within(what):
+            _reduce_scatter(chunk, flat.div_(self.world_size), group=self._groups[_MAIN])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Every rank's `tensor` becomes that of rank `source`."""
         if self.world_size > 1:
-            dist.broadcast(tensor, src=source)
+            with self.within("a broadcast"):
+                dist.broadcast(tensor, src=source, group=self._groups[_MAIN])
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+    def gather_rows(self, row: torch.Tensor, what: str = "an exchange") -> torch.Tensor:
         """Every rank's `row` [n], as [world, n]."""
         if self.world_size == 1:
             return row.unsqueeze(0)
         rows = torch.empty(self.world_size * row.numel(), dtype=row.dtype, device=self.device)
-        _all_gather(rows, row.to(self.device))
+        with self.within(what):
+            _all_gather(rows, row.to(self.device), group=self._groups[_MAIN])
         return rows.view(self.world_size, -1)
 
-    def start_gather_rows(self, row: torch.Tensor, what: str) -> PendingRows:
-        """Every rank's `row` [n] on the CPU, as [world, n], world size > 1. Does not wait."""
-        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype)
-        work = _all_gather(rows.view(-1), row, async_op=True)
-        return PendingRows(work, rows)
+    def start_gather_headers(self, header: torch.Tensor, what: str) -> PendingRows:
+        """Every rank's `header` [n] on the CPU, one n always, world size > 1. Does not wait."""
+        rows = torch.empty(self.world_size, header.numel(), dtype=header.dtype)
+        work = _all_gather(rows.view(-1), header, group=self._groups[_CONTROL], async_op=True)
+        return PendingRows(self, work, rows, what)
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+    def start_exchange(self, row: torch.Tensor, what: str) -> PendingRows:
+        """Every rank's `row` [n] of integers on the CPU, one n always, world size > 1. Does not wait."""
+        rows = torch.zeros(self.world_size, row.numel(), dtype=row.dtype)
+        rows[self.rank] = row
+        work = dist.all_reduce(rows, group=self._groups[_CONTROL], async_op=True)
+        return PendingRows(self, work, rows, what)
+
+    def any_rank(self, flags: Sequence[bool], what: str = "an agreement") -> list[bool]:
         """For each flag, whether it is set on any rank."""
         if self.world_size == 1 or not flags:
             return list(flags)
         tensor = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        with self.within(what):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._groups[_MAIN])
         return [bool(flag) for flag in tensor.tolist()]
 
     def gather_ids(self, identity: bytes) -> list[bytes]:
@@ -99,6 +190,6 @@ class Collectives:
         """Rank 0's `identity`, all of one length."""
         return self.gather_ids(identity)[0]
 
-    def barrier(self) -> None:
+    def barrier(self, what: str = "a barrier") -> None:
         if self.world_size > 1:
-            self.any_rank([True])
+            self.any_rank([True], what)

@@ -12,22 +12,25 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ByteSize,
-    ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 from pydantic import ValidationError as PydanticError
 
+from trainer_client.config_section import Section
 from trainer_client.errors import ConfigError
 from trainer_client.link.credentials import Credentials
+from trainer_client.optimizer_sections import OPTIMIZERS, OptimizerSection
 from trainer_client.refused_optimizers import HONOURED, why_refused
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
@@ -38,16 +41,14 @@ _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
 # And these are for a daemon that is not.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+# Where "auto" is a value of ours, not of a tool that fills configs in.
+_AUTO_KEYS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 HomeName = Literal["device", "gpu", "host", "nvme"]
 # "nvme" is short for {"nvme": 1.0}.
 HomeShares = Annotated[dict[HomeName, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
 DTypeName = Literal["fp32", "bf16", "fp16"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Bf16Section(Section):
@@ -63,102 +64,6 @@ class Fp16Section(Section):
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     min_loss_scale: PositiveFloat = 1.0
-
-
-class AdamWSection(Section):
-    """Hyper-parameters of `torch.optim.AdamW`, with its defaults."""
-
-    lr: NonNegativeFloat = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: NonNegativeFloat = 1e-8
-    weight_decay: NonNegativeFloat = 1e-2
-    # DeepSpeed has kernels of its own; the store's are torch's.
-    torch_adam: Literal[True] = True
-
-    def arguments(self) -> dict[str, Any]:
-        """Of torch's class."""
-        return self.model_dump(exclude={"torch_adam"})
-
-
-class AdamSection(AdamWSection):
-    """Hyper-parameters of DeepSpeed's `Adam`, which is AdamW unless `adam_w_mode` is false."""
-
-    weight_decay: NonNegativeFloat = 0.0
-    adam_w_mode: bool = True
-
-    def arguments(self) -> dict[str, Any]:
-        """Of torch's class."""
-        values = self.model_dump(exclude={"torch_adam", "adam_w_mode"})
-        return values | {"decoupled_weight_decay": self.adam_w_mode}
-
-
-class SgdSection(Section):
-    """Hyper-parameters of `torch.optim.SGD`, with its defaults."""
-
-    lr: NonNegativeFloat = 1e-3
-    momentum: NonNegativeFloat = 0.0
-    dampening: float = 0.0
-    weight_decay: NonNegativeFloat = 0.0
-    nesterov: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        """Of torch's class."""
-        return self.model_dump()
-
-
-class LionSection(Section):
-    """Hyper-parameters of Lion. DeepSpeed's defaults are not the paper's: the first two must be written."""
-
-    lr: NonNegativeFloat
-    betas: tuple[Beta, Beta]
-    weight_decay: NonNegativeFloat = 0.0
-
-    def arguments(self) -> dict[str, Any]:
-        """Of `trainer_client.Lion`."""
-        return self.model_dump()
-
-
-class AdagradSection(Section):
-    """Hyper-parameters of `torch.optim.Adagrad`, with its defaults."""
-
-    lr: NonNegativeFloat = 1e-2
-    lr_decay: NonNegativeFloat = 0.0
-    weight_decay: NonNegativeFloat = 0.0
-    initial_accumulator_value: NonNegativeFloat = 0.0
-    eps: NonNegativeFloat = 1e-10
-
-    def arguments(self) -> dict[str, Any]:
-        """Of torch's class."""
-        return self.model_dump()
-
-
-class AdamWOptimizer(Section):
-    type: Literal["AdamW"]
-    params: AdamWSection = AdamWSection()
-
-
-class AdamOptimizer(Section):
-    type: Literal["Adam"]
-    params: AdamSection = AdamSection()
-
-
-class SgdOptimizer(Section):
-    type: Literal["SGD"]
-    params: SgdSection = SgdSection()
-
-
-class LionOptimizer(Section):
-    type: Literal["Lion"]
-    params: LionSection
-
-
-class AdagradOptimizer(Section):
-    type: Literal["Adagrad"]
-    params: AdagradSection = AdagradSection()
-
-
-OptimizerSection: TypeAlias = AdamWOptimizer | AdamOptimizer | SgdOptimizer | LionOptimizer | AdagradOptimizer
-_OPTIMIZERS: Mapping[str, type[Section]] = dict(zip(HONOURED, get_args(OptimizerSection), strict=True))
 
 
 class OffloadSection(Section):
@@ -203,6 +108,31 @@ class TlsSection(Section):
     key: Path | None = None
 
 
+class UnitsSection(Section):
+    """What is gathered and released together; see unit_policy.py. Neither key: the repeated blocks of the model."""
+
+    classes: tuple[str, ...] = ()
+    max_parameters: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        if value == "blocks":
+            return {}
+        if isinstance(value, Mapping):
+            return value
+        raise ValueError('write "blocks", {"classes": [names]} or {"max_parameters": elements}')
+
+
+class DataSection(Section):
+    """Of the loader that `initialize(training_data=...)` returns: the order of the samples follows from `seed` and the
+    epoch; without `shuffle` it is the dataset's. `workers`: processes that load ahead; 0: the loop itself loads."""
+
+    seed: NonNegativeInt = 0
+    shuffle: bool = True
+    workers: NonNegativeInt = 0
+
+
 class ParamserverSection(Section):
     """Where the store is and how the job uses it.
 
@@ -223,6 +153,10 @@ class ParamserverSection(Section):
     host_budget: ByteSize = ByteSize(1 << 30)
     nvme_budget: ByteSize = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
+    units: UnitsSection = UnitsSection()
+    gather: Literal["auto", "collective", "store"] = "auto"
+    collective_timeout_seconds: PositiveFloat = 1800.0
+    data: DataSection = DataSection()
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
     may_thaw: tuple[str, ...] = ()
     placement: PlacementSection = PlacementSection()
@@ -296,7 +230,7 @@ def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, st
         ConfigError: names each refused key in full, its value, and what to write instead.
     """
     raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
-    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path != "paramserver.resume"]
+    problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path not in _AUTO_KEYS]
     if problems:
         raise ConfigError("\n".join(problems))
     try:
@@ -375,15 +309,15 @@ def _explain(detail: Any) -> str:
 
 def _keys_of(location: tuple[int | str, ...]) -> list[str]:
     """pydantic's location without the optimizer's name, which is the value of a key."""
-    return [str(part) for index, part in enumerate(location) if not (index == 1 and part in _OPTIMIZERS)]
+    return [str(part) for index, part in enumerate(location) if not (index == 1 and part in OPTIMIZERS)]
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The honoured keys of the section that holds `location`."""
     section: type[BaseModel] = TrainingConfig
     for part in location[:-1]:
-        if part in _OPTIMIZERS:
-            section = _OPTIMIZERS[str(part)]
+        if part in OPTIMIZERS:
+            section = OPTIMIZERS[str(part)]
             continue
         annotation = section.model_fields[str(part)].annotation
         candidates = (annotation, *get_args(annotation))
@@ -400,6 +334,9 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
             f"gradient_clipping = {config.gradient_clipping} (by norm) and paramserver.gradient_clipping_value = "
             f"{config.paramserver.gradient_clipping_value} (by value) are both given: choose one"
         )
+    units = config.paramserver.units
+    if units.classes and units.max_parameters:
+        raise ConfigError("paramserver.units.classes and paramserver.units.max_parameters are both set: choose one")
     paths = config.nvme_paths()
     if len(set(paths.values())) > 1:
         listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())

@@ -21,6 +21,7 @@ from trainer_client.access import ParameterKey, StateAccess, StateShard, own
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
+from trainer_client.data import TrainingLoader
 from trainer_client.errors import NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.gather import Gather
 from trainer_client.gradients import ReductionSchedule
@@ -81,6 +82,7 @@ class Engine:
         scaler: LossScaler,
         clock: Clock,
         batch: BatchSizes,
+        data: TrainingLoader | None,
         reduction: ReductionSchedule,
         max_skipped_in_row: int | None,
         steps_per_print: int | None,
@@ -107,6 +109,7 @@ class Engine:
         self._scaler = scaler
         self._clock = clock
         self._batch = batch
+        self._data = data
         self._reduction = reduction
         self._max_skipped_in_row = max_skipped_in_row
         self._steps_per_print = steps_per_print
@@ -158,10 +161,10 @@ class Engine:
         self._hooks.begin_backward(self._commits.next, reduces=reduces)
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
+            self._hooks.finish_backward()
         except BaseException:
             self._hooks.abort_backward()
             raise
-        self._hooks.finish_backward()
         self._backwards += 1
         return loss
 
@@ -188,6 +191,8 @@ class Engine:
         if boundary:
             self.optimizer.check_groups()
         self.micro_steps += 1
+        if self._data is not None:
+            self._data.finish_micro_batch()
         if not boundary:
             return
         self._hooks.begin_step()
@@ -196,15 +201,16 @@ class Engine:
         made = self._step.make(self._commits.next)
         self.global_steps += 1
         self._backwards = 0
+        if self._data is not None:
+            self._data.finish_step()
         if not made:
             log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        if self._commits.count_step(self.global_steps):
-            # The scheduler has stepped: a resume starts with the learning rate that an uninterrupted run has.
-            self._commits.begin(self._client_state())
-            if self._gather.is_one_sided:
-                self._collectives.barrier()
+        # The scheduler has stepped: a resume starts with the learning rate that an uninterrupted run has.
+        self._commits.end_step(self.global_steps, self._client_state)
+        if self._gather.is_one_sided:
+            self._collectives.barrier()
         self._step.refresh()
         self._hooks.finish_step()
         self._report()
@@ -214,6 +220,16 @@ class Engine:
                 "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
                 "states are those before these steps"
             )
+
+    def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
+
+        Only needed where the use cannot be noticed: in a module that torch.compile has compiled. DeepSpeed's name.
+
+        Raises:
+            ConfigError: one of them is not of this engine's model.
+        """
+        self._hooks.lend(module, parameter)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -428,14 +444,24 @@ class Engine:
         self._step.skipped = counters["skipped_steps"]
         self._step.skipped_in_row = counters.get("skipped_in_row", 0)
         self.micro_steps = counters["micro_steps"]
+        if counters["accumulation"] != self._batch.accumulation:
+            # A commit is the end of a step, however many micro-batches made one then.
+            self.micro_steps = self.global_steps * self._batch.accumulation
+        if counters["train_batch_size"] != self._batch.train:
+            log.warning(
+                "the global batch was %d samples and is %d from here on: set train_batch_size to keep it",
+                *(counters["train_batch_size"], self._batch.train),
+            )
         self._clock.now = counters["clock"]
         self._step.update_counts = list(state["update_counts"])
         self._scaler.load_state_dict(state["scaler"])
-        if state["optimizer"] is not None:  # None: of another optimizer
+        if state["optimizer"] is not None:  # None: the groups were others
             self.optimizer.load_settings(state["optimizer"])
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.client_state = state["user"]
+        if self._data is not None and state["data"] is not None:
+            self._data.load_state_dict(state["data"])
         client_state.restore_random_states(state["random"], self.device)
 
     def commit_initial_state(self) -> None:
@@ -451,8 +477,8 @@ class Engine:
         if self._closed:
             return
         try:
-            if self._commits.owes_commit and self._hooks.phase is not Phase.FAILED:
-                self._commits.begin(self._client_state())
+            if self._hooks.phase not in (Phase.STEP, Phase.FAILED):
+                self._commits.settle()
         finally:
             self._leave()
 
@@ -487,6 +513,8 @@ class Engine:
                     "skipped_steps": self._step.skipped,
                     "skipped_in_row": self._step.skipped_in_row,
                     "micro_steps": self.micro_steps,
+                    "accumulation": self._batch.accumulation,
+                    "train_batch_size": self._batch.train,
                     "clock": self._clock.now,
                 },
                 "update_counts": self._step.update_counts,
@@ -494,6 +522,7 @@ class Engine:
                 "optimizer": self.optimizer.settings(),
                 "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
                 "random": client_state.random_states(self.device),
+                "data": None if self._data is None else self._data.state_dict(),
                 "user": self.client_state,
             }
         )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ReleasedParameterError
@@ -86,7 +87,7 @@ class FlatGroup:
         self._memory = FlatMemory(self.layout.numel, dtype, device)
         self.flat = self._memory.tensor
         self._whole = self.pieces(self.flat)
-        nan = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        nan = torch.full((), torch.nan, dtype=dtype, device=device)
         self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
         self._memory.give_back()
 
@@ -187,6 +188,9 @@ class FlatGroup:
         self._memory.give_back()
         for parameter in self.parameters:
             release(parameter.tensor, partial(self._want, parameter))
+
+    def contains(self, tensor: nn.Parameter) -> bool:
+        return any(parameter.tensor is tensor for parameter in self.parameters)
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a view of the gathered flat buffer."""

@@ -17,6 +17,7 @@ from trainer_client.flat_group import FlatGroup
 from trainer_client.link.channel import Pending
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.lockstep import Lockstep
 
 
 class Gather(Protocol):
@@ -29,8 +30,8 @@ class Gather(Protocol):
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         """What `start` will lease, in its order."""
 
-    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
-        """Asks for the bytes. Does not wait."""
+    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
+        """Asks for the bytes; None if there is nothing to lease. Does not wait."""
 
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
         """Fills the flat buffers; the leases may be returned then."""
@@ -45,20 +46,27 @@ class CollectiveGather:
     def __init__(self, store: RankStore, collectives: Collectives) -> None:
         self._store = store
         self._collectives = collectives
+        self._lockstep = Lockstep(collectives)
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         return [group.slab(pb.KIND_PARAM) for group in groups if group.chunk is None]
 
-    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
-        return self._store.acquire_read(self.slabs(groups), position)
+    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
+        self._lockstep.announce(groups[0].unit)
+        slabs = self.slabs(groups)
+        return self._store.acquire_read(slabs, position) if slabs else None
 
     @torch.no_grad()
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
+        if not groups:
+            return
+        unit = groups[0].unit
+        self._lockstep.confirm(unit)
         fetched = iter(leases)
         for group in groups:
             chunk = next(fetched).data.view(group.dtype) if group.chunk is None else group.chunk
             group.allocate()
-            self._collectives.all_gather_flat(group.flat, chunk)
+            self._collectives.gather_unit(group.flat, chunk, f"the gather of {unit}")
 
 
 class OneSidedGather:

@@ -144,7 +144,8 @@ class GradientGroup:
         self._unreduced.clear()
         direct = not self._reduced and self.chunk.device == device and self.chunk.dtype == dtype
         mean = self.chunk if direct else torch.empty(self.flat_group.layout.chunk, dtype=dtype, device=device)
-        self._collectives.reduce_scatter_mean(mean, full.to(dtype))
+        what = f"the reduction of {self.flat_group.unit}"
+        self._collectives.reduce_scatter_mean(mean, full.to(dtype), what)
         if not direct:
             _put(self.chunk, mean, add=self._reduced)
         self._reduced = True
@@ -207,19 +208,24 @@ class Gradients:
         self._reduces = True  # whether the current backward does
         self._owes_reduction = False  # whether a backward of this step did not
 
-    def install(self, step_of_backward: Callable[[], int]) -> None:
-        """Takes gradients over as autograd finishes them, for the step that `step_of_backward` names or refuses."""
+    def install(self, step_of_backward: Callable[[], int], taken: Callable[[int], None]) -> None:
+        """Takes gradients over as autograd finishes them, for the step that `step_of_backward` names or refuses.
 
-        def hook(group: GradientGroup, slot: int, _: torch.Tensor) -> None:
+        Args:
+            taken: is told the index of the unit of each gradient.
+        """
+
+        def hook(unit: int, group: GradientGroup, slot: int, _: torch.Tensor) -> None:
             group.memory.start(step_of_backward())
             group.take(slot)
+            taken(unit)
 
-        for group in self._groups:
+        for unit, group in ((unit, group) for unit, groups in self._of_unit.items() for group in groups):
             for slot, parameter in enumerate(group.flat_group.parameters):
                 frozen = not parameter.tensor.requires_grad
                 # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
                 parameter.tensor.requires_grad_(True)
-                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, group, slot))
+                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, unit, group, slot))
                 parameter.tensor.requires_grad_(not frozen)
 
     def begin_backward(self, *, reduces: bool) -> None:
@@ -230,8 +236,8 @@ class Gradients:
             group.expect_all()
 
     def has_gradients(self, unit: Unit) -> bool:
-        """Whether anything of the unit is trained."""
-        return bool(self._of_unit[unit.index])
+        """Whether anything of the unit is trained now."""
+        return not all(group.is_frozen for group in self._of_unit[unit.index])
 
     def start_backward(self, unit: Unit, step: int) -> None:
         """The unit's backward begins: its gradients will need memory."""
@@ -254,17 +260,17 @@ class Gradients:
     def finish_backward(self, step: int) -> None:
         """Reduces what came late or outside of a tracked backward, on any rank. A collective."""
         if self._reduces:
-            self._reduce_dirty(step)
+            self._reduce_dirty(step, "the end of a backward pass")
         self._owes_reduction = not self._reduces
 
     def complete(self, step: int) -> None:
         """Reduces what is not reduced yet, at the end of a step. A collective."""
         if self._owes_reduction:
-            self._reduce_dirty(step)
+            self._reduce_dirty(step, "the end of a step")
             self._owes_reduction = False
 
-    def _reduce_dirty(self, step: int) -> None:
-        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups])
+    def _reduce_dirty(self, step: int, what: str) -> None:
+        dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], what)
         for group, is_dirty in zip(self._groups, dirty, strict=True):
             if is_dirty:
                 group.memory.start(step)
@@ -303,7 +309,7 @@ class Gradients:
             norms[indices] = values
             for slot in group.present:
                 present[group.flat_group.parameters[slot].index] = 1.0
-        rows = self._collectives.gather_rows(torch.cat((norms, present))).cpu()
+        rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm").cpu()
         anywhere = rows[:, self._parameters :].amax(dim=0) > 0
         # A zero for a parameter without gradient would not change the sum, but the order in which it is rounded.
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])

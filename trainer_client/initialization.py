@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer_client.access import StateAccess
 from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
+from trainer_client.data import TrainingLoader, make_loader
 from trainer_client.engine import Engine, Scheduler
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.gradients import Gradients, ReductionSchedule
@@ -42,6 +43,7 @@ from trainer_client.reduction_order import ReductionOrder
 from trainer_client.residency import Residency
 from trainer_client.trace import Clock
 from trainer_client.training_step import Clipping, TrainingStep
+from trainer_client.unit_policy import UnitPolicy, choose_policy
 from trainer_client.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ def initialize(
     weights: str | Path | None = None,
     strict_weights: bool = True,
     param_init_fn: ParamInitFn | None = None,
+    unit_policy: UnitPolicy | None = None,
     prefer_streams: bool = False,
 ) -> tuple[Engine, StoreOptimizer, DataLoader[Any] | None, Scheduler | None]:
     """Starts or resumes a training job. DeepSpeed's signature and return value; every rank calls it alike.
@@ -84,7 +87,8 @@ def initialize(
         optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
             parameters to one; None: the config's.
         model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
-        training_data: a dataset, for the data loader that is returned.
+        training_data: a dataset, for the data loader that is returned. One that has a length is loaded in an order that
+            the number of ranks does not change, and its cursor is in every commit: see `trainer_client.data`.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
         distributed_port: of the rendezvous, where the environment has no MASTER_PORT.
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: as needed.
@@ -95,6 +99,7 @@ def initialize(
         strict_weights: False: what the files lack keeps its initial values, what the model lacks is left out.
         param_init_fn: initialises the parameters and buffers that a module on the meta device itself has, in place (as
             FSDP's); None: its `reset_parameters()`, then `_init_weights(module)` of the transformers model around it.
+        unit_policy: from the model to the modules that are gathered and released as a whole; None: `paramserver.units`.
         prefer_streams: move tensors over gRPC although the store is on this node (for tests of that path).
 
     Returns:
@@ -110,6 +115,7 @@ def initialize(
     if model is None:
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)
+    policy = choose_policy(settings.paramserver.units, unit_policy)
     parameters = list_parameters(model)
     store_optimizer = make_optimizer(
         optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
@@ -118,8 +124,17 @@ def initialize(
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
         local_rank, device = _join_processes(dist_init_required, distributed_port, processes)
-        collectives = Collectives(device)
+        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
+        processes.callback(collectives.close)
         batch = resolve_batch_sizes(settings, collectives.world_size)
+        loader = make_loader(
+            training_data,
+            batch,
+            settings.paramserver.data,
+            rank=collectives.rank,
+            world_size=collectives.world_size,
+            collate_fn=collate_fn,
+        )
         store = _connect(settings, collectives, local_rank, prefer_streams, resources)
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
         # end their sessions, which the daemon's end waits for.
@@ -132,7 +147,7 @@ def initialize(
             weights=Weights(weights) if weights is not None else None,
             strict_weights=strict_weights,
         )
-        job = Job(settings, model, parameters, store_optimizer, store, collectives, initial_values)
+        job = Job(settings, model, parameters, store_optimizer, store, collectives, policy, initial_values)
         engine = _make_engine(
             settings,
             model,
@@ -143,10 +158,11 @@ def initialize(
             store,
             collectives,
             batch,
+            loader if isinstance(loader, TrainingLoader) else None,
             local_rank,
             resources,
         )
-    return engine, store_optimizer, _make_loader(training_data, batch, collectives, collate_fn), scheduler
+    return engine, store_optimizer, loader, scheduler
 
 
 def _make_engine(
@@ -159,6 +175,7 @@ def _make_engine(
     store: RankStore,
     collectives: Collectives,
     batch: BatchSizes,
+    data: TrainingLoader | None,
     local_rank: int,
     resources: ExitStack,
 ) -> Engine:
@@ -214,6 +231,7 @@ def _make_engine(
         scaler=scaler,
         clock=clock,
         batch=batch,
+        data=data,
         reduction=ReductionSchedule.of(settings),
         max_skipped_in_row=settings.paramserver.max_consecutive_skipped_steps,
         steps_per_print=settings.steps_per_print,
@@ -306,17 +324,3 @@ def _connect(
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store
-
-
-def _make_loader(
-    dataset: Dataset[Any] | None,
-    batch: BatchSizes,
-    collectives: Collectives,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any] | None:
-    if dataset is None:
-        return None
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=collectives.world_size, rank=collectives.rank)
-    return DataLoader(dataset, batch_size=batch.micro, sampler=sampler, collate_fn=collate_fn)

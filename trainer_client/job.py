@@ -19,7 +19,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import client_state
 from trainer_client.collectives import Collectives
 from trainer_client.config import TrainingConfig
-from trainer_client.errors import StoreNotFoundError
+from trainer_client.errors import ConfigError, StoreNotFoundError
 from trainer_client.flat_group import PROTO_DTYPES, FlatGroup
 from trainer_client.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.initial_values import InitialValues
@@ -32,7 +32,7 @@ from trainer_client.precision import PrecisionPolicy
 from trainer_client.relayout import fill
 from trainer_client.resume import Start, carried_state, find_start, name_layout
 from trainer_client.states import PlacedStates
-from trainer_client.unit_policy import UnitSpec, find_units
+from trainer_client.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.units import Unit
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Job:
         optimizer: StoreOptimizer,
         store: RankStore,
         collectives: Collectives,
+        unit_policy: UnitPolicy,
         initial_values: InitialValues,
     ) -> None:
         """A collective."""
@@ -86,7 +87,8 @@ class Job:
         self.sharers = len(self._store_ranks)
         placement = PlacementPolicy.of(settings)
         self.gather = self._choose_gather(placement)
-        self.units = [self._unit(i, spec, placement) for i, spec in enumerate(find_units(model, parameters))]
+        specs = find_units(model, parameters, unit_policy)
+        self.units = [self._unit(i, spec, placement) for i, spec in enumerate(specs)]
         self.states = self._place(placement)
 
         groups = [state.group for state in self.states]
@@ -117,10 +119,23 @@ class Job:
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
         ranks = self._collectives.world_size
-        # In host memory, a copy from the arena is faster than any collective.
+        asked = self._settings.paramserver.gather
         (far,) = self._collectives.any_rank([self.sharers != ranks or self._store.plane.name != "arena"])
-        shared = Home.DEVICE not in placement.parameters
-        if ranks > 1 and not far and shared and self._collectives.device.type == "cpu":
+        if asked == "store" and far:
+            raise ConfigError(
+                'paramserver.gather = "store": not all ranks can read the shared memory of one store daemon (they are '
+                f"on several nodes, or use streams); {self.sharers} of {ranks} share this rank's: write "
+                '"auto" or "collective"'
+            )
+        kept = Home.DEVICE in placement.parameters
+        if asked == "store" and kept:
+            raise ConfigError(
+                'paramserver.gather = "store": the parameters live on the devices of the ranks, not in the store; '
+                'write "auto" or "collective", or place them there (zero_optimization.offload_param)'
+            )
+        # In host memory, a copy from the arena is faster than any collective.
+        host = self._collectives.device.type == "cpu"
+        if asked == "store" or (asked == "auto" and ranks > 1 and host and not far and not kept):
             return OneSidedGather(self._store, ranks)
         return CollectiveGather(self._store, self._collectives)
 

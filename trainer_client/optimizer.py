@@ -17,13 +17,17 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import update_rules
-from trainer_client.config import OptimizerSection
+from paramserver.v1.row_ranges import find_problem
 from trainer_client.errors import ConfigError
 from trainer_client.hyper_parameters import HyperParameters, ParameterGroup, check_settings, row_maker
 from trainer_client.lion import Lion
+from trainer_client.optimizer_sections import OptimizerSection
 from trainer_client.parameters import ModelParameter
 
 log = logging.getLogger(__name__)
+
+# What makes torch's Adam its AdamW. Not a setting that a schedule would change.
+_DECOUPLED = "decoupled_weight_decay"
 
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
@@ -178,10 +182,14 @@ class StoreOptimizer(torch.optim.Optimizer):
                 "pass the same groups"
             )
         for number, stored in enumerate(settings):
-            values = {key: value for key, value in stored.items() if key != "params"}
-            indexes = [index for first, last in stored["params"] for index in range(first, last + 1)]
+            values = dict(stored)
+            indexes = [index for first, last in values.pop("params") for index in range(first, last + 1)]
             if number == len(self.param_groups):
-                self.add_param_group({**values, "params": [self._parameters[index].tensor for index in indexes]})
+                members = [self._parameters[index] for index in indexes]
+                # torch has names of all groups' parameters, or of none.
+                named = "param_names" in self.param_groups[0]
+                params = [(p.fqn, p.tensor) for p in members] if named else [p.tensor for p in members]
+                self.add_param_group({**values, "params": params})
                 continue
             group = self.param_groups[number]
             present = [self._index_of[id(tensor)] for tensor in group["params"]]
@@ -191,6 +199,9 @@ class StoreOptimizer(torch.optim.Optimizer):
                     f"parameter group {number} of the optimizer is not the one that the job was left with (they differ "
                     f"in {', '.join(fqns) or 'the order of their parameters'}): pass the same groups"
                 )
+            if values.pop(_DECOUPLED, None) != group.get(_DECOUPLED):
+                # Their states are the same: the one that this run passes goes on with them.
+                log.warning("parameter group %d: the job was left with the other of Adam and AdamW", number)
             group.update(values)
 
     def _check_group(self, number: int) -> None:
@@ -206,13 +217,15 @@ class StoreOptimizer(torch.optim.Optimizer):
             index = self._index_of[id(tensor)]
             if index not in self._stateful:
                 raise ConfigError(_without_states(self._parameters[index].fqn))
-        if self._state_kinds is None:
-            return
-        needed = update_rules.state_kinds(self.row(number, 1))
-        if missing := [pb.Kind.Name(kind)[5:].lower() for kind in needed if kind not in self._state_kinds]:
+        row = self.row(number, 1)
+        if problem := find_problem(row):
+            raise ConfigError(f"parameter group {number} of the optimizer: {problem}")
+        kept = self._state_kinds
+        if missing := [kind for kind in update_rules.state_kinds(row) if kept is not None and kind not in kept]:
+            names = ", ".join(pb.Kind.Name(kind).removeprefix("KIND_").lower() for kind in missing)
             raise ConfigError(
-                f"parameter group {number} needs {', '.join(missing)} now, which no group did when the job was opened: "
-                "give one a momentum from the beginning"
+                f"parameter group {number} needs {names} now, which no group did when the job was opened: give one a "
+                "momentum from the beginning"
             )
 
 
@@ -260,7 +273,7 @@ def _matching(patterns: Sequence[str], parameters: Sequence[ModelParameter]) -> 
 def _without_states(fqn: str) -> str:
     return (
         f"parameter {fqn} cannot be trained: it was frozen and in no parameter group when the job was opened, and has "
-        "no optimizer states in the store; name it in paramserver.may_thaw, and start the job anew"
+        "no optimizer states in the store; name it in paramserver.may_thaw, and resume the job"
     )
 
 

@@ -19,6 +19,8 @@ from trainer_client.store.client_sync import StoreClientSync
 from trainer_client.store.reader import StoreReaderSync
 from trainer_client.store.types import Kind, StoredTensor
 
+_CONNECT_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
@@ -31,7 +33,7 @@ class StoreAddress:
 
 def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
     """Raises StoreError where the store cannot be reached, or another one answers."""
-    client = StoreClientSync.connect(store.address, credentials=credentials)
+    client = StoreClientSync.connect(store.address, credentials=credentials, timeout=_CONNECT_SECONDS)
     if store.epoch in ("", client.epoch):
         return client
     client.close()
@@ -97,7 +99,7 @@ class Origin:
                 self._holders.append(Holder(client, self.job, self._layout, self.step))
             yield self._holders[index]
 
-    def kinds_of(self, fqn: str) -> Mapping[str, torch.dtype]:
+    def kinds_of(self, fqn: str) -> Mapping[Kind, torch.dtype]:
         """What is stored of a tensor, with the types. Raises StoreNotFoundError."""
         for holder in self.holders():
             if fqn in holder.tensors:

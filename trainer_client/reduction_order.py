@@ -48,7 +48,7 @@ class ReductionOrder:
         row = torch.zeros(self._units, dtype=torch.int32)
         for order, unit in enumerate(used, start=1):
             row[unit] = 0 if unit in self._late else order
-        self._exchange = self._collectives.start_gather_rows(row, what="the order of reductions")
+        self._exchange = self._collectives.start_exchange(row, what="the agreement on an order of reductions")
 
     def unit_is_over(self, unit: int) -> list[int]:
         """The unit's backward is over on this rank: the units to be reduced now, in this order."""
@@ -76,14 +76,14 @@ class ReductionOrder:
         if self._exchange is None:
             return
         exchange, self._exchange = self._exchange, None
-        self._plan = _reverse_of_first_uses(exchange.wait().tolist())
+        self._plan = reverse_of_first_uses(exchange.wait().tolist())
 
     def _take(self, count: int) -> list[int]:
         taken, self._plan = self._plan[:count], self._plan[count:]
         return taken
 
 
-def _reverse_of_first_uses(rows: Iterable[Sequence[int]]) -> list[int]:
+def reverse_of_first_uses(rows: Iterable[Sequence[int]]) -> list[int]:
     """Of each rank's row of orders (0: not used), the units that all ranks used, rank 0's last one first."""
     first, *others = rows
     common = [unit for unit, order in enumerate(first) if order and all(row[unit] for row in others)]

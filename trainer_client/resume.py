@@ -48,7 +48,8 @@ class Start:
         fits: it is laid out as this run would lay it out, on this run's stores.
         stores: that have parts of it.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero.
-        optimizer_changed: some of them had states of another optimizer.
+        keeps_groups: whether the optimizer is the one that the step was made with, with the same parameters; else its
+            groups' hyper-parameters are this run's.
     """
 
     layout: str
@@ -56,7 +57,7 @@ class Start:
     fits: bool
     stores: tuple[StoreAddress, ...] = ()
     fresh: frozenset[str] = frozenset()
-    optimizer_changed: bool = False
+    keeps_groups: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def carried_state(origin: Origin, start: Start, parameters: Sequence[ModelParame
     for parameter in parameters:
         if parameter.fqn in start.fresh:
             state["update_counts"][parameter.index] = 0
-    if start.optimizer_changed:
+    if not start.keeps_groups:
         state["optimizer"] = None
     return state
 
@@ -257,18 +258,20 @@ class _Search:
     def _start(
         self, layout: str, step: int, stores: Iterable[StoreAddress], tensors: Mapping[str, Sequence[StoredTensor]]
     ) -> Start:
-        fresh, changed = set(), False
+        fresh, other = set(), set()
         for group in self._groups:
             wanted = {kind_from_proto(kind) for kind in group.state_kinds}
-            for slot in group.layout.slots if group.trainable else ():
-                tensor = next(iter(tensors.get(slot.fqn, ())), None)
-                if tensor is not None and set(tensor.kinds) - set(_WEIGHTS) != wanted:
-                    fresh.add(slot.fqn)
-                    changed |= tensor.trainable
-        if changed:
+            for slot in group.layout.slots:
+                stored = [tensor for tensor in tensors.get(slot.fqn, ()) if tensor.numel]
+                kinds = {kind for tensor in stored for kind in tensor.kinds} - set(_WEIGHTS)
+                if stored and kinds != wanted:
+                    other.add(slot.fqn)
+                    if group.trainable:
+                        fresh.add(slot.fqn)
+        if other:
             log.warning(
-                "job %r was trained with another optimizer: its states of %d parameters begin at zero, with the "
-                "hyper-parameters of this run",
+                "job %r was left with another optimizer, or other frozen parameters: the optimizer states of %d "
+                "parameters begin at zero, and the hyper-parameters of the optimizer are those that it was made with",
                 *(self._job, len(fresh)),
             )
         return Start(
@@ -277,7 +280,7 @@ class _Search:
             fits=False,
             stores=tuple(stores),
             fresh=frozenset(fresh),
-            optimizer_changed=changed,
+            keeps_groups=not other,
         )
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from trainer_client.config import UnitsSection
+from trainer_client.errors import ConfigError
 from trainer_client.parameters import ModelParameter
+
+UnitPolicy = Callable[[nn.Module], Iterable[nn.Module]]
+"""From a model to the modules that shall be units: with a forward of their own, none within another."""
+
+# They have no forward of their own and cannot be hooked.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,50 +26,124 @@ class UnitSpec:
     parameters: tuple[ModelParameter, ...]
 
 
-def find_units(model: nn.Module, parameters: Sequence[ModelParameter]) -> list[UnitSpec]:
-    """The root unit, then the model's blocks in its order.
-
-    The elements of the outermost ModuleLists whose elements are of one class are units; everything else belongs to the
-    root, and so do parameters that are reachable from two units.
-    """
-    blocks = dict(_blocks(model))
-    holders: dict[int, set[str]] = {}
-    for fqn, block in blocks.items():
-        for tensor in block.parameters():
-            holders.setdefault(id(tensor), set()).add(fqn)
-    # A tied parameter that the model also holds outside of the block is in use beyond the block's forward.
-    outside: set[int] = set()
-    for fqn, tensor in model.named_parameters(remove_duplicate=False):
-        if not any(fqn.startswith(f"{block}.") for block in blocks):
-            outside.add(id(tensor))
-    members: dict[str, list[ModelParameter]] = {fqn: [] for fqn in ("", *blocks)}
-    for parameter in parameters:
-        held_by = holders.get(id(parameter.tensor), set())
-        own = len(held_by) == 1 and id(parameter.tensor) not in outside
-        members[next(iter(held_by)) if own else ""].append(parameter)
-    root = UnitSpec(fqn="", module=model, parameters=tuple(members[""]))
-    return [
-        root,
-        *(UnitSpec(fqn=fqn, module=block, parameters=tuple(members[fqn])) for fqn, block in blocks.items()),
-    ]
-
-
-def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        fqn = f"{prefix}{name}"
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The elements of the outermost ModuleLists whose elements are of one class."""
+    for child in model.children():
         if isinstance(child, nn.ModuleList) and _is_uniform(child):
-            for index, element in enumerate(child):
-                yield f"{fqn}.{index}", element
+            yield from dict.fromkeys(child)
         else:
-            yield from _blocks(child, f"{fqn}.")
+            yield from repeated_blocks(child)
+
+
+def modules_of_classes(names: Sequence[str]) -> UnitPolicy:
+    """The outermost modules whose class has one of the names."""
+
+    def outermost(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if type(child).__name__ in names:
+                yield child
+            else:
+                yield from outermost(child)
+
+    def policy(model: nn.Module) -> Iterable[nn.Module]:
+        present = sorted({type(module).__name__ for module in model.modules() if module is not model})
+        for name in names:
+            if name not in present:
+                near = difflib.get_close_matches(name, present, n=3)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(present)}"
+                raise ConfigError(f"paramserver.units.classes: no module of the model is a {name!r}; {hint}")
+        return outermost(model)
+
+    return policy
+
+
+def modules_up_to(max_parameters: int) -> UnitPolicy:
+    """The largest modules of at most so many elements, and the modules without children that have more."""
+
+    def policy(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            elements = sum(parameter.numel() for parameter in child.parameters())
+            small = elements <= max_parameters and not isinstance(child, _CONTAINERS)
+            if elements and (small or next(child.children(), None) is None):
+                yield child
+            else:
+                yield from policy(child)
+
+    return policy
+
+
+def choose_policy(section: UnitsSection, policy: UnitPolicy | None) -> UnitPolicy:
+    """What `initialize(unit_policy=...)` or the config says."""
+    if policy is not None:
+        if section.classes or section.max_parameters:
+            raise ConfigError("paramserver.units and initialize(unit_policy=...) both say what units are: pass one")
+        return policy
+    if section.classes:
+        return modules_of_classes(section.classes)
+    return modules_up_to(section.max_parameters) if section.max_parameters else repeated_blocks
+
+
+def find_units(
+    model: nn.Module, parameters: Sequence[ModelParameter], policy: UnitPolicy = repeated_blocks
+) -> list[UnitSpec]:
+    """The root unit, then those that `policy` chooses, in the model's order.
+
+    A parameter that the model holds in one unit only belongs to that unit; everything else belongs to the root: what is
+    outside of the units, and what is tied between units or with the outside.
+
+    Raises:
+        ConfigError: what the policy chose cannot be units.
+    """
+    chosen = set(policy(model))
+    names = _names_of_units(model, chosen)
+    units: dict[nn.Module, str] = {}  # by their first names
+    for name, module in names.items():
+        units.setdefault(module, name)
+    holders: dict[int, set[str]] = {}
+    for fqn, tensor in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(tensor), set()).add(_unit_of(fqn, names, units))
+    members: dict[str, list[ModelParameter]] = {fqn: [] for fqn in ("", *units.values())}
+    for parameter in parameters:
+        held_by = holders[id(parameter.tensor)]
+        members[next(iter(held_by)) if len(held_by) == 1 else ""].append(parameter)
+    root = UnitSpec(fqn="", module=model, parameters=tuple(members[""]))
+    return [root, *(UnitSpec(fqn=f, module=m, parameters=tuple(members[f])) for m, f in units.items())]
+
+
+def _names_of_units(model: nn.Module, chosen: set[nn.Module]) -> dict[str, nn.Module]:
+    """All names of the units in the model's order; a module that the model holds twice has two."""
+    names: dict[str, nn.Module] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        if module not in chosen:
+            continue
+        if module is model or isinstance(module, _CONTAINERS):
+            what = "the model itself" if module is model else f"{fqn}, a {type(module).__name__} without a forward,"
+            raise ConfigError(f"{what} cannot be a unit: choose modules within it")
+        if outer := next((name for name in _ancestors(fqn) if name in names), None):
+            raise ConfigError(f"{fqn} cannot be a unit within the unit {outer}: choose one of them")
+        names[fqn] = module
+    if strangers := chosen - set(names.values()):
+        raise ConfigError(f"a {type(strangers.pop()).__name__} cannot be a unit: it is not a module of the model")
+    return names
+
+
+def _unit_of(parameter: str, names: dict[str, nn.Module], units: dict[nn.Module, str]) -> str:
+    """The first name of the unit that a parameter's name is within; "" if of none."""
+    return next((units[names[name]] for name in _ancestors(parameter) if name in names), "")
+
+
+def _ancestors(fqn: str) -> Iterator[str]:
+    """The names of the modules around it, the outermost first."""
+    for index, character in enumerate(fqn):
+        if character == ".":
+            yield fqn[:index]
 
 
 def _is_uniform(modules: nn.ModuleList) -> bool:
-    """Whether the elements are blocks of one kind. Containers have no forward of their own and cannot be hooked."""
+    """Whether the elements are blocks of one kind."""
     classes = {type(module) for module in modules}
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     return (
         len(classes) == 1
-        and not issubclass(next(iter(classes)), containers)
+        and not issubclass(next(iter(classes)), _CONTAINERS)
         and all(next(module.parameters(), None) is not None for module in modules)
     )

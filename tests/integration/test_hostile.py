@@ -131,6 +131,30 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
         *(CODE.INVALID_ARGUMENT, "groups.name must be"),
         lambda r: r.call("RegisterShards", **group(name="\x1b[2J")),
     ),
+    "layout without a name": (
+        *(CODE.INVALID_ARGUMENT, "layout '' of OpenJob, first_step 5: name the layout"),
+        lambda r: r.call("BeginLayout", first_step=5),
+    ),
+    "layout from a huge step": (
+        *(CODE.INVALID_ARGUMENT, f"first_step is {HUGE}; at most"),
+        lambda r: r.call("BeginLayout", first_step=HUGE),
+    ),
+    "reader of no layout": (
+        *(CODE.NOT_FOUND, "has no layout 'nothing'"),
+        lambda r: r.call("OpenReader", job=r.layout.name, layout="nothing"),
+    ),
+    "tensors of no layout": (
+        *(CODE.NOT_FOUND, "has no layout 'nothing'"),
+        lambda r: r.call("ListStoredTensors", job=r.layout.name, layout="nothing"),
+    ),
+    "client state of no reader": (
+        *(CODE.NOT_FOUND, f"reader {HUGE} is not open"),
+        lambda r: r.call("ReadClientState", reader_id=HUGE),
+    ),
+    "client state of no rank": (
+        *(CODE.NOT_FOUND, "has no client state of rank 7 on this node"),
+        lambda r: r.call("ReadClientState", reader_id=r.call("OpenReader", job=r.layout.name).reader_id, rank=7),
+    ),
     "gradients without a lease": (CODE.NOT_FOUND, "lease 0", lambda r: r.apply(1, pb.Lease(), group="block.0")),
     "gradients for another group": (
         *(CODE.FAILED_PRECONDITION, "is not for the gradient of group 'block.1'"),
@@ -213,6 +237,7 @@ OPEN_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "resume 0": ("resume has the value 0", {"resume": 0}),
     "resume 9": ("resume has the value 9", {"resume": 9}),
     "rank too high": ("rank 4294967295 is not below world_size 1", {"rank": (1 << 32) - 1}),
+    "layout of two lines": ("layout must be 1 to 1024 bytes", {"layout": "a\nb"}),
     "world of none": ("world_size 0", {"world_size": 0}),
     "durability unset": ("durability is not set", {"durability": pb.Durability()}),
     "dtype 9": ("dtype of parameter 'w' has the value 9", {"parameters": [pb.Parameter(fqn="w", dtype=9)]}),  # type: ignore[arg-type]
@@ -236,6 +261,7 @@ def test_calls_out_of_order_are_refused(clients: Clients, job: str) -> None:
         ("Prefetch", {}),
         ("CommitStep", {}),
         ("RollBack", {}),
+        ("BeginLayout", {"first_step": 1}),
         ("ListVersions", {}),
         ("ApplyGradients", {}),
         ("AcquireLeases", want()),

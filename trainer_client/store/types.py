@@ -131,7 +131,7 @@ class StoredTensor:
     fqn: str
     shape: tuple[int, ...]
     trainable: bool
-    kinds: Mapping[str, torch.dtype]
+    kinds: Mapping[Kind, torch.dtype]
     held: tuple[tuple[int, int], ...]
 
     @property

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import pytest
 
+import trainer_client
 from paramserver import wire
+from paramserver.admin.shards import KindName
 from paramserver.status import status_code
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.update_rules import HyperParameters
@@ -290,7 +292,7 @@ def test_hyper_parameters_that_torch_takes_are_taken() -> None:
 
 
 def test_an_optimizer_that_is_not_set_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="optimizer is not set; this store knows adamw, adam, sgd"):
+    with pytest.raises(InvalidRequestError, match="optimizer is not set; known are adamw, adam, sgd"):
         wire.hyper_parameters(pb.ApplyGradientsRequest.HyperParameters())
 
 
@@ -360,6 +362,9 @@ def test_every_enum_of_the_wire_is_known_or_refused() -> None:
     assert set(wire.TIER_TO_WIRE.values()) == set(pb.Tier.values()) - {pb.TIER_UNSPECIFIED}
     with pytest.raises(InvalidRequestError, match="kind has the value 0"):
         wire.kind(pb.KIND_UNSPECIFIED)
+    # What can be asked for by name.
+    stored = {kind.value for kind in Kind} - {"grad"}
+    assert stored == {name.value for name in KindName} == set(get_args(trainer_client.Kind))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
-from trainer_client.client_state import decode, encode, random_states, restore_random_states
+from trainer_client.client_state import (
+    decode,
+    derived_random_states,
+    encode,
+    random_states,
+    restore_random_states,
+)
 from trainer_client.errors import ClientStateError
 
 
@@ -102,3 +108,23 @@ def test_schedulers_continue_where_they_were(kind: str) -> None:
 
 def test_the_encoding_is_json() -> None:
     assert json.loads(encode({"a": (1,)}))["state"] == {"a": {"$tuple": [1]}}
+
+
+def test_a_new_rank_has_random_states_that_follow_from_another_rank_and_its_number() -> None:
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.standard_normal())
+
+    device = torch.device("cpu")
+    mine = random_states(device)
+    drawn = []
+    for states, rank in ((mine, 1), (mine, 1), (mine, 2)):
+        restore_random_states(decode(encode(derived_random_states(states, rank))), device)
+        drawn.append(draw())
+    moved = random_states(device)
+    restore_random_states(derived_random_states(moved, 1), device)
+    drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    # Every generator of every other state has its own numbers.
+    for numbers in zip(*drawn[1:], strict=True):
+        assert len(set(numbers)) == 3
+    restore_random_states(mine, device)

@@ -278,6 +278,24 @@ def test_what_has_no_states_can_neither_be_grouped_nor_thawed() -> None:
         optimizer.check_groups()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("lr", -0.5, r"group 1 of the optimizer: adamw\.lr = -0\.5 is out of its range"),
+        ("lr", float("nan"), r"adamw\.lr = nan"),
+        ("betas", (0.9, 1.0), r"adamw\.beta2 = 1\.0"),
+        ("amsgrad", True, "amsgrad=True of parameter group 1"),
+    ],
+)
+def test_a_step_is_not_begun_with_settings_that_make_no_sense(key: str, value: Any, named: str) -> None:
+    net = model()
+    _, optimizer = taken_over(net, [{"params": net[0].parameters()}, {"params": net[1].parameters()}])
+    optimizer.param_groups[1][key] = value  # as a schedule does
+
+    with pytest.raises(ConfigError, match=named):
+        optimizer.check_groups()
+
+
 def test_a_momentum_that_the_job_has_no_state_for_is_refused() -> None:
     net = model()
     optimizer = StoreOptimizer(SGD(net.parameters(), lr=0.5), list_parameters(net))
@@ -382,11 +400,23 @@ def test_settings_go_round() -> None:
     assert other.param_groups[0]["betas"] == (0.25, 0.5)
 
 
-def test_groups_that_were_added_come_back_and_others_are_refused() -> None:
+def test_adam_goes_on_where_adamw_was_left_with_the_arithmetic_of_this_run(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    _, optimizer = taken_over(net, net.parameters(), lr=0.5)
+    other = StoreOptimizer(Adam(net.parameters(), lr=0.25), list_parameters(net))
+
+    other.load_settings(carried(optimizer))
+
+    assert (type(row(other, 0)), row(other, 0).lr) == (pb.Adam, 0.5)
+    assert "the other of Adam and AdamW" in caplog.text
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_that_were_added_come_back_and_others_are_refused(named: bool) -> None:
     net = model()
     _, optimizer = taken_over(net, [net[0].weight], lr=0.5)
     optimizer.add_param_group({"params": [net[1].weight, net[1].bias, net[0].bias], "lr": 0.125})
-    original, other = taken_over(net, [net[0].weight], lr=0.25)
+    original, other = taken_over(net, [("first", net[0].weight)] if named else [net[0].weight], lr=0.25)
 
     other.load_settings(carried(optimizer))
 

@@ -1,0 +1,264 @@
+"""A job goes on with another number of ranks, on other stores, in another precision: with the same numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from tests.integration.daemon import Daemon
+from tests.integration.elastic_run import (
+    BATCH,
+    KILLED,
+    RUN,
+    SAMPLES,
+    Part,
+    PartResult,
+    Tokens,
+    job_bytes,
+    job_sessions,
+    launch,
+    read_job,
+    train_part,
+)
+from tests.integration.training import build_model, make_optimizer
+from tests.integration.waiting import wait_until
+from trainer_client import JobConflictError, StoreClientSync
+from trainer_client.config import BatchSizes
+from trainer_client.data import GlobalOrder
+from trainer_client.link.rank_store import RankStore, Slab
+
+# The parts of a run: ranks, and the global step to which they train. An epoch has five steps.
+PARTS = ((2, 3), (1, 4), (3, 7), (2, 9))
+STEPS = PARTS[-1][1]
+# Any of them may be the one for which all launches are made.
+pytestmark = pytest.mark.timeout(300)
+CONFIG = {"host_budget": "48MiB", "nvme_budget": "128MiB"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    first: Daemon
+    second: Daemon
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
+    with ExitStack() as daemons:
+        directory = tmp_path_factory.mktemp("stores")
+        yield Stores(*(daemons.enter_context(Daemon(directory / name, CONFIG)) for name in ("a", "b")))
+
+
+@pytest.fixture(scope="module")
+def results(stores: Stores, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PartResult]]:
+    """Every job's parts, one launch for each number of ranks."""
+    both = stores.first.address, stores.second.address
+    jobs = {
+        "fp32": Part(job="fp32", until=0, addresses=both[:1]),
+        "bf16": Part(job="bf16", until=0, addresses=both[:1], config={"bf16": {"enabled": True}}),
+        # Half of it on each store with two ranks and three; all of it on the first with one.
+        "nodes": Part(job="nodes", until=0, addresses=both, peers=both[1:]),
+        "device": Part(job="device", until=0, addresses=both[:1]),
+    }
+    found: dict[str, list[PartResult]] = {name: [] for name in jobs}
+    directory = tmp_path_factory.mktemp("launches")
+    for number, (ranks, until) in enumerate(PARTS):
+        # The placement changes with each part, too, beside the number of ranks.
+        placed = {"paramserver": {"placement": dict.fromkeys(("parameters", "optimizer"), "device")}}
+        zero = {"zero_optimization": {"stage": 2}} | placed if number % 2 else {}
+        jobs["device"] = replace(jobs["device"], config=zero)
+        parts = [replace(part, until=until) for part in jobs.values()]
+        made = launch(parts, ranks, directory) if ranks > 1 else [train_part(part) for part in parts]
+        for name, result in zip(jobs, made, strict=True):
+            found[name].append(result)
+    return found
+
+
+def plain_losses() -> list[float]:
+    """One rank of plain PyTorch, not interrupted, on the same global batches."""
+    torch.set_num_threads(1)
+    model, tokens = build_model(RUN), Tokens()
+    optimizer, scheduler = make_optimizer(model, RUN)
+    order = GlobalOrder(
+        SAMPLES, BatchSizes(train=BATCH, micro=BATCH, accumulation=1), rank=0, world_size=1, seed=5, shuffle=True
+    )
+    losses: list[float] = []
+    while len(losses) < STEPS:
+        for indices in order:
+            batch = torch.stack([tokens[index] for index in indices])
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), RUN.clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert scheduler is not None
+            scheduler.step()
+            losses.append(loss.item())
+            order.advance(1)
+    return losses[:STEPS]
+
+
+def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "nodes", "device"])
+def test_two_ranks_then_one_then_three_then_two_make_the_run_that_was_not_interrupted(
+    results: dict[str, list[PartResult]], name: str
+) -> None:
+    parts = results[name]
+    assert [part.resumed_step for part in parts] == [0, *(until for _, until in PARTS[:-1])]
+    # In the middle of an epoch, too.
+    assert [epoch for part in parts for epoch in part.epochs] == [0] * 5 + [1] * 4
+    for before, after in itertools.pairwise(parts):
+        assert_same_bits(after.before, before.after)
+        assert not any(tensor.isnan().any() for tensor in after.before.values())
+    losses = [loss for part in parts for loss in part.losses]
+    tolerance = 2e-2 if name == "bf16" else 1e-4
+    torch.testing.assert_close(losses, plain_losses(), rtol=tolerance, atol=1e-5)
+
+
+def test_what_a_run_leaves_on_a_store_is_only_what_the_job_needs(
+    results: dict[str, list[PartResult]], stores: Stores
+) -> None:
+    """After the fourth layout nothing of the ones before is left, on any store, nor in the admin tool's sums."""
+    for store, held in ((stores.first, {"fp32", "bf16", "nodes", "device"}), (stores.second, {"nodes"})):
+        with StoreClientSync.connect(store.address) as client:
+            jobs = {job.name: job for job in client.list_jobs() if job.name in results}
+        assert jobs.keys() == held
+        for name, job in jobs.items():
+            assert (job.world_size, len(job.layouts)) == (PARTS[-1][0], 1)
+            (layout,) = job.layouts
+            needed = sum(
+                tensor.numel() * tensor.itemsize / (2 if name == "nodes" else 1)
+                for tensor in results[name][-1].after.values()
+            )
+            # Each retained step has all of it, in whole pages and with padding.
+            assert needed < job_bytes(store.address, name) / len(layout.steps) < 1.4 * needed
+
+
+def test_without_a_store_that_has_a_part_nothing_is_begun(results: dict[str, list[PartResult]], stores: Stores) -> None:
+    before = read_job("nodes", [stores.first.address, stores.second.address])
+    part = Part(job="nodes", until=99, addresses=(stores.second.address,))
+
+    with pytest.raises(JobConflictError, match=r"no step that is whole on the stores .*lacks elements of 'transformer"):
+        train_part(part)
+    # Who names a store that cannot be asked does not mean a new job.
+    lost = replace(part, job="lost", peers=("unix:/nowhere/paramserver.sock",))
+    with pytest.raises(JobConflictError, match=r"unix:/nowhere/paramserver\.sock"):
+        train_part(lost)
+
+    assert_same_bits(read_job("nodes", [stores.first.address, stores.second.address]), before)
+
+
+def test_a_kill_in_the_middle_of_it_loses_nothing_and_the_precision_may_change(tmp_path: Path, stores: Stores) -> None:
+    """From fp32 to bf16, which is another layout: what was the parameter is the master weight."""
+    address = stores.first.address
+    fp32 = Part(job="killed", until=2, addresses=(address,))
+    bf16 = replace(fp32, until=3, config={"bf16": {"enabled": True}})
+    first = train_part(fp32)
+
+    launch([replace(bf16, die=True)], 1, tmp_path, exit_code=KILLED)
+
+    # The store waits for a client whose connection broke, then discards what it had begun.
+    wait_until(lambda: job_sessions(address, "killed") == 0)
+    left = read_job("killed", [address])
+    if "lm_head.weight/master" not in left and "transformer.wte.weight/master" not in left:
+        assert_same_bits(left, first.after)
+    went_on = train_part(bf16)
+    assert went_on.resumed_step == 2 and len(went_on.losses) == 1
+    for name, tensor in first.after.items():
+        fqn, _, kind = name.rpartition("/")
+        if kind == "param":
+            assert torch.equal(went_on.before[f"{fqn}/master"], tensor)
+            assert torch.equal(went_on.before[name], tensor.bfloat16())
+        else:
+            assert torch.equal(went_on.before[name], tensor)
+    back = train_part(replace(fp32, until=4))
+    assert torch.equal(back.before["transformer.wte.weight/param"], went_on.after["transformer.wte.weight/master"])
+
+
+def test_an_interrupted_epoch_goes_on_with_its_next_sample_bit_for_bit(stores: Stores) -> None:
+    """At one number of ranks, dropout included: the loader uses none of the random numbers of the loop."""
+    run = replace(RUN, dropout=0.1)
+    whole = Part(job="whole", until=7, addresses=(stores.first.address,))
+    torch.manual_seed(3)
+    expected = train_part(whole, run)
+    torch.manual_seed(3)
+
+    parts = [train_part(replace(whole, job="parts", until=until), run) for until in (2, 3, 6, 7)]
+
+    assert [loss for part in parts for loss in part.losses] == expected.losses
+    assert_same_bits(parts[-1].after, expected.after)
+
+
+def test_a_frozen_parameter_may_be_thawed_and_its_states_begin_at_zero(stores: Stores) -> None:
+    part = Part(job="thawed", until=2, addresses=(stores.first.address,))
+    frozen = train_part(part, frozen="transformer.wpe.weight")
+    assert "transformer.wpe.weight/exp_avg" not in frozen.after
+
+    thawed = train_part(replace(part, until=3))
+
+    assert {
+        name: tensor for name, tensor in thawed.before.items() if name in frozen.after
+    }.keys() == frozen.after.keys()
+    assert_same_bits({name: thawed.before[name] for name in frozen.after}, frozen.after)
+    assert not thawed.before["transformer.wpe.weight/exp_avg"].any()
+    assert thawed.after["transformer.wpe.weight/exp_avg"].any()
+
+
+def test_a_layout_that_only_some_stores_have_committed_is_not_gone_on_with(
+    results: dict[str, list[PartResult]], stores: Stores
+) -> None:
+    """As after a crash between the first commits of two stores: the one before is whole still, on all of them."""
+    first, second = stores.first.address, stores.second.address
+    expected = read_job("nodes", [first, second])
+    parameters: dict[str, pb.Parameter] = {}
+    for address in (second, first):
+        with StoreClientSync.connect(address) as client:
+            (job,) = (job for job in client.list_jobs() if job.name == "nodes")
+            for tensor in client.list_tensors("nodes"):
+                parameters[tensor.fqn] = pb.Parameter(fqn=tensor.fqn, shape=tensor.shape, dtype=pb.DTYPE_FLOAT32)
+    step = max(job.layouts[0].steps)
+    store = RankStore(first, "half of a run")
+    try:
+        store.open_job(
+            pb.OpenJobRequest(
+                job="nodes",
+                run_id="torn",
+                world_size=2,
+                attached_ranks=1,
+                parameters=parameters.values(),
+                durability=pb.Durability(step=pb.Durability.Step()),
+                resume=pb.RESUME_POLICY_AUTO,
+                layout="torn",
+            )
+        )
+        store.begin_layout(step + 1)
+        kind = pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_NVME)
+        shard = pb.Shard(fqn="transformer.ln_f.bias", numel=16)
+        store.register_shards([pb.ShardGroup(name="half", numel=16, shards=[shard], kinds=[kind])])
+        store.publish(store.acquire_write([Slab(group="half", kind=pb.KIND_PARAM)], step + 1).wait())
+        assert store.commit(step + 1, b"", step).wait()
+    finally:
+        store.close()
+    with StoreClientSync.connect(first) as client:
+        (job,) = (job for job in client.list_jobs() if job.name == "nodes")
+    assert [layout.steps[-1] for layout in job.layouts] == [step, step + 1]
+    wait_until(lambda: job_sessions(first, "nodes") == 0)
+
+    went_on = train_part(Part(job="nodes", until=STEPS + 1, addresses=(first,), peers=(second,)))
+
+    assert went_on.resumed_step == STEPS
+    assert_same_bits(went_on.before, expected)
+    with StoreClientSync.connect(first) as client:
+        (job,) = (job for job in client.list_jobs() if job.name == "nodes")
+    assert (job.world_size, len(job.layouts)) == (1, 1)
