@@ -272,9 +272,8 @@ def test_a_layout_that_only_some_stores_have_committed_is_not_gone_on_with(
 
 def test_a_job_moves_between_stores_and_what_it_left_behind_is_obsolete(stores: Stores) -> None:
     first, second = stores.first.address, stores.second.address
-    here, there = (
-        Part(job="moved", until=0, addresses=(a,), peers=(b,)) for a, b in ((first, second), (second, first))
-    )
+    here = Part(job="moved", until=0, addresses=(first,), peers=(second,))
+    there = replace(here, addresses=(second,), peers=(first,))
     parts = [train_part(replace(part, until=until)) for part, until in ((here, 2), (there, 3), (here, 5), (here, 6))]
 
     assert [part.resumed_step for part in parts] == [0, 2, 3, 5]
@@ -287,5 +286,5 @@ def test_a_step_that_the_job_has_left_behind_is_not_gone_back_to(stores: Stores)
     train_part(Part(job="obsolete", until=1, addresses=(second,)))
     commit_half(first, "obsolete", stored(second, "obsolete")[1].values(), 60)
 
-    with pytest.raises(JobConflictError, match="step 1 is whole, but older than what unix:.* has"):
+    with pytest.raises(JobConflictError, match=r"step 1 is whole, but older than what unix:.* has"):
         train_part(Part(job="obsolete", until=2, addresses=(first,), peers=(second,)))
