@@ -34,10 +34,11 @@ class PendingRows:
         self._work = work
         self._rows = rows
         self._what = what
+        self._begun = time.monotonic()
 
     def wait(self) -> torch.Tensor:
         """Raises CollectiveError."""
-        with self._collectives.within(self._what):
+        with self._collectives.within(self._what, self._begun):
             self._work.wait()
         return self._rows
 
@@ -85,12 +86,12 @@ class Collectives:
             dist.destroy_process_group(group)
 
     @contextmanager
-    def within(self, what: str) -> Iterator[None]:
-        """A collective; `what` is for people. Makes a CollectiveError of its failure, that says where each rank is."""
+    def within(self, what: str, begun: float | None = None) -> Iterator[None]:
+        """A collective, `begun` now or then; `what` is for people. Its failure becomes a CollectiveError."""
         if self._watch is None:
             yield
             return
-        begun = time.monotonic()
+        begun = time.monotonic() if begun is None else begun
         try:
             with self._watch.within(what):
                 yield

@@ -11,7 +11,7 @@ Numbers are then multiples of N, so that the store makes each of these commits d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainer_client.link.channel import Pending
 from trainer_client.link.rank_store import RankStore
@@ -45,7 +45,7 @@ class Commits:
         self._interval = 1
         if not any(state.is_in_store for state in states):
             self._interval = {"step": 1, "none": 0, "snapshot": int(every or 1)}[name]
-        self._uncommitted_steps = 0
+        self._kept: bytes | None = None  # the client state of the last step, while no commit carries it
 
     @property
     def next(self) -> int:
@@ -57,15 +57,18 @@ class Commits:
         stride = max(self._interval, 1)
         return (self.newest // stride + 1) * stride
 
-    def count_step(self, step: int) -> bool:
-        """Takes note of a training step, the `step`-th of the job; whether it is to be committed."""
-        self._uncommitted_steps += 1
-        return self._interval > 0 and step % self._interval == 0
+    def end_step(self, step: int, client_state: Callable[[], bytes]) -> None:
+        """The job's `step`-th training step is made: begins its commit, or keeps for `settle` what it would carry."""
+        if self._interval == 0:
+            return
+        self._kept = client_state()
+        if step % self._interval == 0:
+            self.begin(self._kept)
 
-    @property
-    def owes_commit(self) -> bool:
-        """Whether steps were made that the durability class wants to be committed before the run ends well."""
-        return self._interval > 0 and self._uncommitted_steps > 0
+    def settle(self) -> None:
+        """Before the run ends well: commits the last step, if it is not, and its durability class wants any."""
+        if self._kept is not None:
+            self.begin(self._kept)
 
     def begin(self, client_state: bytes) -> None:
         """This rank's vote for the next commit, in which all takes part that was handed over since the last one, or is
@@ -79,7 +82,7 @@ class Commits:
             state.flush(self.next)
         self._pending = self._store.commit(self.next, client_state, settled)
         self.newest, self._staged = self.next, None
-        self._uncommitted_steps = 0
+        self._kept = None
 
     def wait(self) -> None:
         """Returns when the newest commit is there as the job's durability class says. Raises StoreError."""

@@ -207,11 +207,10 @@ class Engine:
             log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        if self._commits.count_step(self.global_steps):
-            # The scheduler has stepped: a resume starts with the learning rate that an uninterrupted run has.
-            self._commits.begin(self._client_state())
-            if self._gather.is_one_sided:
-                self._collectives.barrier()
+        # The scheduler has stepped: a resume starts with the learning rate that an uninterrupted run has.
+        self._commits.end_step(self.global_steps, self._client_state)
+        if self._gather.is_one_sided:
+            self._collectives.barrier()
         self._step.refresh()
         self._hooks.finish_step()
         self._report()
@@ -478,8 +477,8 @@ class Engine:
         if self._closed:
             return
         try:
-            if self._commits.owes_commit and self._hooks.phase is not Phase.FAILED:
-                self._commits.begin(self._client_state())
+            if self._hooks.phase not in (Phase.STEP, Phase.FAILED):
+                self._commits.settle()
         finally:
             self._leave()
 

@@ -49,7 +49,7 @@ class ReleasedParameterError(TrainerClientError, RuntimeError):
     def __init__(self, fqn: str, function: str) -> None:
         super().__init__(
             f"parameter {fqn} was given to {function} outside of any forward of the model: its values are in the "
-            "store; read them with engine.full_state_dict(), or use them within a module's forward"
+            "store; read them within engine.gathered(...), or use them within a module's forward"
         )
 
 

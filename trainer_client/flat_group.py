@@ -2,12 +2,12 @@
 
 Owns the flat buffers and the parameters' `.data`. Must never know where a chunk comes from, nor when it is needed.
 
-[Note: released parameters] A flat buffer is freed by resizing its storage to 0 and refilled in place: tensors that
-autograd saved from the parameters (F.linear saves a view of its weight) share the storage and are right again once it
-is refilled. `.data` assignment keeps the version counters of parameter and buffer apart, so a refill does not look like
-an in-place change to autograd. A tensor with a freed storage must not be read, it is a null pointer with a shape.
-Released parameters therefore show a NaN of their shape, expanded from one element, and are `ReleasedParameter`s: who
-wants the values has them gathered by `want`, or gets an error.
+[Note: released parameters] A flat buffer gives its memory back and is refilled in place (see flat_memory.py): tensors
+that autograd saved from the parameters (F.linear saves a view of its weight) share the storage and are right again once
+it is refilled. `.data` assignment keeps the version counters of parameter and buffer apart, so a refill does not look
+like an in-place change to autograd. A tensor with a freed storage must not be read: it may be a null pointer with a
+shape. Released parameters therefore show a NaN of their shape, expanded from one element, and are
+`ReleasedParameter`s: who wants the values has them gathered by `want`, or gets an error.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ReleasedParameterError
+from trainer_client.flat_memory import FlatMemory
 from trainer_client.layout import ShardRange, flat_layout
 from trainer_client.link.rank_store import Slab
 from trainer_client.parameters import ModelParameter
@@ -83,11 +84,12 @@ class FlatGroup:
         self.device = device
         self.chunk: torch.Tensor | None = None
         # Views are made while the storage has its size: torch checks their bounds then, and only then.
-        self.flat = torch.empty(self.layout.numel, dtype=dtype, device=device)
+        self._memory = FlatMemory(self.layout.numel, dtype, device)
+        self.flat = self._memory.tensor
         self._whole = self.pieces(self.flat)
-        nan = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        nan = torch.full((), torch.nan, dtype=dtype, device=device)
         self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
-        self.flat.untyped_storage().resize_(0)
+        self._memory.give_back()
 
     @property
     def has_master(self) -> bool:
@@ -164,13 +166,13 @@ class FlatGroup:
         if residence is Residence.SHARDED:
             self.chunk = torch.zeros(self.layout.chunk, dtype=self.dtype, device=self.device)
         else:
-            self.flat.untyped_storage().resize_(self.whole_bytes)
+            self._memory.take()
             self.chunk = self.flat[self.start : self.stop]
 
     @torch.no_grad()
     def take_over(self) -> None:
         """Gives the parameters' own memory back: from now on they live in the flat buffer."""
-        if self.flat.untyped_storage().size():
+        if self._memory.is_there:
             self._point_to(self._whole)
         else:
             self.free()
@@ -178,12 +180,12 @@ class FlatGroup:
     @torch.no_grad()
     def allocate(self) -> None:
         """Gives the flat buffer its memory, to be filled by the caller, and shows it in the parameters."""
-        self.flat.untyped_storage().resize_(self.whole_bytes)
+        self._memory.take()
         self._point_to(self._whole)
 
     def free(self) -> None:
         self._point_to(self._released)
-        self.flat.untyped_storage().resize_(0)
+        self._memory.give_back()
         for parameter in self.parameters:
             release(parameter.tensor, partial(self._want, parameter))
 
@@ -192,8 +194,9 @@ class FlatGroup:
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a view of the gathered flat buffer."""
-        mine = self.flat.untyped_storage().data_ptr()
-        return mine != 0 and tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == mine
+        if not self._memory.is_there or tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def _want(self, parameter: ModelParameter, function: str) -> None:
         self.want(parameter, function)

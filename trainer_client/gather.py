@@ -30,8 +30,8 @@ class Gather(Protocol):
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         """What `start` will lease, in its order."""
 
-    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
-        """Asks for the bytes. Does not wait."""
+    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
+        """Asks for the bytes; None if there is nothing to lease. Does not wait."""
 
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
         """Fills the flat buffers; the leases may be returned then."""
@@ -51,9 +51,10 @@ class CollectiveGather:
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         return [group.slab(pb.KIND_PARAM) for group in groups if group.chunk is None]
 
-    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
+    def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
         self._lockstep.announce(groups[0].unit)
-        return self._store.acquire_read(self.slabs(groups), position)
+        slabs = self.slabs(groups)
+        return self._store.acquire_read(slabs, position) if slabs else None
 
     @torch.no_grad()
     def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:

@@ -208,19 +208,24 @@ class Gradients:
         self._reduces = True  # whether the current backward does
         self._owes_reduction = False  # whether a backward of this step did not
 
-    def install(self, step_of_backward: Callable[[], int]) -> None:
-        """Takes gradients over as autograd finishes them, for the step that `step_of_backward` names or refuses."""
+    def install(self, step_of_backward: Callable[[], int], taken: Callable[[int], None]) -> None:
+        """Takes gradients over as autograd finishes them, for the step that `step_of_backward` names or refuses.
 
-        def hook(group: GradientGroup, slot: int, _: torch.Tensor) -> None:
+        Args:
+            taken: is told the index of the unit of each gradient.
+        """
+
+        def hook(unit: int, group: GradientGroup, slot: int, _: torch.Tensor) -> None:
             group.memory.start(step_of_backward())
             group.take(slot)
+            taken(unit)
 
-        for group in self._groups:
+        for unit, group in ((unit, group) for unit, groups in self._of_unit.items() for group in groups):
             for slot, parameter in enumerate(group.flat_group.parameters):
                 frozen = not parameter.tensor.requires_grad
                 # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
                 parameter.tensor.requires_grad_(True)
-                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, group, slot))
+                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, unit, group, slot))
                 parameter.tensor.requires_grad_(not frozen)
 
     def begin_backward(self, *, reduces: bool) -> None:
@@ -231,8 +236,8 @@ class Gradients:
             group.expect_all()
 
     def has_gradients(self, unit: Unit) -> bool:
-        """Whether anything of the unit is trained."""
-        return bool(self._of_unit[unit.index])
+        """Whether anything of the unit is trained now."""
+        return not all(group.is_frozen for group in self._of_unit[unit.index])
 
     def start_backward(self, unit: Unit, step: int) -> None:
         """The unit's backward begins: its gradients will need memory."""

@@ -86,6 +86,7 @@ class UnitHooks:
         self._lent: list[set[int]] = [set() for _ in units]  # to each unit, in this step: indices of units
         self._lent_always: list[set[int]] = [set() for _ in units]
         self._in_backward: set[int] = set()  # units whose backward has begun and is not over
+        self._almost_over: set[int] = set()  # of them, those whose last gradients are being accumulated
         self._open: list[set[object]] = [set() for _ in units]  # forwards of a unit whose backward is not over
         self._used: dict[int, None] = {}  # units in the order of their first use since the last backward
 
@@ -94,7 +95,7 @@ class UnitHooks:
         return self._phases.current
 
     def install(self) -> None:
-        self._gradients.install(self._step_of_backward)
+        self._gradients.install(self._step_of_backward, self._after_gradient)
         inside: set[nn.Module] = set()
         for unit in self._units[1:]:
             inside.update(unit.module.modules())
@@ -255,8 +256,9 @@ class UnitHooks:
         tree = TensorTree.of(output)
         if torch.is_grad_enabled():
             watched = self._watch_outputs(unit, tree)
-            # One whose outputs hide their tensors stays: nothing would tell when its backward begins.
-            frame.may_release = watched or not tree.hides_some
+            # Where nothing tells when the unit's backward begins it stays, unless it has none.
+            has_none = bool(tree.tensors) and not tree.hides_some and not self._gradients.has_gradients(unit)
+            frame.may_release = watched or has_none
         if any(group.holds_memory_of(tensor) for group in unit.groups for tensor in tree.tensors):
             self._lend_to_caller(unit)
 
@@ -280,12 +282,15 @@ class UnitHooks:
         tensors = inputs.requiring_grad()
         if not tensors:
             return  # nothing tells when its backward is over: the end of backward does
+        # Those of reentrant checkpointing: their gradients are accumulated among the parameters', in any order.
+        has_leaves = any(tensor.is_leaf for tensor in tensors)
         handle: RemovableHandle
 
         def after_backward(_: Sequence[torch.Tensor | None]) -> None:
             handle.remove()
             self._open[unit.index].discard(record)
-            self._after_backward(unit)
+            if not self._open[unit.index]:
+                self._after_backward(unit, waits=has_leaves)
 
         handle = register_multi_grad_hook(tensors, after_backward)
 
@@ -300,15 +305,29 @@ class UnitHooks:
         self._gradients.start_backward(unit, self._step)
         self._hold(unit, Part.BACKWARD, self._lent[unit.index] | self._lent_always[unit.index])
 
-    def _after_backward(self, unit: Unit) -> None:
-        if self._open[unit.index]:
-            return
+    def _after_backward(self, unit: Unit, *, waits: bool) -> None:
+        """The gradients of all inputs of the unit are there.
+
+        Args:
+            waits: for gradients that are missing, until the end of backward if they do not come.
+        """
         complete = self._gradients.unit_is_complete(unit)
+        if waits and not complete:
+            self._almost_over.add(unit.index)
+            return
         for index in self._reduction_order.unit_is_over(unit.index):
             self._gradients.reduce_unit(self._units[index], self._step)
         if complete:
             self._in_backward.discard(unit.index)
             self._residency.let_go(Holder(unit.index, Part.BACKWARD))
+
+    def _after_gradient(self, index: int) -> None:
+        """A parameter of the unit has its gradient."""
+        if index not in self._almost_over or self._open[index]:
+            return
+        if self._gradients.unit_is_complete(self._units[index]):
+            self._almost_over.discard(index)
+            self._after_backward(self._units[index], waits=False)
 
     # Gather and lend
 
@@ -345,3 +364,4 @@ class UnitHooks:
         self._running.clear()
         self._residency.let_all_go(keep=keep)
         self._in_backward.clear()
+        self._almost_over.clear()

@@ -85,7 +85,8 @@ def flat_layout(sizes: Sequence[tuple[str, int]], world_size: int) -> FlatLayout
     for fqn, numel in sizes:
         slots.append(Slot(fqn=fqn, position=position, numel=numel))
         position += round_up(numel, ALIGNMENT)
-    chunk = round_up(position, ALIGNMENT * world_size) // world_size
+    # A chunk is never empty: parameters without elements are parameters, too.
+    chunk = max(round_up(position, ALIGNMENT * world_size) // world_size, ALIGNMENT)
     return FlatLayout(slots=tuple(slots), chunk=chunk, world_size=world_size)
 
 

@@ -25,7 +25,7 @@ ParamInitFn: TypeAlias = Callable[[nn.Module], None]
 
 class ModuleInit:
     """Args:
-    model: its parameters have memory to be pointed elsewhere (they are not on meta any more); buffers may be on meta.
+    model: what becomes of its parameters meanwhile does not matter.
     param_init_fn: initialises the parameters and buffers that a module itself has, in place.
     seed: of all random numbers; the same on every rank.
     """
@@ -45,13 +45,13 @@ class ModuleInit:
         module = self._model.get_submodule(fqn)
         parameters = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
         buffers = {name: tensor for name, tensor in module._buffers.items() if tensor is not None}
-        released = {name: tensor.data for name, tensor in parameters.items()}
         fresh: dict[str, torch.Tensor] = {}
         digest = hashlib.sha256(f"{self._seed}/{fqn}".encode()).digest()
         state = torch.default_generator.get_state()
         try:
-            for parameter in parameters.values():
-                parameter.data = _unset(parameter)
+            for name, parameter in parameters.items():
+                # In its place, for it may be in the store already.
+                module._parameters[name] = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
             for name, buffer in buffers.items():
                 module._buffers[name] = _unset(buffer) if buffer.is_meta else buffer.clone()
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -64,9 +64,7 @@ class ModuleInit:
             raise
         finally:
             torch.default_generator.set_state(state)
-            for name, parameter in parameters.items():
-                parameter.data = released[name]
-                module._parameters[name] = parameter
+            module._parameters.update(parameters)
             module._buffers.update(buffers)
         if unset := [name for name, tensor in fresh.items() if _is_unset(tensor)]:
             raise ConfigError(

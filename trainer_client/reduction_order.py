@@ -76,14 +76,14 @@ class ReductionOrder:
         if self._exchange is None:
             return
         exchange, self._exchange = self._exchange, None
-        self._plan = _reverse_of_first_uses(exchange.wait().tolist())
+        self._plan = reverse_of_first_uses(exchange.wait().tolist())
 
     def _take(self, count: int) -> list[int]:
         taken, self._plan = self._plan[:count], self._plan[count:]
         return taken
 
 
-def _reverse_of_first_uses(rows: Iterable[Sequence[int]]) -> list[int]:
+def reverse_of_first_uses(rows: Iterable[Sequence[int]]) -> list[int]:
     """Of each rank's row of orders (0: not used), the units that all ranks used, rank 0's last one first."""
     first, *others = rows
     common = [unit for unit, order in enumerate(first) if order and all(row[unit] for row in others)]

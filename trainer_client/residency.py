@@ -48,8 +48,11 @@ class Residency:
         self._held_by: dict[Holder, set[int]] = {}
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
-        """Gathers the unit if it is not there, and keeps it until `holder` lets go; notes the use in `trace`. Asks for
-        what is used next. A collective, unless gathers are one-sided."""
+        """Gathers the unit if nobody holds it, notes the use in `trace`, and asks for what is used next; keeps the unit
+        until `holder` lets go. A collective, unless gathers are one-sided."""
+        if self._holders[unit.index] and unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
+            self.share(unit, holder)
+            return
         position = trace.use(unit.index)
         self._make_room(unit, trace)
         unit.start_gather(position)

@@ -15,6 +15,8 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.collectives import Collectives
 from trainer_client.flat_group import FlatGroup
+from trainer_client.link.channel import Pending
+from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import RankStore
 from trainer_client.placement import GroupPlacement, Home, Residence
 
@@ -52,6 +54,7 @@ class PlacedStates:
         self._store = store
         self._collectives = collectives
         self._newer: dict[pb.Kind, torch.Tensor] = {}  # than the store's: [layout.chunk] each
+        self._loading: Pending[list[LeasedBytes]] | None = None
         replicated = placement.residence is Residence.REPLICATED
         self._own = slice(group.start, group.stop) if replicated else slice(None)
         if placement.parameters is Home.DEVICE:
@@ -95,11 +98,21 @@ class PlacedStates:
         for kind, tensor in self.held.items():
             tensor[self._own].copy_(self._read_stored(kind))
 
+    def start_load_parameters(self) -> None:
+        """Asks for parameters that live on the device and that the store has updated, if these are such. Does not wait;
+        idempotent."""
+        if self.group.chunk is not None and self.placement.optimizer is not Home.DEVICE and self._loading is None:
+            self._loading = self._store.acquire_read([self.group.slab(pb.KIND_PARAM)], position=0)
+
     @torch.no_grad()
     def load_parameters(self) -> None:
-        """As `load`, for parameters that the store has updated."""
-        if (chunk := self.group.chunk) is not None:
-            chunk.copy_(self._read_stored(pb.KIND_PARAM))
+        """Takes what `start_load_parameters` has asked for. To be followed by `refill`, on every rank."""
+        pending, self._loading = self._loading, None
+        if pending is not None and self.group.chunk is not None:
+            (leased,) = leases = pending.wait()
+            self.group.chunk.copy_(leased.data.view(self.group.dtype))
+            self._store.check_leases()
+            self._store.release(leases)
 
     def note_update(self, parameters: torch.Tensor | None = None) -> None:
         """What lives on the device was updated, and so were the `parameters` [layout.chunk] that live in the store."""

@@ -81,7 +81,7 @@ class Unit:
         """Asks for the bytes. Does not wait."""
         if self.state is not UnitState.SHARDED:
             return
-        if self.slabs():
+        if self.groups:
             self._pending = self._gather.start(self.groups, position)
         self.state = UnitState.FETCHING
 

@@ -80,9 +80,11 @@ class Updates:
         """Brings what this rank keeps of the parameters up to date with the step that `apply` made and all ranks have
         voted for. A collective, for what is resident."""
         updated, self._updated = self._updated, []
-        for state in updated:
-            if state.placement.optimizer is not Home.DEVICE:
-                state.load_parameters()
+        for index, state in enumerate(updated):
+            # One ahead: the store reads the next group while this rank copies and gathers.
+            for ahead in updated[index : index + 2]:
+                ahead.start_load_parameters()
+            state.load_parameters()
             if state.placement.residence is Residence.RESIDENT:
                 state.refill()
 

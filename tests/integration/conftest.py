@@ -29,6 +29,15 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         assert "Traceback" not in daemon.log, daemon.log
 
 
+@pytest.fixture(scope="session")
+def model_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a daemon in which the runs of tests/integration/model_runs.py are jobs."""
+    config = {"host_budget": "96MiB", "nvme_budget": "1GiB"}
+    with Daemon(tmp_path_factory.mktemp("models") / "state", config) as daemon:
+        yield daemon.address
+        assert "Traceback" not in daemon.log, daemon.log
+
+
 @pytest.fixture
 def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
     """The shared daemon, without jobs. After the test no byte may be used that was not used before."""

@@ -7,6 +7,7 @@ torchrun's environment variables.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
 from paramserver.v1 import parameter_store_pb2 as pb
+from tests.integration.zoo import ZOO
 
 VOCABULARY = 257
 MICRO_BATCH = 2
@@ -41,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 class Run:
     """What is trained, and how."""
 
-    model: Literal["gpt2", "conditional", "adapters"] = "gpt2"
+    model: str = "gpt2"  # "conditional", "adapters", or a name of the zoo
     checkpointing: Literal["none", "reentrant", "non-reentrant"] = "none"
     steps: int = 30
     dropout: float = 0.0
@@ -51,6 +53,7 @@ class Run:
     sums_dtype: Literal["fp32"] | None = None  # of gradients, over ranks and over micro-batches; None: theirs
     schedule_of_reduction: Literal["micro_batch", "boundary", "no_sync"] = "micro_batch"
     accumulation: int = 1
+    poisoned_step: int | None = None  # whose gradient is not a number, on the last rank only
     schedule: bool = False
     two_groups: bool = False
     through_store: bool = True
@@ -69,6 +72,9 @@ class Result:
     weights: dict[str, torch.Tensor]
     plane: str = ""
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    skipped: int = 0
+    resumed_step: int = 0
+    placement: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def store_config(state_dir: Path, device: str = "nvme", **section: Any) -> dict[str, Any]:
@@ -184,6 +190,8 @@ def build_model(run: Run) -> nn.Module:
         return AdapterModel()
     if run.model == "conditional":
         return ConditionalModel(run)
+    if run.model in ZOO:
+        return ZOO[run.model]().train()
     config = GPT2Config(
         n_layer=3,
         n_embd=64,
@@ -226,7 +234,7 @@ def train_plain(run: Run) -> Result:
     rank, world_size, forward = 0, 1, model
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        forward = DistributedDataParallel(model, find_unused_parameters=run.model == "conditional")
+        forward = DistributedDataParallel(model, find_unused_parameters=run.model != "gpt2")
     optimizer, scheduler = make_optimizer(model, run)
     losses, norms = [], []
     torch.manual_seed(3 + rank)
@@ -263,7 +271,7 @@ def train_with_masters(run: Run) -> Result:
     masters = {name: nn.Parameter(initial[name].float()) for name in trained}
     optimizer = AdamW(masters.values(), lr=1e-2, fused=True)
     scale = FP16_LOSS_SCALE if run.precision == "fp16" else 1.0
-    losses, norms = [], []
+    losses, norms, skipped = [], [], 0
     sums: dict[str, torch.Tensor] = {}
     torch.manual_seed(3 + rank)
     for index, batch in enumerate(micro_batches(run.steps * run.accumulation, rank, world_size), start=1):
@@ -271,7 +279,7 @@ def train_with_masters(run: Run) -> Result:
         reduces = run.schedule_of_reduction == "micro_batch" or ends
         with nullcontext() if reduces or not isinstance(forward, DistributedDataParallel) else forward.no_sync():
             loss = forward(input_ids=batch, labels=batch).loss / run.accumulation
-            (loss.float() * scale).backward()
+            (poisoned(loss, run, index, rank, world_size).float() * scale).backward()
         losses.append(loss.item())
         if low_precision and reduces:
             for name, parameter in trained.items():
@@ -288,6 +296,10 @@ def train_with_masters(run: Run) -> Result:
             assert gradient_or_none is not None
             master.grad = gradient_or_none.float() / scale
             trained[name].grad = None
+        norm = nn.utils.get_total_norm([master.grad for master in masters.values() if master.grad is not None])
+        if not norm.isfinite():
+            skipped += 1
+            continue
         if run.clipping:
             norms.append(float(nn.utils.clip_grad_norm_(masters.values(), run.clipping)))
         if run.clipping_value is not None:
@@ -303,7 +315,13 @@ def train_with_masters(run: Run) -> Result:
     }
     named = {id(parameter): masters[name].detach() for name, parameter in trained.items()}
     weights = {name: named.get(id(t), t).detach().float() for name, t in model.state_dict(keep_vars=True).items()}
-    return Result(losses=losses, norms=norms, weights=weights, moments=moments)
+    return Result(losses=losses, norms=norms, weights=weights, moments=moments, skipped=skipped)
+
+
+def poisoned(loss: torch.Tensor, run: Run, micro_batch: int, rank: int, world_size: int) -> torch.Tensor:
+    """The loss of the `micro_batch`-th one (from 1), without a value where it belongs to the poisoned step."""
+    step = (micro_batch - 1) // run.accumulation
+    return loss * torch.nan if step == run.poisoned_step and rank == world_size - 1 else loss
 
 
 def engine_config(run: Run) -> dict[str, Any]:
@@ -348,22 +366,29 @@ def train_through_store(run: Run) -> Result:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         losses, norms = [], []
         torch.manual_seed(3 + rank)
-        for tokens in micro_batches(run.steps * run.accumulation, rank, world_size):
+        for index, tokens in enumerate(micro_batches(run.steps * run.accumulation, rank, world_size), start=1):
+            if index <= engine.resumed_step * run.accumulation:
+                continue
             batch = tokens.to(engine.device)
             boundary = engine.is_gradient_accumulation_boundary()
             with engine.no_sync() if run.schedule_of_reduction == "no_sync" and not boundary else nullcontext():
-                loss = engine.backward(engine(input_ids=batch, labels=batch).loss)
+                loss = engine(input_ids=batch, labels=batch).loss
+                engine.backward(poisoned(loss, run, index, rank, world_size))
             engine.step()
-            losses.append(loss.item())
+            losses.append((loss / run.accumulation).item())
             norm = engine.get_global_grad_norm()
-            if run.clipping and engine.micro_steps % run.accumulation == 0 and norm is not None:
+            ended = engine.micro_steps % run.accumulation == 0
+            if run.clipping and ended and norm is not None and math.isfinite(norm):
                 norms.append(norm)
         return Result(
             losses=losses,
             norms=norms,
             weights=engine.full_state_dict(),
             plane=engine.data_plane,
-            moments=moments_of(engine),
+            moments=moments_of(engine) if run.with_masters else {},
+            skipped=engine.skipped_steps,
+            resumed_step=engine.resumed_step,
+            placement=engine.placement(),
         )
 
 
@@ -415,6 +440,7 @@ def free_port() -> int:
 def assert_bit_equal(actual: Result, expected: Result) -> None:
     assert actual.losses == expected.losses
     assert actual.norms == expected.norms
+    assert actual.skipped == expected.skipped
     assert actual.weights.keys() == expected.weights.keys()
     different = [name for name in actual.weights if not torch.equal(actual.weights[name], expected.weights[name])]
     if actual.moments and expected.moments:

@@ -33,6 +33,13 @@ def test_a_json_file_gives_the_same_config_as_a_dict(tmp_path: Path) -> None:
     assert load_config(path, {}) == load_config(config(), {})
 
 
+def test_units_are_blocks_unless_said_otherwise() -> None:
+    assert load_config(config(paramserver={"units": "blocks"}), {}) == load_config(config(), {})
+    assert load_config(config(paramserver={"units": {"classes": ["Layer"]}}), {}).paramserver.units.classes == (
+        "Layer",
+    )
+
+
 def test_sizes_are_bytes_or_text_with_a_unit() -> None:
     section = load_config(config(paramserver={"host_budget": "512MiB", "nvme_budget": 1000}), {}).paramserver
 
@@ -54,6 +61,11 @@ def test_the_state_lives_under_the_nvme_path_unless_state_dir_says_otherwise() -
         (zero(stage=4), ["zero_optimization.stage is 4", "write 0, 1, 2 or 3"]),
         (zero(offload_param={"device": "disk"}), ["zero_optimization.offload_param.device = 'disk'", "'nvme'"]),
         (zero(offload_optimizer={"device": "cpu", "ratio": 1.5}), ["zero_optimization.offload_optimizer.ratio = 1.5"]),
+        (config(paramserver={"units": "layers"}), ["paramserver.units = 'layers'", '"blocks", {"classes": [names]}']),
+        (config(paramserver={"units": {"class": ["A"]}}), ["paramserver.units.class", "did you mean classes"]),
+        (config(paramserver={"units": {"classes": ["A"], "max_parameters": 1}}), ["paramserver.units.max_parameters"]),
+        (config(paramserver={"gather": "all"}), ["paramserver.gather = 'all'", "'collective'"]),
+        (zero(stage3_max_live_parameters=0), ["zero_optimization.stage3_max_live_parameters = 0"]),
         (config(data_types={"grad_accum_dtype": "fp8"}), ["data_types.grad_accum_dtype = 'fp8'", "'bf16'"]),
         (
             config(gradient_clipping=1.0, paramserver={"gradient_clipping_value": 0.5}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +30,11 @@ from trainer_client import ConfigError, DeferredInitError, zero
 from trainer_client.deferred_init import recipe_of, replay
 
 WIDTH = 64
-COMMON = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON: Any = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def gpt2() -> nn.Module:
-    ends = {"bos_token_id": None, "eos_token_id": None}
+    ends: Any = {"bos_token_id": None, "eos_token_id": None}
     return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=WIDTH, n_head=4, vocab_size=257, n_positions=64, **ends))
 
 
@@ -99,10 +100,10 @@ def test_distributions_and_buffers_are_those_of_a_plain_construction(build: Call
         assert abs(values.std() / deviation - 1) < error, name
         assert abs(values.mean() - expected.mean()) < 2 * error * deviation, name
         assert torch.equal(values == 0, expected == 0), name  # padding rows and the like
-    for (name, expected), (_, buffer) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
+    for (name, wanted), (_, buffer) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
         values = replay(buffer) if recipe_of(buffer) else buffer
-        assert torch.equal(values, expected), name
-        assert values.dtype == expected.dtype
+        assert torch.equal(values, wanted), name
+        assert values.dtype == wanted.dtype
 
 
 class Odd(nn.Module):
@@ -200,9 +201,10 @@ def test_what_cannot_be_put_off_is_refused() -> None:
 
 
 def test_deepspeeds_other_arguments_are_refused_by_name() -> None:
-    for name, value in (("remote_device", "nvme"), ("module", nn.Linear(1, 1)), ("pin_memory", True)):
+    refused: Any = {"remote_device": "nvme", "module": nn.Linear(1, 1), "pin_memory": True}
+    for name in refused:
         with pytest.raises(ConfigError, match=name):
-            zero.Init(**{name: value})
+            zero.Init(**{name: refused[name]})
     with pytest.raises(ConfigError, match="stage"):
         zero.Init(config={"train_batch_size": 1, "zero_optimization": {"stage": 7}})
     with zero.Init(enabled=False):

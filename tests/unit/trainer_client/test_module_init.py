@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,13 +15,12 @@ from trainer_client.initial_values import InitialValues
 from trainer_client.module_init import ModuleInit
 from trainer_client.parameters import list_parameters
 
-COMMON = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def ready(model: nn.Module) -> nn.Module:
-    """Off the meta device, as `initialize` has it."""
+def fill_buffers(model: nn.Module) -> None:
+    """As `initialize` does, with no parameter left on the meta device."""
     InitialValues(model, list_parameters(model), Collectives(torch.device("cpu")))
-    return model
 
 
 def build(kind: str) -> PreTrainedModel:
@@ -34,7 +35,7 @@ def test_transformers_models_get_their_own_distributions_and_buffers(kind: str) 
     plain = build(kind)
     with torch.device("meta"):
         model = build(kind)
-    ready(model)
+    fill_buffers(model)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, plain.get_buffer(name)), name
@@ -74,4 +75,4 @@ def test_param_init_fn_comes_first_and_a_module_without_functions_is_named() -> 
     assert model.get_parameter("0.weight").isnan().all()
 
     with pytest.raises(ConfigError, match=r"scale, offset of module 1 \(Scale\).*param_init_fn"):
-        ready(build_model())
+        fill_buffers(build_model())

@@ -1,0 +1,116 @@
+"""Ranks that run different modules: where all read from one store they may; else they get an error that says where each
+of them is, and never each other's bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.daemon import Daemon
+from tests.integration.diverging import TIMEOUT_SECONDS, TOKENS, Chooser
+from tests.integration.training import ROOT, free_port
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank reports, by scene."""
+    directory = tmp_path_factory.mktemp("diverging")
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    with Daemon(directory / "state", {"host_budget": "32MiB"}) as daemon:
+        command = [sys.executable, "-m", "tests.integration.diverging", daemon.address, str(directory)]
+        ranks = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_different_units_of_one_size_are_not_mixed(scenes: list[dict[str, Any]]) -> None:
+    for report in scenes:
+        failure = report["different_experts"]
+        assert failure["kind"] == "CollectiveMismatchError"
+        assert "rank 0: experts.1" in failure["text"]
+        assert "rank 1: experts.2" in failure["text"]
+
+
+def test_a_unit_that_the_others_do_not_expect_ends_in_an_error_with_the_place_of_each_rank(
+    scenes: list[dict[str, Any]],
+) -> None:
+    first, second = (report["an_unexpected_expert"] for report in scenes)
+
+    assert "CollectiveTimeoutError" in (first["kind"], second["kind"])
+    for failure in (first, second):
+        assert failure["kind"] in ("CollectiveTimeoutError", "CollectiveError")
+        assert failure["seconds"] < 5 * TIMEOUT_SECONDS
+    assert "rank 0 (this one) is in the gather of experts.1" in first["text"]
+    assert "rank 1 was in the gather of experts.3" in first["text"]
+    assert "rank 1 (this one) is in the gather of experts.3" in second["text"]
+    assert "rank 0 was in the gather of experts.1" in second["text"]
+
+
+def test_waiting_for_an_idle_rank_ends_and_says_where_it_is(scenes: list[dict[str, Any]]) -> None:
+    waiting, idle = (report["an_idle_rank"] for report in scenes)
+
+    assert waiting["kind"] == "CollectiveTimeoutError"
+    assert "rank 0 (this one) is in the gather of (root)" in waiting["text"]
+    assert "rank 1 was in none, after " in waiting["text"]
+    # It comes when the other has given up, and perhaps left the run.
+    assert idle["kind"] in ("CollectiveError", "CollectiveTimeoutError", "StepAbortedError")
+
+
+def test_a_rank_that_dies_is_noticed_at_once(scenes: list[dict[str, Any]]) -> None:
+    survivor, dead = (report["a_rank_that_dies"] for report in scenes)
+
+    assert dead is None
+    assert survivor["kind"] in ("CollectiveError", "CollectiveTimeoutError")
+    assert "rank 1 " in survivor["text"]
+
+
+def test_with_one_store_ranks_run_what_they_like_and_the_numbers_are_right(scenes: list[dict[str, Any]]) -> None:
+    """Against a loop that adds up the gradients of both ranks by hand."""
+    model = Chooser()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    losses: list[list[float]] = [[], []]
+    for index in range(4):
+        gradients: dict[nn.Parameter, torch.Tensor] = {}
+        for rank in range(2):
+            model.order = [[0, 1, 2, 0], [2, 0]][rank] if index % 2 else [[3], [1, 2]][rank]
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+            losses[rank].append(loss.item())
+            loss.backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    gradients[parameter] = gradients.get(parameter, 0) + parameter.grad / 2
+                    parameter.grad = None
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for rank in range(2):
+        found = scenes[rank]["one_sided"]
+        assert found["losses"] == pytest.approx(losses[rank], rel=1e-5)
+        expected = {name: value.double().sum().item() for name, value in model.state_dict().items()}
+        assert found["sums"] == pytest.approx(expected, rel=1e-3, abs=1e-3)

@@ -1,0 +1,46 @@
+"""The memory behind a flat buffer, given back and taken again in place: tensors that view it stay what they are.
+
+[Note: host memory] malloc keeps what is freed. Blocks of up to 32 MiB come from its heap, where the activations of a
+forward are put into the hole that one unit left, so that the next unit needs new memory: a pass over 128 units of 1 MiB
+grew the process by 128 MiB. So the CPU's flat buffers are pages of their own, which go back to the kernel at once. A
+device's allocator has no such trouble.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+
+class FlatMemory:
+    """Attributes:
+    tensor: [numel] of the dtype; uninitialised after `take`, not to be read after `give_back`. Made given back.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._nbytes = numel * dtype.itemsize
+        self._pages: mmap.mmap | None = None
+        self._is_there = False
+        if device.type == "cpu" and numel:
+            # Private: the kernel would keep the pages of a shared mapping, wherever it shows them.
+            self._pages = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.tensor = torch.frombuffer(self._pages, dtype=dtype)
+        else:
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+
+    @property
+    def is_there(self) -> bool:
+        return self._is_there
+
+    def take(self) -> None:
+        self._is_there = True
+        if self._pages is None:
+            self.tensor.untyped_storage().resize_(self._nbytes)
+
+    def give_back(self) -> None:
+        self._is_there = False
+        if self._pages is None:
+            self.tensor.untyped_storage().resize_(0)
+        else:
+            self._pages.madvise(mmap.MADV_DONTNEED)
