@@ -181,13 +181,13 @@ class Engine:
             StoreError: the store failed; the last committed step is intact.
         """
         self._require_open()
-        if not self._syncs:
-            raise RuntimeError("step() within no_sync(): leave it first, a step needs the gradients of all ranks")
         if self._access.is_holding:
             raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
         if self._backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary and not self._syncs:
+            raise RuntimeError("step() of the last micro-batch within no_sync(): leave it first, a step communicates")
         if boundary:
             self.optimizer.check_groups()
         self.micro_steps += 1

@@ -1,8 +1,8 @@
 """One rank that builds, fills and trains a model eight times as large as the store's host memory, and counts what it
 holds meanwhile; run by test_memory.py: `python -m tests.integration.memory_ranks DIRECTORY`.
 
-Three independent counts: the bytes behind the parameters and their gradients, the bytes of all tensors that Python
-knows of, and the kernel's count of the process's own memory.
+Two independent counts: the bytes behind the parameters and their gradients, looked at in each module's forward and
+backward, and the kernel's count of the process's own memory, at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from trainer_client import zero
 MIB = 1 << 20
 WIDTH = 512
 UNIT_BYTES = WIDTH * WIDTH * 4
-MODEL_UNITS = 128
+MODEL_UNITS = 96
+TRAINABLE_EVERY = 32
 HOST_BUDGET = MODEL_UNITS * UNIT_BYTES // 8
 
 
@@ -41,18 +42,19 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Args:
-    units: of UNIT_BYTES in fp32 each, of which one belongs to the root.
-    trainable_every: of how many blocks one is trainable. Gradients are kept in host memory until they are used: a model
-        of many times that memory can be trained where most of it is frozen, as with adapters.
+    """Most of it is frozen, as with adapters: gradients are kept in host memory until they are used, so that a model of
+    many times that memory cannot have them everywhere.
+
+    Args:
+        units: of UNIT_BYTES in fp32 each, of which one belongs to the root.
     """
 
-    def __init__(self, units: int, trainable_every: int) -> None:
+    def __init__(self, units: int) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks = nn.ModuleList([Block() for _ in range(units - 1)])
         for index, block in enumerate(self.blocks):
-            block.requires_grad_(index % trainable_every == 0)
+            block.requires_grad_(index % TRAINABLE_EVERY == 0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.first(hidden)
@@ -62,13 +64,11 @@ class Tower(nn.Module):
 
 
 class Counter:
-    """The most bytes that were seen alive, in parameters and gradients and in all tensors."""
+    """The most bytes of parameters and gradients that were seen alive."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.of_parameters = 0
-        self.of_tensors = 0
+        self.most = 0
         self._model = model
-        self._calls = 0
 
     def install(self) -> None:
         for block in self._model.modules():
@@ -79,17 +79,8 @@ class Counter:
     def _look(self, *_: Any) -> None:
         parameters = list(self._model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        self.of_parameters = max(self.of_parameters, _bytes_behind([*parameters, *gradients]))
-        self._calls += 1
-        if self._calls % 16 == 0:
-            everything = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-            self.of_tensors = max(self.of_tensors, _bytes_behind(everything))
-
-
-def _bytes_behind(tensors: list[torch.Tensor]) -> int:
-    """Each storage once; those of the store's shared memory are the store's."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
-    return sum(size for size in storages.values() if size < HOST_BUDGET)
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*parameters, *gradients)}
+        self.most = max(self.most, sum(storages.values()))
 
 
 class PrivateMemory:
@@ -131,12 +122,12 @@ def config(state_dir: Path, *, bf16: bool) -> dict[str, Any]:
     }
 
 
-def measure(state_dir: Path, weights: Path | None, *, units: int, trainable_every: int, bf16: bool) -> dict[str, int]:
+def measure(state_dir: Path, weights: Path | None, *, units: int, bf16: bool) -> dict[str, int]:
     """Builds, fills and trains a tower, and says what was the most of each count, above what there was before."""
     memory = PrivateMemory()
     with memory.watched() as start:
         with zero.Init(seed=7):
-            model = Tower(units, trainable_every)
+            model = Tower(units)
         engine, *_ = trainer_client.initialize(model=model, config=config(state_dir, bf16=bf16), weights=weights)
         initialised = memory.peak - start
         with engine:
@@ -148,8 +139,7 @@ def measure(state_dir: Path, weights: Path | None, *, units: int, trainable_ever
                 engine.backward(engine(torch.randn(2, WIDTH)))
                 engine.step()
     return {
-        "parameters": counter.of_parameters,
-        "tensors": counter.of_tensors,
+        "parameters": counter.most,
         "initialised": initialised,
         "peak": memory.peak - start,
     }
@@ -167,15 +157,13 @@ def main() -> None:
     directory = Path(sys.argv[1])
     dist.init_process_group("gloo")
     world_size, rank = dist.get_world_size(), dist.get_rank()
+    bf16 = world_size > 1
     # What the process itself takes, once it has done all this, is not the model's.
-    measure(directory / f"small-{world_size}", None, units=3, trainable_every=1, bf16=world_size > 1)
+    measure(directory / "small", None, units=3, bf16=bf16)
     gc.collect()
-    all_trainable = measure(directory / f"all-{world_size}", None, units=8, trainable_every=1, bf16=world_size > 1)
     weights = directory / "model.safetensors" if world_size > 1 else None
-    large = measure(
-        directory / f"large-{world_size}", weights, units=MODEL_UNITS, trainable_every=64, bf16=world_size > 1
-    )
-    (directory / f"counts-{world_size}-{rank}.json").write_text(json.dumps({"all": all_trainable, "large": large}))
+    counts = measure(directory / "large", weights, units=MODEL_UNITS, bf16=bf16)
+    (directory / f"counts-{rank}.json").write_text(json.dumps(counts))
     dist.destroy_process_group()
 
 

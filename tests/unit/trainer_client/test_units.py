@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -89,17 +91,28 @@ def fill(group: FlatGroup, chunk: torch.Tensor) -> None:
     group.flat.copy_(chunk)
 
 
-def test_a_released_group_has_no_memory_and_is_not_read() -> None:
-    model = nn.Linear(30, 30)
-    group = flat_group(model, torch.float32)
+def private_bytes() -> int:
+    """Of this process, by the kernel's count."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1]) * 1024
 
+
+def test_a_released_group_has_no_memory_and_is_not_read() -> None:
+    model = nn.Linear(2048, 2048)
+    weight_bytes = model.weight.nbytes
+    group = flat_group(model, torch.float32)
     group.take_over()
 
-    assert not group.holds_memory_of(group.flat)
-    assert model.weight.shape == (30, 30)
+    before = private_bytes()
+    fill(group, torch.zeros(()))
+    assert private_bytes() > before + 0.9 * weight_bytes
+    group.free()
+    assert private_bytes() < before + 0.1 * weight_bytes
+
+    assert model.weight.shape == (2048, 2048)
     assert model.weight.untyped_storage().nbytes() == 4
     with pytest.raises(ReleasedParameterError, match=r"weight.*linear"):
-        model(torch.ones(30))
+        model(torch.ones(2048))
     with pytest.raises(ReleasedParameterError, match=r"weight.*data"):
         print(model.weight.data)
 
