@@ -430,6 +430,7 @@ class Engine:
             self._commit_change()
 
     def _commit_change(self) -> None:
+        self._hooks.forget_values()
         self._commits.begin(self._client_state())
         self._commits.wait()
 

@@ -157,6 +157,10 @@ class UnitHooks:
             self._running.clear()
             self._end_forward()
 
+    def forget_values(self) -> None:
+        """Somebody changes parameters between two steps: what stayed gathered is not what it was."""
+        self._residency.let_all_go()
+
     def begin_step(self) -> None:
         """The parameters are about to change: nothing of them stays on the device, and no lease on them is held."""
         self._phases.enter(Verb.BEGIN_STEP)

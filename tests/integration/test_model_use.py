@@ -271,6 +271,28 @@ def test_what_is_used_again_stays_within_the_limit(
     assert (max(most), after[-1]) == (kept_after_forward, kept_after_forward)
 
 
+def test_what_stays_gathered_is_gathered_anew_after_a_change(model_store: str) -> None:
+    model, batch = Faulty(None), BATCHES[0]
+    config = config_of(model_store, "changed")
+    config["zero_optimization"]["stage3_max_live_parameters"] = 1_000_000
+    with start(model, config) as engine:
+        train(engine, batch)
+        with torch.no_grad():
+            engine(input_ids=batch, labels=batch)
+        assert gathered_blocks(model.blocks) == 4
+        engine.set_full("blocks.1.up.weight", "param", torch.ones(2 * WIDTH, WIDTH))
+        with engine.gathered(model.blocks[2], modifier_rank=0), torch.no_grad():
+            model.blocks[2].up.weight.fill_(2.0)
+        with torch.no_grad():
+            actual = engine(input_ids=batch, labels=batch).loss
+        weights = engine.full_state_dict()
+
+    plain = Faulty(None)
+    plain.load_state_dict(weights)
+    assert (plain.blocks[1].up.weight.mean(), plain.blocks[2].up.weight.mean()) == (1.0, 2.0)
+    assert torch.equal(actual, plain(input_ids=batch, labels=batch).loss)
+
+
 @pytest.mark.parametrize("model", ["checkpointed", "checkpointed-reentrant", "unchecked"])
 def test_a_recomputation_gathers_one_block_besides_the_one_in_backward(model_store: str, model: str) -> None:
     """Also where several blocks are recomputed before the first of them goes backward."""
