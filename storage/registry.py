@@ -253,11 +253,12 @@ class Registry:
 
     def _nvme_need(self) -> int:
         """Bytes that the next steps need besides what is in use: all jobs draw on the same free space, each at its own
-        time, and what a reader shares with a slab now, it will soon have alone."""
+        time, and what a reader shares with a slab that is trained, it will soon have alone."""
         active = [job for job in self if job.spec.local_ranks]
         shared = [
             region.nbytes
             for reader in self.readers
+            if reader.job.spec.local_ranks
             for slab, region in reader.regions.items()
             if region is not None and region in slab.versions.values()
         ]

@@ -10,6 +10,7 @@ from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
     ConfigError,
+    DaemonRestartedError,
     DataLossError,
     DeferredInitError,
     InvalidRequestError,
@@ -41,6 +42,7 @@ __all__ = [
     "Commit",
     "ConfigError",
     "Credentials",
+    "DaemonRestartedError",
     "DataLossError",
     "DeferredInitError",
     "Engine",

@@ -139,7 +139,7 @@ class ParamserverSection(Section):
     `address` is `unix:/path` or `host:port` of a daemon that an operator runs. Without it (and without
     $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
     ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials. `peers` are
-    further stores that have parts of the job and no rank of this run: they are only read, when it is laid out anew.
+    further stores that have parts of the job and no rank of this run: they are only read.
     `may_thaw` has patterns of FQNs: of parameters that are frozen, and in no parameter group, and may be trained later.
     """
 

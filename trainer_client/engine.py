@@ -181,13 +181,13 @@ class Engine:
             StoreError: the store failed; the last committed step is intact.
         """
         self._require_open()
-        if not self._syncs:
-            raise RuntimeError("step() within no_sync(): leave it first, a step needs the gradients of all ranks")
         if self._access.is_holding:
             raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
         if self._backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary and not self._syncs:
+            raise RuntimeError("step() of the last micro-batch within no_sync(): leave it first, a step communicates")
         if boundary:
             self.optimizer.check_groups()
         self.micro_steps += 1
@@ -224,7 +224,8 @@ class Engine:
     def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
 
-        Only needed where the use cannot be noticed: in a module that torch.compile has compiled. DeepSpeed's name.
+        Never needed, for the use is noticed, but it saves torch.compile a cut in the graph of `module`. DeepSpeed has
+        the same in `deepspeed.zero`.
 
         Raises:
             ConfigError: one of them is not of this engine's model.

@@ -16,9 +16,9 @@ At the end of backward all units are released and late gradients reduced.
 then and there, and held as long as the borrower's forward, and again its backward, needs it. So is a unit that gives
 its parameters, or views of them, to its caller. What was lent is known until the step ends.
 
-[Note: hooks and torch.compile] Hooks take leases, communicate and remember: nothing to be traced. They are disabled for
-torch.compile, which puts them between its graphs; inside of a graph torch cannot be asked whether a parameter is
-released, so that what a compiled unit borrows must be registered (`lend`).
+[Note: hooks and torch.compile] Hooks take leases, communicate and remember: nothing to be traced. They are disabled
+for torch.compile, which puts them between its graphs, and so is lending: a compiled unit that borrows is cut in two
+where it does, unless the loan is registered (`lend`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class UnitHooks:
                 self._hook(module, self._root, None, None)
         for unit in self._units:
             for group in unit.groups:
-                group.want = partial(self._lend_on_use, unit)
+                group.want = torch.compiler.disable(partial(self._lend_on_use, unit))
 
     def lend(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """The unit of `module` uses `parameter` in each forward: the parameter's unit is gathered with it.

@@ -6,6 +6,8 @@ Stores of which all have the same layout were driven together by every run since
 Stores that have different ones (nodes that left or came, a crash between two stores' commits of a new layout) are asked
 what they hold: the newest step of which one layout has every element on some stores is the step to go on from, and
 everything is laid out anew from it. Nothing that is stored is touched before the new layout is committed everywhere.
+Never an older one because a store is missing: a store keeps the layout that is left until all ranks have a commit in
+the next one, so one that has a newer step and not that layout says that the older step is obsolete.
 
 Owns the decision. Every rank makes the same one. Must never change what is stored.
 """
@@ -67,6 +69,10 @@ class _View:
     store: StoreAddress
     layouts: tuple[StoredLayout, ...]
 
+    def has(self, layout: str) -> bool:
+        """Whether the store has steps in that layout."""
+        return any(stored.name == layout for stored in self.layouts)
+
     def to_json(self) -> bytes:
         return json.dumps([asdict(self.store), [asdict(layout) for layout in self.layouts]]).encode()
 
@@ -122,8 +128,11 @@ def find_start(
         layouts=tuple(StoredLayout.from_proto(message) for message in stored),
     )
     views = [_View.from_json(text) for text in collectives.gather_bytes(view.to_json())]
-    if (step := _common_step(views, layout)) is not None:
-        return Start(layout=views[0].layouts[-1].name, step=step, fits=True)
+    step = _common_step(views, layout)
+    fitting = None if step is None else Start(layout=views[0].layouts[-1].name, step=step, fits=True)
+    peers = tuple(peers)
+    if fitting is not None and not peers:
+        return fitting
     # One rank looks, for all: every store is asked once.
     found: Mapping[str, Any] = {}
     if collectives.rank == 0:
@@ -137,6 +146,8 @@ def find_start(
     if found["start"] is None:
         return None
     start = dict(found["start"])
+    if fitting is not None and (start["layout"], start["step"]) == (fitting.layout, fitting.step):
+        return fitting
     stores = [StoreAddress(**item) for item in start.pop("stores")]
     # A rank reads from its own store what is there.
     stores.sort(key=lambda other: other.epoch != store.epoch)
@@ -196,22 +207,30 @@ class _Search:
 
     def run(self) -> Start | None:
         """The step; None: no store has any. Raises JobConflictError where none is whole."""
-        steps: dict[tuple[int, str], list[StoreAddress]] = {}
+        steps: dict[tuple[int, str], list[_View]] = {}
         for view in self._views.values():
             for stored in view.layouts:
                 for step in stored.steps:
-                    steps.setdefault((step, stored.name), []).append(view.store)
+                    steps.setdefault((step, stored.name), []).append(view)
+        newer: list[tuple[_View, int]] = []
         for step, layout in sorted(steps, reverse=True):
-            tensors = self._tensors(layout, step, steps[step, layout])
+            stores, tensors = self._ask(layout, step, [view.store for view in steps[step, layout]])
             missing = self._missing(tensors)
-            if missing is None:
-                return self._start(layout, step, steps[step, layout], tensors)
-            self._problems.append(f"step {step} lacks {missing}")
+            # A layout's first commit is one above the step that it was filled from, and has the same values.
+            lost = [view.store.address for view, above in newer if above > step + 1 and not view.has(layout)]
+            if missing is None and not lost:
+                return self._start(layout, step, stores, tensors)
+            newer += [(view, step) for view in steps[step, layout]]
+            self._problems.append(
+                f"step {step} is whole, but older than what {', '.join(lost)} has"
+                if missing is None
+                else f"step {step} lacks {missing}"
+            )
         if steps or self._problems:
-            stores = ", ".join(view.store.address for view in self._views.values())
+            asked = ", ".join(view.store.address for view in self._views.values())
             raise JobConflictError(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"job {self._job!r} has no step that is whole on the stores {stores}: {'; '.join(self._problems)}. "
+                f"job {self._job!r} has no step that is whole on the stores {asked}: {'; '.join(self._problems)}. "
                 "A node's state is missing: start a rank there, name its store in paramserver.peers, restore it, or "
                 "delete the job on every node",
             )
@@ -227,8 +246,11 @@ class _Search:
             return
         self._views.setdefault(store.epoch, _View(store=store, layouts=layouts[0] if layouts else ()))
 
-    def _tensors(self, layout: str, step: int, stores: Iterable[StoreAddress]) -> dict[str, list[StoredTensor]]:
-        """What the stores that can be reached have of each tensor."""
+    def _ask(
+        self, layout: str, step: int, stores: Iterable[StoreAddress]
+    ) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]]]:
+        """The stores that can be reached and give the step, and what they have of each tensor."""
+        reached: list[StoreAddress] = []
         tensors: dict[str, list[StoredTensor]] = {}
         with ExitStack() as holders:
             for store in stores:
@@ -238,9 +260,10 @@ class _Search:
                     self._problems.append(f"{store.address}: {error}")
                     continue
                 holders.callback(holder.close)
+                reached.append(store)
                 for fqn, tensor in holder.tensors.items():
                     tensors.setdefault(fqn, []).append(tensor)
-        return tensors
+        return reached, tensors
 
     def _missing(self, tensors: Mapping[str, Sequence[StoredTensor]]) -> str | None:
         """The first range of a parameter of the model that no store has."""
@@ -262,9 +285,9 @@ class _Search:
         for group in self._groups:
             wanted = {kind_from_proto(kind) for kind in group.state_kinds}
             for slot in group.layout.slots:
-                stored = [tensor for tensor in tensors.get(slot.fqn, ()) if tensor.numel]
-                kinds = {kind for tensor in stored for kind in tensor.kinds} - set(_WEIGHTS)
-                if stored and kinds != wanted:
+                stored = tensors.get(slot.fqn, ())
+                states = {kind for tensor in stored for kind in tensor.kinds} - set(_WEIGHTS)
+                if stored and states != wanted:
                     other.add(slot.fqn)
                     if group.trainable:
                         fresh.add(slot.fqn)

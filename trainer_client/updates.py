@@ -69,8 +69,13 @@ class Updates:
             self._updated.append(state)
             if state.placement.optimizer is Home.DEVICE:
                 own.append(gradient)
+                continue
+            update = self._hand_over(step, gradient, rule)
+            if state.placement.gradients is Home.DEVICE:
+                # One at a time: the store's memory need not hold more of them than it works on.
+                self._store.apply_gradients(step, rule.table.rows, [update])
             else:
-                stored.append(self._hand_over(step, gradient, rule))
+                stored.append(update)
         if stored:
             self._store.apply_gradients(step, rule.table.rows, stored)
         for gradient in own:

@@ -165,6 +165,8 @@ class Life:
                 known.next_step = pb.CommitStepRequest.FromString(call.messages[0]).step + 1
             case "OpenJob" if committed := pb.OpenJobResponse.FromString(ending.answer).committed:
                 known.next_step = committed[-1].step + 1
+            case "BeginLayout":
+                known.next_step = pb.BeginLayoutRequest.FromString(call.messages[0]).first_step
             case "RollBack":
                 known.next_step = pb.RollBackRequest.FromString(call.messages[0]).step + 1
             case "OpenReader":

@@ -122,6 +122,9 @@ class Requests:
         fields = job_fields(known.layout) | {"run_id": known.session_id, "resume": self._rng.choice(policies)}
         if self._rng.random() < 0.2:
             fields["job"] = self._rng.choice(known.jobs)
+        if self._rng.random() < 0.3:
+            fields["layout"] = self._rng.choice(("one", "two", known.session_id))
+            fields["world_size"] = self._rng.choice((1, 1, 2))
         return pb.OpenJobRequest(session_id=known.session_id, **fields)
 
     def _register(self) -> pb.RegisterShardsRequest:

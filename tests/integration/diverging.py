@@ -81,30 +81,31 @@ def failure_of(act: Callable[[], Any]) -> dict[str, Any]:
     return {"kind": "none", "text": "", "seconds": time.monotonic() - begun}
 
 
-def different_experts(address: str, rank: int) -> dict[str, Any]:
+def different_experts(address: str, rank: int, _: Path) -> dict[str, Any]:
     """In the first step nothing is expected: the ranks compare what they want."""
     with start(address, "different-experts", "collective") as engine:
         return failure_of(lambda: step(engine, [0, 1 + rank]))
 
 
-def an_unexpected_expert(address: str, rank: int) -> dict[str, Any]:
+def an_unexpected_expert(address: str, rank: int, _: Path) -> dict[str, Any]:
     """All expect what the last step did, and one rank does something else."""
     with start(address, "unexpected", "collective") as engine:
-        for _ in range(2):
-            step(engine, [0, 1, 2])
+        step(engine, [0, 1, 2])
+        step(engine, [0, 1, 2])
         return failure_of(lambda: step(engine, [0, 3 if rank else 1, 2]))
 
 
-def an_idle_rank(address: str, rank: int) -> dict[str, Any]:
+def an_idle_rank(address: str, rank: int, reports: Path) -> dict[str, Any]:
     with start(address, "idle", "collective") as engine:
         step(engine, [0, 1])
         if rank == 0:
             return failure_of(lambda: step(engine, [0, 1]))
-        time.sleep(TIMEOUT_SECONDS + 1)
+        while json.loads((reports / "0.json").read_text())["an_idle_rank"] is None:
+            time.sleep(0.1)
         return failure_of(lambda: step(engine, [0, 1]))
 
 
-def one_sided(address: str, rank: int) -> dict[str, Any]:
+def one_sided(address: str, rank: int, _: Path) -> dict[str, Any]:
     """Other experts on each rank, in another order, and inference on one rank alone, between and within steps."""
     with start(address, "one-sided", "store") as engine:
         losses = []
@@ -116,7 +117,7 @@ def one_sided(address: str, rank: int) -> dict[str, Any]:
     return {"losses": losses, "sums": {name: value.double().sum().item() for name, value in weights.items()}}
 
 
-def a_rank_that_dies(address: str, rank: int) -> dict[str, Any]:
+def a_rank_that_dies(address: str, rank: int, _: Path) -> dict[str, Any]:
     engine = start(address, "dies", "store")
     step(engine, [0, 1])
     if rank == 1:
@@ -128,16 +129,21 @@ SCENES = [different_experts, an_unexpected_expert, an_idle_rank, one_sided, a_ra
 
 
 def main() -> None:
-    address, reports = sys.argv[1:]
+    address, reports = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    report = Path(reports) / f"{rank}.json"
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = dict.fromkeys(scene.__name__ for scene in SCENES)
+
+    def report() -> None:
+        written = reports / f"{rank}.partial"
+        written.write_text(json.dumps(results))
+        written.rename(reports / f"{rank}.json")
+
+    report()
+    dist.barrier()
     for scene in SCENES:
-        results[scene.__name__] = None
-        report.write_text(json.dumps(results))
-        results[scene.__name__] = scene(address, rank)
-        report.write_text(json.dumps(results))
+        results[scene.__name__] = scene(address, rank, reports)
+        report()
     # The other rank is gone: nothing can be left in order any more.
     os._exit(0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.integration.elastic_run import (
 )
 from tests.integration.training import build_model, make_optimizer
 from tests.integration.waiting import wait_until
-from trainer_client import JobConflictError, StoreClientSync
+from trainer_client import JobConflictError, StoreClientSync, StoredJob
 from trainer_client.config import BatchSizes
 from trainer_client.data import GlobalOrder
 from trainer_client.link.rank_store import RankStore, Slab
@@ -215,50 +215,76 @@ def test_a_frozen_parameter_may_be_thawed_and_its_states_begin_at_zero(stores: S
     assert thawed.after["transformer.wpe.weight/exp_avg"].any()
 
 
+def commit_half(address: str, job: str, parameters: Iterable[pb.Parameter], step: int) -> None:
+    """What one store of two has when its rank has committed another layout, and the other one has not."""
+    store = RankStore(address, "half of a run")
+    try:
+        store.open_job(
+            pb.OpenJobRequest(
+                job=job,
+                run_id="half",
+                world_size=2,
+                attached_ranks=1,
+                parameters=parameters,
+                durability=pb.Durability(step=pb.Durability.Step()),
+                resume=pb.RESUME_POLICY_AUTO,
+                layout="half",
+            )
+        )
+        store.begin_layout(step)
+        kind = pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_NVME)
+        shard = pb.Shard(fqn="transformer.ln_f.bias", numel=16)
+        store.register_shards([pb.ShardGroup(name="half", numel=16, shards=[shard], kinds=[kind])])
+        store.publish(store.acquire_write([Slab(group="half", kind=pb.KIND_PARAM)], step).wait())
+        assert store.commit(step, b"", step - 1).wait()
+    finally:
+        store.close()
+    wait_until(lambda: job_sessions(address, job) == 0)
+
+
+def stored(address: str, job: str) -> tuple[StoredJob, dict[str, pb.Parameter]]:
+    with StoreClientSync.connect(address) as client:
+        (found,) = (other for other in client.list_jobs() if other.name == job)
+        return found, {
+            tensor.fqn: pb.Parameter(fqn=tensor.fqn, shape=tensor.shape, dtype=pb.DTYPE_FLOAT32)
+            for tensor in client.list_tensors(job)
+        }
+
+
 def test_a_layout_that_only_some_stores_have_committed_is_not_gone_on_with(
     results: dict[str, list[PartResult]], stores: Stores
 ) -> None:
     """As after a crash between the first commits of two stores: the one before is whole still, on all of them."""
     first, second = stores.first.address, stores.second.address
     expected = read_job("nodes", [first, second])
-    parameters: dict[str, pb.Parameter] = {}
-    for address in (second, first):
-        with StoreClientSync.connect(address) as client:
-            (job,) = (job for job in client.list_jobs() if job.name == "nodes")
-            for tensor in client.list_tensors("nodes"):
-                parameters[tensor.fqn] = pb.Parameter(fqn=tensor.fqn, shape=tensor.shape, dtype=pb.DTYPE_FLOAT32)
+    job, parameters = stored(first, "nodes")
     step = max(job.layouts[0].steps)
-    store = RankStore(first, "half of a run")
-    try:
-        store.open_job(
-            pb.OpenJobRequest(
-                job="nodes",
-                run_id="torn",
-                world_size=2,
-                attached_ranks=1,
-                parameters=parameters.values(),
-                durability=pb.Durability(step=pb.Durability.Step()),
-                resume=pb.RESUME_POLICY_AUTO,
-                layout="torn",
-            )
-        )
-        store.begin_layout(step + 1)
-        kind = pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_NVME)
-        shard = pb.Shard(fqn="transformer.ln_f.bias", numel=16)
-        store.register_shards([pb.ShardGroup(name="half", numel=16, shards=[shard], kinds=[kind])])
-        store.publish(store.acquire_write([Slab(group="half", kind=pb.KIND_PARAM)], step + 1).wait())
-        assert store.commit(step + 1, b"", step).wait()
-    finally:
-        store.close()
-    with StoreClientSync.connect(first) as client:
-        (job,) = (job for job in client.list_jobs() if job.name == "nodes")
-    assert [layout.steps[-1] for layout in job.layouts] == [step, step + 1]
-    wait_until(lambda: job_sessions(first, "nodes") == 0)
+    commit_half(first, "nodes", (stored(second, "nodes")[1] | parameters).values(), step + 1)
+    assert [layout.steps[-1] for layout in stored(first, "nodes")[0].layouts] == [step, step + 1]
 
     went_on = train_part(Part(job="nodes", until=STEPS + 1, addresses=(first,), peers=(second,)))
 
     assert went_on.resumed_step == STEPS
     assert_same_bits(went_on.before, expected)
-    with StoreClientSync.connect(first) as client:
-        (job,) = (job for job in client.list_jobs() if job.name == "nodes")
+    job, _ = stored(first, "nodes")
     assert (job.world_size, len(job.layouts)) == (1, 1)
+
+
+def test_a_job_moves_between_stores_and_what_it_left_behind_is_obsolete(stores: Stores) -> None:
+    first, second = stores.first.address, stores.second.address
+    here = Part(job="moved", until=0, addresses=(first,), peers=(second,))
+    there = replace(here, addresses=(second,), peers=(first,))
+    parts = [train_part(replace(part, until=until)) for part, until in ((here, 2), (there, 3), (here, 5), (here, 6))]
+
+    assert [part.resumed_step for part in parts] == [0, 2, 3, 5]
+    for before, after in itertools.pairwise(parts):
+        assert_same_bits(after.before, before.after)
+
+
+def test_a_step_that_the_job_has_left_behind_is_not_gone_back_to(stores: Stores) -> None:
+    first, second = stores.first.address, stores.second.address
+    train_part(Part(job="obsolete", until=1, addresses=(second,)))
+    commit_half(first, "obsolete", stored(second, "obsolete")[1].values(), 60)
+
+    with pytest.raises(JobConflictError, match=r"step 1 is whole, but older than what unix:.* has"):
+        train_part(Part(job="obsolete", until=2, addresses=(first,), peers=(second,)))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.integration.model_runs import config_of, optimizer_of, start
 from tests.integration.training import micro_batches
-from tests.integration.zoo import WIDTH, ZOO, Block, Borrower, Language
+from tests.integration.zoo import WIDTH, ZOO, Block, Borrower, Checkpointed, Language
 from trainer_client import ConfigError, Engine
 from trainer_client.errors import PhaseError, ReleasedParameterError
 from trainer_client.released import ReleasedParameter
@@ -195,7 +195,8 @@ class CompiledBorrower(Language):
         return self.squares[1](hidden)
 
 
-def test_compiled_units_use_registered_external_parameters(model_store: str) -> None:
+@pytest.mark.parametrize("compiled", ["model", "units", "units-registered"])
+def test_compiled_units_use_external_parameters(model_store: str, compiled: str) -> None:
     graphs = []
 
     def count(graph: Any, _: Any) -> Any:
@@ -205,17 +206,24 @@ def test_compiled_units_use_registered_external_parameters(model_store: str) -> 
     def act(engine: Any) -> Iterator[torch.Tensor]:
         model = engine.module
         if isinstance(engine, Engine):
-            engine.register_external_parameter(model.blocks[0], model.squares[0].weight)
-            engine.register_external_parameter(model.blocks[2], model.squares[1].weight)
-            with pytest.raises(ConfigError, match="not of this engine's model"):
-                engine.register_external_parameter(model.blocks[0], nn.Parameter(torch.ones(1)))
-            for block in model.blocks:
-                block.compile(backend=count)
+            for module in [model] if compiled == "model" else model.blocks:
+                module.compile(backend=count)
+            if compiled == "units-registered":
+                engine.register_external_parameter(model.blocks[0], model.squares[0].weight)
+                engine.register_external_parameter(model.blocks[2], model.squares[1].weight)
         for batch in BATCHES[:3]:
             yield train(engine, batch)
 
-    both_ways(CompiledBorrower(), act, model_store, "compiled-borrower")
+    both_ways(CompiledBorrower(), act, model_store, f"compiled-{compiled}")
     assert graphs
+
+
+def test_a_stranger_is_not_registered(model_store: str) -> None:
+    model, stranger = Checkpointed(reentrant=None), nn.Linear(1, 1)
+    with start(model, config_of(model_store, "stranger")) as engine:
+        for module, parameter in ((model, next(stranger.parameters())), (stranger, next(model.parameters()))):
+            with pytest.raises(ConfigError, match=r"is not .*of this engine's model"):
+                engine.register_external_parameter(module, parameter)
 
 
 def test_a_teacher_and_a_student_are_two_engines(model_store: str) -> None:
@@ -267,6 +275,7 @@ def test_what_is_used_again_stays_within_the_limit(
 def test_a_recomputation_gathers_one_block_besides_the_one_in_backward(model_store: str, model: str) -> None:
     """Also where several blocks are recomputed before the first of them goes backward."""
     module = build(model)
+    assert isinstance(module, Checkpointed)
     most = []
 
     def count(*_: Any) -> None:
