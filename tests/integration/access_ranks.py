@@ -81,8 +81,8 @@ def check(config: dict[str, Any]) -> None:
 def main() -> None:
     directory = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    stored = store_config(directory / "stored")
-    check(stored)
+    check(store_config(directory / "all-gathers", gather="collective"))
+    check(store_config(directory / "one-sided", gather="store"))
     resident = store_config(directory / "resident") | {"zero_optimization": {"stage": 1}}
     check(resident)
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.integration.training import ROOT, free_port
 
 
-def run_ranks(module: str, world_size: int, directory: Path, timeout_seconds: float = 150.0) -> list[str]:
+def run_ranks(module: str, world_size: int, directory: Path, timeout_seconds: float = 200.0) -> list[str]:
     """Runs `python -m module directory` on `world_size` ranks; what each printed. A rank that fails fails the test."""
     common = {
         "MASTER_ADDR": "127.0.0.1",

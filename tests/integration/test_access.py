@@ -20,7 +20,6 @@ WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 BIAS = "transformer.h.1.mlp.c_fc.bias"
 EMBEDDING = "transformer.wte.weight"
 
-ON_DEVICE: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 STAGE_1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 
@@ -47,7 +46,7 @@ def is_released(parameter: torch.Tensor) -> bool:
     return False
 
 
-@pytest.mark.parametrize("placement", [{}, ON_DEVICE, STAGE_1], ids=["nvme", "device", "stage-1"])
+@pytest.mark.parametrize("placement", [{}, STAGE_1], ids=["nvme", "stage-1"])
 def test_what_is_read_and_set_is_what_plain_pytorch_has(tmp_path: Path, placement: dict[str, Any]) -> None:
     batches = list(micro_batches(3))
     plain = build_model(Run())
@@ -168,6 +167,6 @@ def test_misuse_is_refused_with_what_to_do(tmp_path: Path) -> None:
         trainer_client.utils.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2)))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_two_ranks_see_and_change_one_state(tmp_path: Path) -> None:
     run_ranks("tests.integration.access_ranks", 2, tmp_path)
