@@ -62,18 +62,17 @@ def results(stores: Stores, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     both = stores.first.address, stores.second.address
     jobs = {
         "fp32": Part(job="fp32", until=0, addresses=both[:1]),
-        "bf16": Part(job="bf16", until=0, addresses=both[:1], config={"bf16": {"enabled": True}}),
         # Half of it on each store with two ranks and three; all of it on the first with one.
         "nodes": Part(job="nodes", until=0, addresses=both, peers=both[1:]),
-        "device": Part(job="device", until=0, addresses=both[:1]),
+        "bf16": Part(job="bf16", until=0, addresses=both[:1]),
     }
     found: dict[str, list[PartResult]] = {name: [] for name in jobs}
     directory = tmp_path_factory.mktemp("launches")
     for number, (ranks, until) in enumerate(PARTS):
         # The placement changes with each part, too, beside the number of ranks.
         placed = {"paramserver": {"placement": dict.fromkeys(("parameters", "optimizer"), "device")}}
-        zero = {"zero_optimization": {"stage": 2}} | placed if number % 2 else {}
-        jobs["device"] = replace(jobs["device"], config=zero)
+        elsewhere = {"zero_optimization": {"stage": 2}} | placed if number % 2 else {}
+        jobs["bf16"] = replace(jobs["bf16"], config=elsewhere | {"bf16": {"enabled": True}})
         parts = [replace(part, until=until) for part in jobs.values()]
         made = launch(parts, ranks, directory) if ranks > 1 else [train_part(part) for part in parts]
         for name, result in zip(jobs, made, strict=True):
@@ -110,7 +109,7 @@ def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "nodes", "device"])
+@pytest.mark.parametrize("name", ["fp32", "nodes", "bf16"])
 def test_two_ranks_then_one_then_three_then_two_make_the_run_that_was_not_interrupted(
     results: dict[str, list[PartResult]], name: str
 ) -> None:
@@ -130,7 +129,7 @@ def test_what_a_run_leaves_on_a_store_is_only_what_the_job_needs(
     results: dict[str, list[PartResult]], stores: Stores
 ) -> None:
     """After the fourth layout nothing of the ones before is left, on any store, nor in the admin tool's sums."""
-    for store, held in ((stores.first, {"fp32", "bf16", "nodes", "device"}), (stores.second, {"nodes"})):
+    for store, held in ((stores.first, {"fp32", "bf16", "nodes"}), (stores.second, {"nodes"})):
         with StoreClientSync.connect(store.address) as client:
             jobs = {job.name: job for job in client.list_jobs() if job.name in results}
         assert jobs.keys() == held
