@@ -84,7 +84,8 @@ class FlatGroup:
         self.device = device
         self.chunk: torch.Tensor | None = None
         # Views are made while the storage has its size: torch checks their bounds then, and only then.
-        self._memory = FlatMemory(self.layout.numel, dtype, device)
+        firsts = [slot.position for slot in self.layout.slots if slot.numel]
+        self._memory = FlatMemory(self.layout.numel, dtype, device, marks=firsts)
         self.flat = self._memory.tensor
         self._whole = self.pieces(self.flat)
         nan = torch.full((), torch.nan, dtype=dtype, device=device)

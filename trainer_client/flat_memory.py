@@ -4,11 +4,15 @@
 forward are put into the hole that one unit left, so that the next unit needs new memory: a pass over 128 units of 1 MiB
 grew the process by 128 MiB. So the CPU's flat buffers are pages of their own, which go back to the kernel at once. A
 device's allocator has no such trouble.
+
+Such pages read as zeros afterwards, where torch would refuse to read a storage without memory. So that nobody computes
+with them unnoticed, some elements are NaN while the memory is given back, at the price of a page for each.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import torch
 
@@ -18,10 +22,12 @@ class FlatMemory:
     tensor: [numel] of the dtype; uninitialised after `take`, not to be read after `give_back`. Made given back.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, marks: Sequence[int] = ()) -> None:
+        """`marks`: the elements that are NaN while the memory is given back, on the CPU."""
         self._nbytes = numel * dtype.itemsize
         self._pages: mmap.mmap | None = None
         self._is_there = False
+        self._marks = torch.tensor(marks, dtype=torch.int64)
         if device.type == "cpu" and numel:
             # Private: the kernel would keep the pages of a shared mapping, wherever it shows them.
             self._pages = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -44,3 +50,4 @@ class FlatMemory:
             self.tensor.untyped_storage().resize_(0)
         else:
             self._pages.madvise(mmap.MADV_DONTNEED)
+            self.tensor.index_fill_(0, self._marks, torch.nan)

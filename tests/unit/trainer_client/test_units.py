@@ -148,6 +148,20 @@ def test_what_autograd_saved_is_right_again_after_a_refill() -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+def test_what_is_computed_with_memory_that_was_given_back_is_nan() -> None:
+    model = nn.Linear(4, 4)
+    group = flat_group(model, torch.float32)
+    group.take_over()
+    group.allocate()
+    group.flat.fill_(1.0)
+    stored, bias = model.weight.t(), model.bias.view(2, 2)
+
+    group.free()
+
+    assert (torch.ones(1, 4) @ stored).isnan().any()
+    assert bias.isnan().any()
+
+
 @pytest.mark.parametrize(
     ("dtype", "trainable", "kinds"),
     [
