@@ -29,8 +29,8 @@ from trainer_client.errors import (
 )
 from trainer_client.initialization import initialize
 from trainer_client.link.credentials import Credentials
-from trainer_client.lion import Lion
-from trainer_client.optimizer import StoreOptimizer
+from trainer_client.optimizers.lion import Lion
+from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store.client_sync import StoreClientSync
 from trainer_client.store.reader import StoreReaderSync

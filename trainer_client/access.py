@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.collectives import Collectives
 from trainer_client.errors import ConfigError
-from trainer_client.flat_group import FlatGroup
-from trainer_client.gradients import Gradients
-from trainer_client.layout import ShardRange
-from trainer_client.parameters import ModelParameter
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.layout import ShardRange
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.states import GroupStates
+from trainer_client.model.units import Unit
 from trainer_client.precision import LossScaler
-from trainer_client.states import GroupStates
-from trainer_client.units import Unit
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.step.gradients import Gradients
 
 ParameterKey: TypeAlias = nn.Parameter | str
 """A parameter, or its FQN (any of them if it is tied)."""

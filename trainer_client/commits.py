@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from trainer_client.link.channel import Pending
 from trainer_client.link.rank_store import RankStore
-from trainer_client.states import PlacedStates
+from trainer_client.model.states import PlacedStates
 
 
 class Commits:

@@ -30,8 +30,8 @@ from pydantic import ValidationError as PydanticError
 from trainer_client.config_section import Section
 from trainer_client.errors import ConfigError
 from trainer_client.link.credentials import Credentials
-from trainer_client.optimizer_sections import OPTIMIZERS, OptimizerSection
-from trainer_client.refused_optimizers import HONOURED, why_refused
+from trainer_client.optimizers.optimizer_sections import OPTIMIZERS, OptimizerSection
+from trainer_client.optimizers.refused_optimizers import HONOURED, why_refused
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEFAULT_STATE_DIR = "paramserver-state"

@@ -18,23 +18,23 @@ from torch import nn
 
 from trainer_client import client_state
 from trainer_client.access import ParameterKey, StateAccess, StateShard, own
-from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
 from trainer_client.data import TrainingLoader
 from trainer_client.errors import NonFiniteGradientError, PhaseError, TrainerClientError
-from trainer_client.gather import Gather
-from trainer_client.gradients import ReductionSchedule
-from trainer_client.hooks import UnitHooks
 from trainer_client.link.rank_store import RankStore
-from trainer_client.optimizer import StoreOptimizer
-from trainer_client.parameters import ModelParameter
-from trainer_client.phases import Phase
-from trainer_client.placement import Residence
+from trainer_client.model.gather import Gather
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.placement import Residence
+from trainer_client.model.states import PlacedStates, placement_bytes
+from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.precision import LossScaler
-from trainer_client.states import PlacedStates, placement_bytes
-from trainer_client.trace import Clock
-from trainer_client.training_step import TrainingStep
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.step.gradients import ReductionSchedule
+from trainer_client.step.hooks import UnitHooks
+from trainer_client.step.phases import Phase
+from trainer_client.step.trace import Clock
+from trainer_client.step.training_step import TrainingStep
 
 log = logging.getLogger(__name__)
 

@@ -20,31 +20,31 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from trainer_client.access import StateAccess
-from trainer_client.collectives import Collectives
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
 from trainer_client.data import TrainingLoader, make_loader
 from trainer_client.engine import Engine, Scheduler
 from trainer_client.errors import ConfigError, LocalDaemonError
-from trainer_client.gradients import Gradients, ReductionSchedule
-from trainer_client.hooks import UnitHooks
-from trainer_client.initial_values import InitialValues
+from trainer_client.initial.initial_values import InitialValues
+from trainer_client.initial.loading import Weights
+from trainer_client.initial.module_init import ParamInitFn
 from trainer_client.job import Job
 from trainer_client.link.channel import wait_until_serving
 from trainer_client.link.credentials import NO_CREDENTIALS
 from trainer_client.link.rank_store import RankStore
-from trainer_client.loading import Weights
 from trainer_client.local_daemon import LocalDaemon, local_address
-from trainer_client.module_init import ParamInitFn
-from trainer_client.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
-from trainer_client.parameters import ModelParameter, list_parameters
+from trainer_client.model.parameters import ModelParameter, list_parameters
+from trainer_client.model.unit_policy import UnitPolicy, choose_policy
+from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.precision import LossScaler, PrecisionPolicy
-from trainer_client.reduction_order import ReductionOrder
-from trainer_client.residency import Residency
-from trainer_client.trace import Clock
-from trainer_client.training_step import Clipping, TrainingStep
-from trainer_client.unit_policy import UnitPolicy, choose_policy
-from trainer_client.updates import Updates
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.step.gradients import Gradients, ReductionSchedule
+from trainer_client.step.hooks import UnitHooks
+from trainer_client.step.reduction_order import ReductionOrder
+from trainer_client.step.residency import Residency
+from trainer_client.step.trace import Clock
+from trainer_client.step.training_step import Clipping, TrainingStep
+from trainer_client.step.updates import Updates
 
 log = logging.getLogger(__name__)
 

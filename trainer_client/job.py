@@ -17,23 +17,23 @@ from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import client_state
-from trainer_client.collectives import Collectives
 from trainer_client.config import TrainingConfig
 from trainer_client.errors import ConfigError, StoreNotFoundError
-from trainer_client.flat_group import PROTO_DTYPES, FlatGroup
-from trainer_client.gather import CollectiveGather, Gather, OneSidedGather
-from trainer_client.initial_values import InitialValues
+from trainer_client.initial.initial_values import InitialValues
 from trainer_client.link.rank_store import RankStore
-from trainer_client.optimizer import StoreOptimizer
-from trainer_client.origin import Origin
-from trainer_client.parameters import ModelParameter
-from trainer_client.placement import GroupPlacement, Home, PlacementPolicy
+from trainer_client.model.flat_group import PROTO_DTYPES, FlatGroup
+from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.placement import GroupPlacement, Home, PlacementPolicy
+from trainer_client.model.states import PlacedStates
+from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
+from trainer_client.model.units import Unit
+from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.precision import PrecisionPolicy
-from trainer_client.relayout import fill
-from trainer_client.resume import Start, carried_state, find_start, name_layout
-from trainer_client.states import PlacedStates
-from trainer_client.unit_policy import UnitPolicy, UnitSpec, find_units
-from trainer_client.units import Unit
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.resume.origin import Origin
+from trainer_client.resume.relayout import fill
+from trainer_client.resume.start import Start, carried_state, find_start, name_layout
 
 log = logging.getLogger(__name__)
 

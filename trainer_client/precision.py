@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainer_client.config import Fp16Section, TrainingConfig
 from trainer_client.errors import ConfigError
-from trainer_client.parameters import ModelParameter
+from trainer_client.model.parameters import ModelParameter
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

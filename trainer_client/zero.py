@@ -15,9 +15,9 @@ import torch
 
 from trainer_client.access import owner_of
 from trainer_client.config import load_config
-from trainer_client.deferred_init import Recorder
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
+from trainer_client.initial.deferred_init import Recorder
 
 __all__ = ["GatheredParameters", "Init"]
 

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import trainer_client
 from tests.integration.training import Run, build_model, store_config
 from trainer_client import zero
-from trainer_client.deferred_init import replay
+from trainer_client.initial.deferred_init import replay
 
 
 def build_large() -> nn.Module:

@@ -16,7 +16,7 @@ from tests.integration.large_model_ranks import build_large
 from tests.integration.ranks import run_ranks
 from tests.integration.training import VOCABULARY, micro_batches, store_config
 from trainer_client import zero
-from trainer_client.deferred_init import replay
+from trainer_client.initial.deferred_init import replay
 
 
 def build() -> LlamaForCausalLM:

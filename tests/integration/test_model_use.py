@@ -16,7 +16,7 @@ from tests.integration.training import micro_batches
 from tests.integration.zoo import WIDTH, ZOO, Block, Borrower, Checkpointed, Language
 from trainer_client import ConfigError, Engine
 from trainer_client.errors import PhaseError, ReleasedParameterError
-from trainer_client.released import ReleasedParameter
+from trainer_client.model.released import ReleasedParameter
 
 BATCHES = list(micro_batches(4))
 pytestmark = [

@@ -26,8 +26,8 @@ from trainer_client.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from trainer_client.layout import ALIGNMENT, round_up
 from trainer_client.link.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
+from trainer_client.model.layout import ALIGNMENT, round_up
 from trainer_client.store.connection import Call, Connection, Link, Timeout, release, result_of, resume
 from trainer_client.store.types import (
     Placement,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer_client.collectives import Collectives
+from trainer_client.ranks.collectives import Collectives
 
 
 def test_a_single_rank_agrees_with_itself() -> None:

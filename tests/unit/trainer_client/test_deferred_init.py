@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from trainer_client import ConfigError, DeferredInitError, zero
-from trainer_client.deferred_init import recipe_of, replay
+from trainer_client.initial.deferred_init import recipe_of, replay
 
 WIDTH = 64
 COMMON: Any = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

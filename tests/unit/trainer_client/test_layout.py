@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_client.layout import ALIGNMENT, flat_layout
+from trainer_client.model.layout import ALIGNMENT, flat_layout
 
 SIZES = [("a", 5), ("b", 1000), ("c", 16), ("d", 1), ("e", 0), ("f", 333)]
 

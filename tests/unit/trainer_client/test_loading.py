@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer_client import ConfigError
-from trainer_client.layout import flat_layout
-from trainer_client.loading import Weights
+from trainer_client.initial.loading import Weights
+from trainer_client.model.layout import flat_layout
 
 
 def read_bytes() -> int:

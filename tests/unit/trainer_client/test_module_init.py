@@ -10,10 +10,10 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from trainer_client import ConfigError
-from trainer_client.collectives import Collectives
-from trainer_client.initial_values import InitialValues
-from trainer_client.module_init import ModuleInit
-from trainer_client.parameters import list_parameters
+from trainer_client.initial.initial_values import InitialValues
+from trainer_client.initial.module_init import ModuleInit
+from trainer_client.model.parameters import list_parameters
+from trainer_client.ranks.collectives import Collectives
 
 COMMON: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 

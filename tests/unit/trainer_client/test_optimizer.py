@@ -16,9 +16,9 @@ from trainer_client import Lion
 from trainer_client.client_state import decode, encode
 from trainer_client.config import load_config
 from trainer_client.errors import ConfigError
-from trainer_client.hyper_parameters import HyperParameterTable
-from trainer_client.optimizer import StoreOptimizer, make_optimizer
-from trainer_client.parameters import list_parameters
+from trainer_client.model.parameters import list_parameters
+from trainer_client.optimizers.hyper_parameters import HyperParameterTable
+from trainer_client.optimizers.optimizer import StoreOptimizer, make_optimizer
 
 
 def model() -> nn.Module:

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from trainer_client import phases
 from trainer_client.errors import PhaseError
-from trainer_client.phases import Phase, Phases, Verb
+from trainer_client.step import phases
+from trainer_client.step.phases import Phase, Phases, Verb
 
 
 def documented() -> dict[tuple[Verb, Phase], Phase]:

@@ -8,7 +8,7 @@ import pytest
 
 from trainer_client.config import load_config
 from trainer_client.errors import ConfigError
-from trainer_client.placement import Home, PlacementPolicy, Residence, spread
+from trainer_client.model.placement import Home, PlacementPolicy, Residence, spread
 
 
 def policy(stage: int, placement: dict[str, Any] | None = None, **zero: Any) -> PlacementPolicy:

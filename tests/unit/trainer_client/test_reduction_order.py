@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer_client.collectives import Collectives
-from trainer_client.reduction_order import ReductionOrder, reverse_of_first_uses
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.step.reduction_order import ReductionOrder, reverse_of_first_uses
 
 
 def test_what_all_ranks_used_is_reduced_in_the_reverse_of_rank_0s_first_uses() -> None:

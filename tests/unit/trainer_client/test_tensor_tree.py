@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainer_client.tensor_tree import TensorTree
+from trainer_client.step.tensor_tree import TensorTree
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer_client.trace import Clock, Trace
+from trainer_client.step.trace import Clock, Trace
 
 STEP = [0, 1, 2, 3, 3, 2, 1]
 

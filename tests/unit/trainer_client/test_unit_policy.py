@@ -7,8 +7,8 @@ from torch import nn
 
 from trainer_client.config import UnitsSection
 from trainer_client.errors import ConfigError
-from trainer_client.parameters import list_parameters
-from trainer_client.unit_policy import UnitPolicy, choose_policy, find_units, modules_of_classes, modules_up_to
+from trainer_client.model.parameters import list_parameters
+from trainer_client.model.unit_policy import UnitPolicy, choose_policy, find_units, modules_of_classes, modules_up_to
 
 
 class Layer(nn.Module):

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.collectives import Collectives
 from trainer_client.errors import ConfigError, ReleasedParameterError
-from trainer_client.flat_group import FlatGroup
-from trainer_client.initial_values import InitialValues
-from trainer_client.parameters import list_parameters
-from trainer_client.placement import GroupPlacement, Home, Residence
-from trainer_client.unit_policy import find_units
+from trainer_client.initial.initial_values import InitialValues
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.parameters import list_parameters
+from trainer_client.model.placement import GroupPlacement, Home, Residence
+from trainer_client.model.unit_policy import find_units
+from trainer_client.ranks.collectives import Collectives
 
 
 class Block(nn.Module):

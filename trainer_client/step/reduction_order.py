@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from trainer_client.collectives import Collectives, PendingRows
+from trainer_client.ranks.collectives import Collectives, PendingRows
 
 
 class ReductionOrder:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from trainer_client.flat_group import FlatGroup
-from trainer_client.gather import Gather
 from trainer_client.link.channel import Pending
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import RankStore, Slab
-from trainer_client.placement import Residence
-from trainer_client.unit_policy import UnitSpec
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.gather import Gather
+from trainer_client.model.placement import Residence
+from trainer_client.model.unit_policy import UnitSpec
 
 
 class UnitState(enum.Enum):

@@ -27,12 +27,12 @@ import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import client_state
-from trainer_client.collectives import Collectives
 from trainer_client.errors import ClientStateError, JobConflictError, TrainerClientError
-from trainer_client.flat_group import PROTO_DTYPES, FlatGroup
 from trainer_client.link.rank_store import RankStore
-from trainer_client.origin import Holder, Origin, StoreAddress, connect
-from trainer_client.parameters import ModelParameter
+from trainer_client.model.flat_group import PROTO_DTYPES, FlatGroup
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.resume.origin import Holder, Origin, StoreAddress, connect
 from trainer_client.store.types import StoredLayout, StoredTensor, kind_from_proto
 
 log = logging.getLogger(__name__)

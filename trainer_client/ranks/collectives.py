@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_client.errors import CollectiveError, CollectiveTimeoutError
-from trainer_client.watch import Watch
+from trainer_client.ranks.watch import Watch
 
 # torch 2.13 has new names for these two and warns about the old ones; older versions have only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

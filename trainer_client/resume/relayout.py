@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.flat_group import FlatGroup
-from trainer_client.origin import Origin
-from trainer_client.states import GroupStates
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.states import GroupStates
+from trainer_client.resume.origin import Origin
 from trainer_client.store.types import Kind, kind_from_proto
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer_client.link.rank_store import RankStore, Slab
-from trainer_client.trace import Trace
-from trainer_client.units import Unit, UnitState
+from trainer_client.model.units import Unit, UnitState
+from trainer_client.step.trace import Trace
 
 
 class Part(enum.Enum):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import Field, NonNegativeFloat
 
 from trainer_client.config_section import Section
-from trainer_client.refused_optimizers import HONOURED
+from trainer_client.optimizers.refused_optimizers import HONOURED
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 

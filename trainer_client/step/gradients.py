@@ -15,16 +15,16 @@ from functools import partial
 
 import torch
 
-from trainer_client.collectives import Collectives
 from trainer_client.config import TrainingConfig
 from trainer_client.errors import TrainerClientError
-from trainer_client.flat_group import FlatGroup
-from trainer_client.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import RankStore
-from trainer_client.placement import Home
-from trainer_client.states import PlacedStates
-from trainer_client.units import Unit
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.placement import Home
+from trainer_client.model.states import PlacedStates
+from trainer_client.model.units import Unit
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
 
 
 class ReductionSchedule(enum.Enum):

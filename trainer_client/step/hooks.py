@@ -34,15 +34,15 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
-from trainer_client.gradients import Gradients
-from trainer_client.parameters import ModelParameter
-from trainer_client.phases import Phase, Phases, Verb
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.units import Unit
 from trainer_client.precision import cast_floating_inputs
-from trainer_client.reduction_order import ReductionOrder
-from trainer_client.residency import Holder, Part, Residency
-from trainer_client.tensor_tree import TensorTree
-from trainer_client.trace import Clock, Trace
-from trainer_client.units import Unit
+from trainer_client.step.gradients import Gradients
+from trainer_client.step.phases import Phase, Phases, Verb
+from trainer_client.step.reduction_order import ReductionOrder
+from trainer_client.step.residency import Holder, Part, Residency
+from trainer_client.step.tensor_tree import TensorTree
+from trainer_client.step.trace import Clock, Trace
 
 
 @dataclass(slots=True)

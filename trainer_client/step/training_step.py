@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_client.gradients import Gradients
-from trainer_client.hyper_parameters import HyperParameterTable
-from trainer_client.optimizer import StoreOptimizer
+from trainer_client.optimizers.hyper_parameters import HyperParameterTable
+from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.precision import LossScaler
-from trainer_client.updates import UpdateRule, Updates
+from trainer_client.step.gradients import Gradients
+from trainer_client.step.updates import UpdateRule, Updates
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_client.config import UnitsSection
 from trainer_client.errors import ConfigError
-from trainer_client.parameters import ModelParameter
+from trainer_client.model.parameters import ModelParameter
 
 UnitPolicy = Callable[[nn.Module], Iterable[nn.Module]]
 """From a model to the modules that shall be units: with a forward of their own, none within another."""

@@ -15,8 +15,8 @@ import hashlib
 
 import torch
 
-from trainer_client.collectives import Collectives, PendingRows
 from trainer_client.errors import CollectiveMismatchError
+from trainer_client.ranks.collectives import Collectives, PendingRows
 
 _DIGEST_BYTES = 16
 _HEADER_BYTES = 128

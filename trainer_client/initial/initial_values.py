@@ -18,14 +18,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.collectives import Collectives
-from trainer_client.deferred_init import Recorder, recipe_of, replay
 from trainer_client.errors import ConfigError
-from trainer_client.flat_group import FlatGroup
-from trainer_client.loading import FileTensor, Found, Weights
-from trainer_client.module_init import ModuleInit, ParamInitFn
-from trainer_client.parameters import ModelParameter
-from trainer_client.states import GroupStates
+from trainer_client.initial.deferred_init import Recorder, recipe_of, replay
+from trainer_client.initial.loading import FileTensor, Found, Weights
+from trainer_client.initial.module_init import ModuleInit, ParamInitFn
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.states import GroupStates
+from trainer_client.ranks.collectives import Collectives
 
 
 class Origin(enum.IntEnum):

@@ -19,10 +19,10 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import update_rules
 from paramserver.v1.row_ranges import find_problem
 from trainer_client.errors import ConfigError
-from trainer_client.hyper_parameters import HyperParameters, ParameterGroup, check_settings, row_maker
-from trainer_client.lion import Lion
-from trainer_client.optimizer_sections import OptimizerSection
-from trainer_client.parameters import ModelParameter
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.optimizers.hyper_parameters import HyperParameters, ParameterGroup, check_settings, row_maker
+from trainer_client.optimizers.lion import Lion
+from trainer_client.optimizers.optimizer_sections import OptimizerSection
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import update_rules
-from trainer_client.collectives import Collectives
-from trainer_client.flat_group import FlatGroup
-from trainer_client.gradients import GradientGroup
-from trainer_client.hyper_parameters import HyperParameterTable
-from trainer_client.layout import ShardRange
 from trainer_client.link.rank_store import GroupUpdate, RankStore
-from trainer_client.placement import Home, Residence
-from trainer_client.states import PlacedStates
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.layout import ShardRange
+from trainer_client.model.placement import Home, Residence
+from trainer_client.model.states import PlacedStates
+from trainer_client.optimizers.hyper_parameters import HyperParameterTable
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.step.gradients import GradientGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

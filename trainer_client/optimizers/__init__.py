@@ -1,0 +1,1 @@
+"""Optimizers as the training loop sees them: groups, hyper-parameters, and which ones the store runs."""
