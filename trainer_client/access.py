@@ -122,11 +122,35 @@ class StateAccess:
             for slot, parameter in enumerate(state.group.parameters):
                 place = _Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
                 self._places[id(parameter.tensor)] = place
+        self._model = model
+        # Names as a plain checkpoint has them, tied ones included; None for a buffer.
+        self._state_names = {
+            name: self._places.get(id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()
+        }
         self._by_name = {
             fqn: self._places[id(tensor)] for fqn, tensor in model.named_parameters(remove_duplicate=False)
         }
 
     # Reading
+
+    @torch.no_grad()
+    def full_state_dict(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        """The model's state by name, on the CPU: fp32 weights, buffers as they are; without `keep`, nothing. A
+        collective, a group at a time."""
+        weights: dict[int, torch.Tensor] = {}
+        for state in self._states:
+            chunk = state.read(state.group.weight_kind)
+            whole = torch.empty(state.group.layout.numel, dtype=chunk.dtype, device=self._collectives.device)
+            self._collectives.all_gather_flat(whole, chunk)
+            if keep:
+                pieces = state.group.pieces(whole.float().cpu())
+                weights |= {p.index: piece.clone() for p, piece in zip(state.group.parameters, pieces, strict=True)}
+        if not keep:
+            return {}
+        return {
+            name: weights[place.parameter.index] if place else self._model.get_buffer(name).detach().cpu().clone()
+            for name, place in self._state_names.items()
+        }
 
     def full(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
         """The whole values, fp32 (`param`: its dtype), of the parameter's shape, on the CPU. A collective.

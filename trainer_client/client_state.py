@@ -18,7 +18,7 @@ import torch
 
 from trainer_client.errors import ClientStateError
 
-FORMAT = 1
+FORMAT = 2
 
 _TENSOR, _TUPLE, _PAIRS, _COUNTER = "$tensor", "$tuple", "$pairs", "$counter"
 

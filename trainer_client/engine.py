@@ -11,12 +11,11 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from trainer_client import client_state
 from trainer_client.access import ParameterKey, StateAccess, StateShard, own
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
@@ -30,23 +29,13 @@ from trainer_client.model.states import PlacedStates, placement_bytes
 from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.precision import LossScaler
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.run_state import Progress, RunState, Scheduler
 from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.phases import Phase
-from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import TrainingStep
 
 log = logging.getLogger(__name__)
-
-
-class Scheduler(Protocol):
-    """What the engine needs of a learning-rate scheduler."""
-
-    def step(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class Engine:
@@ -80,7 +69,7 @@ class Engine:
         commits: Commits,
         collectives: Collectives,
         scaler: LossScaler,
-        clock: Clock,
+        run_state: RunState,
         batch: BatchSizes,
         data: TrainingLoader | None,
         reduction: ReductionSchedule,
@@ -107,7 +96,7 @@ class Engine:
         self._commits = commits
         self._collectives = collectives
         self._scaler = scaler
-        self._clock = clock
+        self._run_state = run_state
         self._batch = batch
         self._data = data
         self._reduction = reduction
@@ -118,9 +107,6 @@ class Engine:
         self._boundary: bool | None = None  # as the user says; None: by the count of micro-batches
         self._syncs = True  # False within `no_sync`
         self._closed = False
-        # Names as a plain checkpoint has them, tied ones included; None for a buffer.
-        index_of = {id(parameter.tensor): parameter.index for parameter in parameters}
-        self._state_names = {name: index_of.get(id(t)) for name, t in module.state_dict(keep_vars=True).items()}
         if any(state.placement.residence is Residence.SHARDED for state in states):
             module.register_state_dict_pre_hook(_refuse_state_dict)
         own(parameters, self)
@@ -299,7 +285,6 @@ class Engine:
         """Returns when the newest commit is there as the job's durability class says. Raises StoreError."""
         self._commits.wait()
 
-    @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """The model's state by name, on the CPU: fp32 (master) weights, buffers as they are. A collective.
 
@@ -309,19 +294,7 @@ class Engine:
             rank0_only: other ranks take part, but get an empty dict.
         """
         self._require_open()
-        weights: dict[int, torch.Tensor] = {}
-        keep = not rank0_only or self._collectives.rank == 0
-        for state in self._states:
-            whole = self._gather_weights(state)
-            if keep:
-                pieces = zip(state.group.parameters, state.group.pieces(whole), strict=True)
-                weights |= {parameter.index: piece.clone() for parameter, piece in pieces}
-        if not keep:
-            return {}
-        return {
-            name: weights[index] if index is not None else self.module.get_buffer(name).detach().cpu().clone()
-            for name, index in self._state_names.items()
-        }
+        return self._access.full_state_dict(keep=not rank0_only or self._collectives.rank == 0)
 
     # Access to single parameters
 
@@ -439,32 +412,12 @@ class Engine:
         if self._backwards or self._hooks.phase is not Phase.IDLE:
             raise RuntimeError(f"{what} is possible between two steps: after step(), before the next forward")
 
-    def load_client_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what a commit carried, as the last act of `initialize`."""
-        counters = state["counters"]
-        self.global_steps = self.resumed_step = counters["global_steps"]
-        self._step.skipped = counters["skipped_steps"]
-        self._step.skipped_in_row = counters.get("skipped_in_row", 0)
-        self.micro_steps = counters["micro_steps"]
-        if counters["accumulation"] != self._batch.accumulation:
-            # A commit is the end of a step, however many micro-batches made one then.
-            self.micro_steps = self.global_steps * self._batch.accumulation
-        if counters["train_batch_size"] != self._batch.train:
-            log.warning(
-                "the global batch was %d samples and is %d from here on: set train_batch_size to keep it",
-                *(counters["train_batch_size"], self._batch.train),
-            )
-        self._clock.now = counters["clock"]
-        self._step.update_counts = list(state["update_counts"])
-        self._scaler.load_state_dict(state["scaler"])
-        if state["optimizer"] is not None:  # None: the groups were others
-            self.optimizer.load_settings(state["optimizer"])
-        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a commit was, which carried `state`; as the last act of `initialize`."""
+        progress = self._run_state.restore(state)
+        self.global_steps = self.resumed_step = progress.global_steps
+        self.micro_steps = progress.micro_steps
         self.client_state = state["user"]
-        if self._data is not None and state["data"] is not None:
-            self._data.load_state_dict(state["data"])
-        client_state.restore_random_states(state["random"], self.device)
 
     def commit_initial_state(self) -> None:
         """Commits what is staged: the initial weights as step 0, or the resumed step in another layout as the next."""
@@ -508,33 +461,8 @@ class Engine:
             log.exception("closing the engine failed too")
 
     def _client_state(self) -> bytes:
-        return client_state.encode(
-            {
-                "counters": {
-                    "global_steps": self.global_steps,
-                    "skipped_steps": self._step.skipped,
-                    "skipped_in_row": self._step.skipped_in_row,
-                    "micro_steps": self.micro_steps,
-                    "accumulation": self._batch.accumulation,
-                    "train_batch_size": self._batch.train,
-                    "clock": self._clock.now,
-                },
-                "update_counts": self._step.update_counts,
-                "scaler": self._scaler.state_dict(),
-                "optimizer": self.optimizer.settings(),
-                "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-                "random": client_state.random_states(self.device),
-                "data": None if self._data is None else self._data.state_dict(),
-                "user": self.client_state,
-            }
-        )
-
-    def _gather_weights(self, state: PlacedStates) -> torch.Tensor:
-        """The group's fp32 weights [layout.numel] on the CPU. A collective."""
-        chunk = state.read(state.group.weight_kind)
-        whole = torch.empty(state.group.layout.numel, dtype=chunk.dtype, device=self.device)
-        self._collectives.all_gather_flat(whole, chunk)
-        return whole.float().cpu()
+        progress = Progress(global_steps=self.global_steps, micro_steps=self.micro_steps)
+        return self._run_state.encode(progress, self.client_state)
 
     def _report(self) -> None:
         if self._collectives.rank == 0 and self._steps_per_print and self.global_steps % self._steps_per_print == 0:

@@ -23,7 +23,7 @@ from trainer_client.access import StateAccess
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
 from trainer_client.data import TrainingLoader, make_loader
-from trainer_client.engine import Engine, Scheduler
+from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
@@ -38,6 +38,7 @@ from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.precision import LossScaler, PrecisionPolicy
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.run_state import RunState, Scheduler
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.reduction_order import ReductionOrder
@@ -229,7 +230,16 @@ def _make_engine(
         ),
         collectives=collectives,
         scaler=scaler,
-        clock=clock,
+        run_state=RunState(
+            step=step,
+            scaler=scaler,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            clock=clock,
+            batch=batch,
+            data=data,
+            device=collectives.device,
+        ),
         batch=batch,
         data=data,
         reduction=ReductionSchedule.of(settings),
@@ -240,7 +250,7 @@ def _make_engine(
     )
     try:
         if job.resumed_state is not None:
-            engine.load_client_state(job.resumed_state)
+            engine.take_over(job.resumed_state)
         if job.staged_step is not None:
             engine.commit_initial_state()
     except BaseException:
