@@ -9,6 +9,9 @@ from trainer_client.data import TrainingLoader
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
     ConfigError,
     DaemonRestartedError,
     DataLossError,
@@ -18,6 +21,9 @@ from trainer_client.errors import (
     LocalDaemonError,
     NonFiniteGradientError,
     PermissionDeniedError,
+    PhaseError,
+    ReleasedParameterError,
+    SessionEndedError,
     StepAbortedError,
     StoreBudgetError,
     StoreError,
@@ -39,6 +45,9 @@ from trainer_client.store.writer import StoreWriterSync
 
 __all__ = [
     "ClientStateError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "Commit",
     "ConfigError",
     "Credentials",
@@ -53,7 +62,10 @@ __all__ = [
     "LocalDaemonError",
     "NonFiniteGradientError",
     "PermissionDeniedError",
+    "PhaseError",
     "Placement",
+    "ReleasedParameterError",
+    "SessionEndedError",
     "StateShard",
     "StepAbortedError",
     "StoreBudgetError",
