@@ -88,7 +88,14 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "fp16": FEW,
         "mixed": SOME,
     },
-    3: {"fp32, boundary": SOME, "mixed, fp32 sums": FEW},
+    3: {
+        "fp32": FEW,
+        "fp32, each micro-batch": FEW,
+        "fp32, boundary": SOME,
+        "bf16": FEW,
+        "fp16": FEW,
+        "mixed, fp32 sums": FEW,
+    },
 }
 
 Matrix = dict[tuple[str, str | None], Result]  # (training, place), None: the reference
@@ -156,6 +163,8 @@ def test_more_ranks_equal_ddp_to_rounding_and_each_other_bit_for_bit(
     if world_size == 2 and not training.startswith("fp32"):
         # Not clipped, and of two numbers only one sum can be made.
         assert_bit_equal(first, expected)
+    elif training in ("bf16", "fp16"):
+        assert_close_in_16_bits(first, expected)
     else:
         assert_close(first, expected)
 
@@ -169,3 +178,14 @@ def assert_close(actual: Result, expected: Result) -> None:
         for name in ours:
             distance = torch.linalg.vector_norm(ours[name] - theirs[name])
             assert distance <= 1e-2 * torch.linalg.vector_norm(theirs[name]) + 1e-5, name
+
+
+def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
+    """The order of three numbers changes their sum by up to a 256th, and what AdamW makes of a gradient that is nothing
+    but rounding (that of the keys' biases) is anything: the model is compared as a whole."""
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-2, atol=1e-5)
+    for ours, theirs in ((actual.weights, expected.weights), (actual.moments, expected.moments)):
+        assert ours.keys() == theirs.keys()
+        all_ours, all_theirs = (torch.cat([each[name].flatten() for name in theirs]) for each in (ours, theirs))
+        assert torch.linalg.vector_norm(all_ours - all_theirs) <= 2e-2 * torch.linalg.vector_norm(all_theirs)
