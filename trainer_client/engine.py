@@ -20,7 +20,7 @@ from trainer_client.access import ParameterKey, StateAccess, StateShard, own
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
 from trainer_client.data import TrainingLoader
-from trainer_client.errors import NonFiniteGradientError, PhaseError, TrainerClientError
+from trainer_client.errors import CollectiveError, NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.link.rank_store import RankStore
 from trainer_client.model.gather import Gather
 from trainer_client.model.parameters import ModelParameter
@@ -110,7 +110,7 @@ class Engine:
         if any(state.placement.residence is Residence.SHARDED for state in states):
             module.register_state_dict_pre_hook(_refuse_state_dict)
         own(parameters, self)
-        atexit.register(self._leave)
+        atexit.register(self.leave)
         if collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
 
@@ -425,26 +425,34 @@ class Engine:
         self._commits.wait()
 
     def close(self) -> None:
-        """Commits what is not committed yet, leaves the job, and stops the daemon that belongs to it. Idempotent.
-
-        Every rank should close at about the same time: the job's own daemon ends when its rank does.
+        """Commits what is not committed yet, waits for the other ranks, leaves the job, and stops the daemon that
+        belongs to it. Idempotent. A collective: what one rank still reads would go with the rank that leaves before it.
         """
         if self._closed:
             return
         try:
             if self._hooks.phase not in (Phase.STEP, Phase.FAILED):
                 self._commits.settle()
+                self._commits.wait()
+                self._meet()
         finally:
-            self._leave()
+            self.leave()
 
-    def _leave(self) -> None:
-        """As `close`, for a run that may have failed: commits nothing that is not under way."""
+    def leave(self) -> None:
+        """As `close`, for a run that may have failed: commits nothing that is not under way, and waits for nobody."""
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._leave)
+        atexit.unregister(self.leave)
         with self._resources:
             self.wait_for_commit()
+
+    def _meet(self) -> None:
+        try:
+            self._collectives.barrier("the end of the run")
+        except CollectiveError as error:
+            # Everything is committed: others that have failed or gone take nothing from this rank.
+            log.warning("leaving without the other ranks: %s", error)
 
     def __enter__(self) -> Self:
         return self
@@ -456,7 +464,7 @@ class Engine:
             self.close()
             return
         try:
-            self._leave()
+            self.leave()
         except TrainerClientError:
             log.exception("closing the engine failed too")
 

@@ -254,7 +254,7 @@ def _make_engine(
         if job.staged_step is not None:
             engine.commit_initial_state()
     except BaseException:
-        engine.close()
+        engine.leave()
         raise
     return engine
 

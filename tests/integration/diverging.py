@@ -117,6 +117,17 @@ def one_sided(address: str, rank: int, _: Path) -> dict[str, Any]:
     return {"losses": losses, "sums": {name: value.double().sum().item() for name, value in weights.items()}}
 
 
+def a_rank_that_reads_last(address: str, rank: int, _: Path) -> dict[str, Any]:
+    """It still looks at the model when the other one is at the end of its program."""
+    with start(address, "reads-last", "store") as engine:
+        step(engine, [0, 1])
+        losses = [inference(engine, [2])]
+        if rank == 0:
+            time.sleep(1.0)
+            losses.append(inference(engine, [2]))
+    return {"losses": losses}
+
+
 def a_rank_that_dies(address: str, rank: int, _: Path) -> dict[str, Any]:
     engine = start(address, "dies", "store")
     step(engine, [0, 1])
@@ -125,7 +136,7 @@ def a_rank_that_dies(address: str, rank: int, _: Path) -> dict[str, Any]:
     return failure_of(lambda: step(engine, [0, 1]))
 
 
-SCENES = [different_experts, an_unexpected_expert, an_idle_rank, one_sided, a_rank_that_dies]
+SCENES = [different_experts, an_unexpected_expert, an_idle_rank, one_sided, a_rank_that_reads_last, a_rank_that_dies]
 
 
 def main() -> None:

@@ -70,6 +70,12 @@ def test_a_unit_that_the_others_do_not_expect_ends_in_an_error_with_the_place_of
     assert "rank 0 was in the gather of experts.1" in second["text"]
 
 
+def test_nobody_leaves_while_another_rank_still_reads(scenes: list[dict[str, Any]]) -> None:
+    last, first = (report["a_rank_that_reads_last"]["losses"] for report in scenes)
+
+    assert last == [*first, *first]
+
+
 def test_waiting_for_an_idle_rank_ends_and_says_where_it_is(scenes: list[dict[str, Any]]) -> None:
     waiting, idle = (report["an_idle_rank"] for report in scenes)
 
