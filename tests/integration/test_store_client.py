@@ -229,7 +229,8 @@ async def test_cancelled_calls_leave_no_lease_and_touch_nothing_more(
             out = torch.full((1100, 513), 7.0, dtype=torch.bfloat16)
             getting = asyncio.ensure_future(reader.get("table", out=out))
             await asyncio.sleep(0.001 * (turn % 6))
-            getting.cancel()
+            if not getting.cancel():
+                continue  # it was done by then
             with pytest.raises(asyncio.CancelledError):
                 await getting
             untouched = out.clone()
