@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,8 @@ import trainer_client
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.daemon import admin_of
-from tests.integration.training import LENGTH, ROOT, Run, build_model, free_port, make_optimizer
+from tests.integration.ranks import run_ranks
+from tests.integration.training import LENGTH, Run, build_model, make_optimizer
 from trainer_client import StoreClientSync, TrainingLoader
 
 SAMPLES = 60
@@ -196,30 +196,7 @@ def launch(parts: Sequence[Part], world_size: int, directory: Path, exit_code: i
     plan, result = directory / "parts.json", directory / "results.pt"
     plan.write_text(json.dumps([asdict(part) for part in parts]))
     result.unlink(missing_ok=True)
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.elastic_run", str(plan), str(result)],
-            cwd=ROOT,
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == exit_code, f"rank {number} ended with {rank.returncode}:\n{output}"
+    run_ranks("tests.integration.elastic_run", world_size, plan, result, exit_code=exit_code, timeout_seconds=150)
     return [PartResult(**content) for content in torch.load(result)] if result.exists() else []
 
 

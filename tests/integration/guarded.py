@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from cryptography.x509.oid import NameOID
 from paramserver.security.certificates import make_certificates
 from paramserver.security.tokens import Role, add_token
 from tests.integration.daemon import CHANNEL_OPTIONS, Daemon
+from tests.integration.ranks import free_port
 from trainer_client.link.credentials import Credentials
 
 LOG_SECONDS = 10.0
@@ -132,11 +132,3 @@ def expired_certificate(authority: Path, into: Path) -> tuple[Path, Path]:
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     return paths
-
-
-def free_port() -> int:
-    """Of loopback."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

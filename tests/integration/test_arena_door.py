@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.daemon import ROOT, Daemon, run_serve, tiers
-from tests.integration.training import free_port
+from tests.integration.ranks import free_port
 
 IS_ROOT = os.geteuid() == 0
 NOBODY = 65534

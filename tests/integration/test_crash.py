@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from tests.integration.crash_run import Plan
-from tests.integration.training import ROOT, free_port, store_config
+from tests.integration.daemon import ROOT
+from tests.integration.ranks import environments
+from tests.integration.training import store_config
 
 STEPS = 12
 KILLED_AT = 5
@@ -36,20 +38,14 @@ class Launch:
         self.plan = plan
         plan_file = directory / "plan.json"
         plan_file.write_text(json.dumps(asdict(plan)))
-        common = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(WORLD_SIZE),
-            "OMP_NUM_THREADS": "1",
-        }
         self.logs = [directory / f"rank-{rank}.log" for rank in range(WORLD_SIZE)]
         self.ranks = []
-        for rank, log in enumerate(self.logs):
+        for log, environment in zip(self.logs, environments(WORLD_SIZE), strict=True):
             with log.open("w") as output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "tests.integration.crash_run", str(plan_file)],
                     cwd=ROOT,
-                    env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env=environment,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )

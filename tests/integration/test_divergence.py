@@ -4,9 +4,6 @@ of them is, and never each other's bytes."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ from torch import nn
 
 from tests.integration.daemon import Daemon
 from tests.integration.diverging import TIMEOUT_SECONDS, TOKENS, Chooser
-from tests.integration.training import ROOT, free_port
+from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,26 +21,8 @@ pytestmark = pytest.mark.timeout(180)
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank reports, by scene."""
     directory = tmp_path_factory.mktemp("diverging")
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     with Daemon(directory / "state", {"host_budget": "32MiB"}) as daemon:
-        command = [sys.executable, "-m", "tests.integration.diverging", daemon.address, str(directory)]
-        ranks = [
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+        run_ranks("tests.integration.diverging", 2, daemon.address, directory, timeout_seconds=150)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -6,8 +6,6 @@ environment variables.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import trainer_client
 from tests.integration.daemon import Daemon
-from tests.integration.training import ROOT, free_port
+from tests.integration.ranks import run_ranks
 from tests.optimizer_cases import PublishedLion
 from trainer_client import Engine, Kind, Lion, StoreClientSync
 
@@ -278,15 +276,7 @@ def test_groups_that_come_later_and_what_is_frozen_and_thawed(store: Daemon, nam
 @pytest.mark.timeout(180)
 def test_two_ranks_change_groups_as_one_process_does_to_rounding(store: Daemon, tmp_path: Path) -> None:
     results = tmp_path / "results.pt"
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.integration.test_optimizers", store.address, str(results)]
-    environments = [os.environ | common | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    ranks = [subprocess.Popen(command, cwd=ROOT, env=environment) for environment in environments]
-    try:
-        assert [rank.wait(150) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks("tests.integration.test_optimizers", 2, store.address, results, timeout_seconds=150)
 
     for name, (seen, weights) in torch.load(results).items():
         expected, weights_expected = changed_plainly(CASES[name].make)

@@ -15,7 +15,7 @@ import pytest
 
 from paramserver.security.quotas import JobQuota, Quota
 from tests.integration.daemon import ROOT
-from tests.integration.guarded import free_port
+from tests.integration.ranks import free_port
 from trainer_client.link.channel import wait_until_serving
 from trainer_client.link.credentials import Credentials
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -29,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
 from paramserver.v1 import parameter_store_pb2 as pb
+from tests.integration.ranks import run_ranks
 from tests.integration.zoo import ZOO
 
 VOCABULARY = 257
@@ -36,7 +34,6 @@ MICRO_BATCH = 2
 LENGTH = 32
 FP16_LOSS_SCALE = 256.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,39 +399,8 @@ def launch(runs: Sequence[Run], world_size: int, directory: Path, timeout_second
     """Makes one run after the other on `world_size` ranks, which are processes of their own; rank 0's results."""
     plan, result = directory / "runs.json", directory / "results.pt"
     plan.write_text(json.dumps([asdict(run) for run in runs]))
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.integration.training", str(plan), str(result)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=timeout_seconds)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == 0, f"rank {number} ended with {rank.returncode}:\n{output}"
+    run_ranks("tests.integration.training", world_size, plan, result, timeout_seconds=timeout_seconds)
     return [Result(**content) for content in torch.load(result)]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def assert_bit_equal(actual: Result, expected: Result) -> None:
