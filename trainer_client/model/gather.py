@@ -30,6 +30,9 @@ class Gather(Protocol):
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         """What `start` will lease, in its order."""
 
+    def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
+        """Bytes of those slabs."""
+
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
         """Asks for the bytes; None if there is nothing to lease. Does not wait."""
 
@@ -50,6 +53,9 @@ class CollectiveGather:
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         return [group.slab(pb.KIND_PARAM) for group in groups if group.chunk is None]
+
+    def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
+        return sum(group.chunk_bytes for group in groups if group.chunk is None)
 
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
         self._lockstep.announce(groups[0].unit)
@@ -85,6 +91,9 @@ class OneSidedGather:
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         return [group.slab(pb.KIND_PARAM, rank) for group in groups for rank in range(self._world_size)]
+
+    def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
+        return sum(group.whole_bytes for group in groups)
 
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
         return self._store.acquire_read(self.slabs(groups), position)

@@ -6,6 +6,7 @@ Owns each unit's state. Must never decide when to gather: that is the hooks' bus
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Iterable
 
 from trainer_client.link.channel import Pending
@@ -69,6 +70,11 @@ class Unit:
         return sum(group.chunk_bytes for group in self.groups if group.chunk is None)
 
     @property
+    def leased_bytes(self) -> int:
+        """Bytes that this rank leases for one gather: its own chunks, or every rank's where gathers are one-sided."""
+        return self._gather.leased_bytes(self.groups)
+
+    @property
     def elements(self) -> int:
         """Elements that are gathered, padding included."""
         return sum(group.layout.numel for group in self.groups)
@@ -85,20 +91,26 @@ class Unit:
             self._pending = self._gather.start(self.groups, position)
         self.state = UnitState.FETCHING
 
-    def wait_gather(self, next_use: int | None) -> None:
+    def wait_gather(self, next_use: int | None) -> float:
         """Makes the parameters whole, after `start_gather`. A collective, unless gathers are one-sided.
 
         Args:
             next_use: the position at which the unit is needed again, for the store's placement.
+
+        Returns:
+            Seconds that the store's grant of the leases was waited for.
         """
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
-            return
+            return 0.0
+        began = time.perf_counter()
         leases = self._take_leases()
+        waited = time.perf_counter() - began
         self._gather.finish(self.groups, leases)
         if leases:
             self._store.check_leases()
             self._store.release(leases, next_use)
         self.state = UnitState.GATHERED
+        return waited
 
     @property
     def is_held(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trainer_client.link.rank_store import RankStore, Slab
 from trainer_client.model.units import Unit, UnitState
+from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
 
 
@@ -46,6 +47,8 @@ class Residency:
         self._kept_elements = kept_elements
         self._holders: list[set[Holder]] = [set() for _ in units]
         self._held_by: dict[Holder, set[int]] = {}
+        self.counters = GatherCounters([unit.fqn for unit in units])
+        self._told: set[int] = set()  # units that the store was told of ahead
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
         """Gathers the unit if nobody holds it, notes the use in `trace`, and asks for what is used next; keeps the unit
@@ -55,8 +58,7 @@ class Residency:
             return
         position = trace.use(unit.index)
         self._make_room(unit, trace)
-        unit.start_gather(position)
-        unit.wait_gather(trace.next_use(unit.index))
+        self._gather(unit, position, trace.next_use(unit.index))
         self.share(unit, holder)
         following = trace.next_unit()
         if following is None:
@@ -95,6 +97,27 @@ class Residency:
         if wants := list(self._window(trace)):
             self._store.prefetch(wants)
 
+    def _gather(self, unit: Unit, position: int, next_use: int | None) -> None:
+        """Makes the unit whole, and counts what that took."""
+        if unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
+            return
+        predicted = unit.state is UnitState.FETCHING or unit.index in self._told
+        self._told.discard(unit.index)
+        unit.start_gather(position)
+        waited = unit.wait_gather(next_use)
+        if unit.chunk_bytes:
+            self.counters.note(
+                unit.index,
+                UnitGathers(
+                    gathers=1,
+                    hits=int(waited <= HIT_SECONDS),
+                    predicted=int(predicted),
+                    waited_seconds=waited,
+                    fetched_bytes=unit.leased_bytes,
+                    copied_bytes=unit.leased_bytes,
+                ),
+            )
+
     def _release_if_idle(self, unit: Unit) -> None:
         if not self._holders[unit.index] and not (
             self._kept_elements is not None and self._gathered_elements() <= self._kept_elements
@@ -127,4 +150,5 @@ class Residency:
             budget -= unit.chunk_bytes
             if budget < 0:
                 return
+            self._told.add(index)
             yield from ((slab, position) for slab in unit.slabs())
