@@ -41,6 +41,7 @@ from trainer_client.ranks.collectives import Collectives
 from trainer_client.report.recorder import Recorder
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import Part
+from trainer_client.report.step_trace import StepTrace
 from trainer_client.run_state import RunState, Scheduler
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
@@ -198,6 +199,10 @@ def _make_engine(
         clipping=Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value),
         parameters=len(parameters),
     )
+    trace = None
+    if settings.paramserver.trace is not None:
+        trace = StepTrace(settings.paramserver.trace, recorder, store, collectives.rank)
+        resources.callback(trace.close)
     clock = Clock()
     residency = Residency(
         job.units,
@@ -264,6 +269,7 @@ def _make_engine(
                 sharers=job.sharers,
                 data_plane=store.plane.name,
             ),
+            trace,
         ),
         local_rank=local_rank,
         resources=resources.pop_all(),

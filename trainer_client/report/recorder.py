@@ -114,10 +114,12 @@ class Recorder:
         none of it."""
         if self._spans is None:
             return
-        now = time.monotonic()
+        now, name = time.monotonic(), None if part is None else f"{part} {unit or ROOT}"
         if self._computing is not None:
+            if self._computing[0] == name:
+                return
             self._note(COMPUTE_ROW, *self._computing, now)
-        self._computing = None if part is None else (f"{part} {unit or ROOT}", now)
+        self._computing = None if name is None else (name, now)
 
     def stalled(self, cause: Cause, where: str, began: float, ended: float) -> None:
         """This rank has waited."""

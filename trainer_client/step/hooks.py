@@ -230,8 +230,9 @@ class UnitHooks:
         unit = frame.unit
         if all(other.unit is not unit for other in self._running):
             self._release_after_forward(unit, may_release=frame.may_release)
-            self._recorder.compute(*("forward", self._running[-1].unit.fqn) if self._running else (None,))
-        if not self._running:
+        if self._running:
+            self._recorder.compute("forward", self._running[-1].unit.fqn)
+        else:
             self._end_forward()
 
     def _release_after_forward(self, unit: Unit, *, may_release: bool) -> None:
@@ -245,6 +246,7 @@ class UnitHooks:
 
     def _end_forward(self) -> None:
         """The outermost forward has ended."""
+        self._recorder.compute(None)
         if self._trace is self._inference:
             self._inference.end()
         if self.phase is Phase.INFERENCE:
