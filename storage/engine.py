@@ -24,7 +24,7 @@ from storage.catalog.records import BadExtent
 from storage.commit import Committer
 from storage.config import EngineConfig
 from storage.directories import open_nvme
-from storage.errors import ConflictError, DamagedBlockError, DataLossError, StepAbortedError, StorageError
+from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, StorageError
 from storage.failpoints import Failpoint, reach
 from storage.loose import LooseRanges
 from storage.placement import Residents
@@ -317,13 +317,15 @@ class Engine:
             # The write has not begun: it waits for the seal, and for whoever reads.
             return await self.queue.fetch(slab, position)
         version = slab.version_at(as_of)
-        if version is None:
-            raise DataLossError(f"{slab.key}: what step {as_of} left is gone; resume from the last committed step")
-        region = slab.source(version)
         copy = HostCopy(await self.host.allocate(slab.nbytes), step=None, at_home=False)
         self.residents.pin(copy)
         try:
-            await self.nvme.read_into(region, 0, self.host.view(copy.region))
+            view = self.host.view(copy.region)
+            if version is None:
+                # Never written before.
+                view[:] = bytes(len(view))
+            else:
+                await self.nvme.read_into(slab.source(version), 0, view)
         except BaseException:
             self.residents.unpin(slab, copy)
             raise

@@ -12,7 +12,7 @@ bits are those of the update after the norm. Until the step is made, reads see t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,11 +71,10 @@ class _EarlyUpdate:
     update: GroupUpdate
     rows: Sequence[HyperParameters | None]
     accepted: Pending[None]
-    store: RankStore
+    undo: Callable[[_EarlyUpdate], None]
 
     def withdraw(self) -> None:
-        self.accepted.wait()
-        self.store.withdraw_updates(self.step, [self.update.group])
+        self.undo(self)
 
     def is_as(self, update: GroupUpdate, rows: Sequence[HyperParameters | None]) -> bool:
         """Whether it is what the step turned out to be."""
@@ -84,11 +83,16 @@ class _EarlyUpdate:
 
 
 class Updates:
-    """Args:
+    """Attributes:
+    begun_early, withdrawn: early updates so far, and those of them that were undone.
+
+    Args:
     states: of all groups, in forward order.
     """
 
     def __init__(self, states: Sequence[PlacedStates], store: RankStore, collectives: Collectives) -> None:
+        self.begun_early = 0
+        self.withdrawn = 0
         self._states = {state.group.name: state for state in states}
         self._store = store
         self._collectives = collectives
@@ -122,8 +126,14 @@ class Updates:
             update=update,
             rows=rule.rows_of(update),
             accepted=self._store.start_apply_gradients(step, list(rule.table.rows), [update]),
-            store=self._store,
+            undo=self._undo,
         )
+        self.begun_early += 1
+
+    def _undo(self, early: _EarlyUpdate) -> None:
+        early.accepted.wait()
+        self._store.withdraw_updates(early.step, [early.update.group])
+        self.withdrawn += 1
 
     def withdraw(self, gradients: Iterable[GradientGroup]) -> None:
         """Undoes the updates that have begun, for a step that is not made."""
