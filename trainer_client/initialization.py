@@ -194,6 +194,9 @@ def _make_engine(
         parameters=len(parameters),
     )
     clock = Clock()
+    for unit in job.units:
+        # Before the session ends: what a unit shows afterwards would keep the store's memory from being freed.
+        resources.callback(unit.abandon)
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,

@@ -176,3 +176,12 @@ class Pending(Generic[T]):
         except grpc.FutureCancelledError as error:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from error
         return self._finish(response)
+
+    def on_response(self, act: Callable[[Any], None]) -> None:
+        """Has `act` called with the response itself once it is there, on any thread; never, if the call fails."""
+
+        def act_on_success(future: Any) -> None:
+            if not future.cancelled() and future.exception() is None:
+                act(future.result())
+
+        self._future.add_done_callback(act_on_success)

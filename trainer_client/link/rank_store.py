@@ -184,6 +184,21 @@ class RankStore:
         request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
         return self._send(self._stub.ReleaseLeases, request)
 
+    def forgo(self, pending: Pending[list[LeasedBytes]], next_use: int | None = None) -> None:
+        """Returns leases that were asked for and are not wanted any more, as soon as they are granted. Does not wait.
+
+        Where they are refused, nobody is told: nobody wants them.
+        """
+
+        def give_back(response: pb.AcquireLeasesResponse) -> None:
+            granted = [lease.lease_id for lease in response.leases]
+            releases = [pb.ReleaseLeasesRequest.Release(lease_id=each, next_use=next_use) for each in granted]
+            request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
+            future = self._sender.begin(self._stub.ReleaseLeases, request, CONTROL_DEADLINE_SECONDS)
+            future.add_done_callback(self._note_failure)
+
+        pending.on_response(give_back)
+
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
         """Returns write leases and stages their bytes as the version of their step."""
         for leased in leases:

@@ -24,6 +24,7 @@ where it does, unless the loan is registered (`lend`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
+from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.precision import cast_floating_inputs
@@ -52,6 +53,7 @@ class _Frame:
     unit: Unit
     module: nn.Module
     may_release: bool = True  # after the forward: its backward will be noticed, or there is none
+    has_returned: bool = False  # the module's forward, without an error
 
 
 class UnitHooks:
@@ -194,6 +196,7 @@ class UnitHooks:
         def finish(_: nn.Module, __: Any, output: Any) -> None:
             if after is not None:
                 after(self._running[-1], output)
+            self._running[-1].has_returned = True
 
         def leave(_: nn.Module, __: Any, ___: Any) -> None:
             self._leave(module)
@@ -223,10 +226,13 @@ class UnitHooks:
             return
         frame = self._running.pop()
         unit = frame.unit
-        if all(other.unit is not unit for other in self._running):
-            self._release_after_forward(unit, may_release=frame.may_release)
-        if not self._running:
-            self._end_forward()
+        # Where the forward failed, that is what its caller is told.
+        with nullcontext() if frame.has_returned else suppress(SessionEndedError):
+            if all(other.unit is not unit for other in self._running):
+                self._release_after_forward(unit, may_release=frame.may_release)
+            if not self._running:
+                self._end_forward()
+                self._residency.check()
 
     def _release_after_forward(self, unit: Unit, *, may_release: bool) -> None:
         if unit.is_root and self.phase is Phase.FORWARD:
