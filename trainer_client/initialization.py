@@ -197,6 +197,7 @@ def _make_engine(
         optimizer=optimizer,
         scaler=scaler,
         clipping=Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value),
+        early_updates=settings.paramserver.early_updates,
         parameters=len(parameters),
     )
     trace = None
@@ -211,6 +212,9 @@ def _make_engine(
         kept_elements=settings.zero_optimization.stage3_max_live_parameters,
         recorder=recorder,
     )
+    for unit in job.units:
+        # Before the session ends: what a unit shows afterwards would keep the store's memory from being freed.
+        resources.callback(unit.abandon)
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,

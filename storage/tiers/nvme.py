@@ -1,7 +1,8 @@
 """The NVMe tier: regions are lists of extents of preallocated data files, one in each directory, best on own devices.
 
 Owns the files, the budget over all of them, and what is known of the health of the devices. Bytes are spread over the
-devices in proportion to their measured speed. Everything that is read is verified first.
+devices in proportion to their measured speed. Everything that is read is verified before it is used: by the tier, or
+by whoever asks for it raw because the bytes go through the processor's cache there anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
 from storage.tiers.data_file import GROWTH_BYTES, DataFile
 from storage.tiers.extents import Extent, overlapping, without
 from storage.tiers.health import DeviceWatch
-from storage.tiers.io_engine import IoRequest, Priority, no_check
+from storage.tiers.io_engine import IoRequest, Priority
 from storage.tracing import Activity, Tracer
 
 log = logging.getLogger(__name__)
@@ -258,18 +259,29 @@ class NvmeTier:
             DamagedBlockError: a block is not what was written, also when it is read again.
             DeviceError: they cannot be read.
         """
+        try:
+            await self._read(transfers, priority, verified=True)
+        except DamagedBlockError as error:
+            self._set_aside(error, next(t.region for t in transfers if t.region.checksums.label == error.label))
+            raise
+
+    async def read_raw(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+        """As `read_many`, but the caller verifies the buffers by the regions' checksums before it uses a byte of them.
+
+        What it finds wrong it asks `read_many` for, which reads it again and, if need be, sets it aside.
+        """
+        await self._read(transfers, priority, verified=False)
+
+    async def _read(self, transfers: Sequence[Transfer], priority: Priority, *, verified: bool) -> None:
         for transfer in transfers:
             transfer.region.holders += 1
         try:
             with self.counters.reading, self._span(Activity.NVME_READ, transfers):
-                await self._move(transfers, priority, write=False)
+                await self._move(transfers, priority, write=False, checked=verified)
             for region, offset, buffer in transfers:
-                if not region.blocks_are_whole:
+                if verified and not region.blocks_are_whole:
                     await asyncio.to_thread(region.checksums.verify, offset, buffer)
             self.counters.bytes_read += sum(len(transfer.buffer) for transfer in transfers)
-        except DamagedBlockError as error:
-            self._set_aside(error, next(t.region for t in transfers if t.region.checksums.label == error.label))
-            raise
         finally:
             for transfer in transfers:
                 self.free(transfer.region)
@@ -277,13 +289,20 @@ class NvmeTier:
     async def write_many(self, transfers: Sequence[Transfer], priority: Priority) -> None:
         """Writes the buffers and takes their checksums; neighbours on a device are written together. Durable only after
         `sync`."""
+        await self._write(transfers, priority, recorded=False)
+
+    async def write_raw(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+        """As `write_many`, but the caller has recorded the bytes in the regions' checksums."""
+        await self._write(transfers, priority, recorded=True)
+
+    async def _write(self, transfers: Sequence[Transfer], priority: Priority, *, recorded: bool) -> None:
         for transfer in transfers:
             transfer.region.holders += 1
             transfer.region.writers += 1
             self._unsynced.add(transfer.region)
         try:
             with self.counters.writing, self._span(Activity.NVME_WRITE, transfers):
-                await self._move(transfers, priority, write=True)
+                await self._move(transfers, priority, write=True, checked=not recorded)
             self.counters.bytes_written += sum(len(transfer.buffer) for transfer in transfers)
         finally:
             for transfer in transfers:
@@ -332,14 +351,14 @@ class NvmeTier:
         for file in self.files:
             await file.io.close()
 
-    async def _move(self, transfers: Sequence[Transfer], priority: Priority, *, write: bool) -> None:
+    async def _move(self, transfers: Sequence[Transfer], priority: Priority, *, write: bool, checked: bool) -> None:
         requests: dict[int, list[IoRequest]] = {file.number: [] for file in self.files}
         for transfer in transfers:
             region = transfer.region
-            check = region.checksums.record if write else region.checksums.verify
+            checksums = region.checksums.record if write else region.checksums.verify
             for extent, offset, piece in _pieces(transfer):
-                checks = functools.partial(check, offset, piece) if region.blocks_are_whole else no_check
-                requests[extent.file].append(IoRequest(extent.offset, piece, checks))
+                check = functools.partial(checksums, offset, piece) if checked and region.blocks_are_whole else None
+                requests[extent.file].append(IoRequest(extent.offset, piece, check))
         calls = [
             (file.io.write if write else file.io.read)(requests[file.number], priority)
             for file in self.files

@@ -187,3 +187,12 @@ class Pending(Generic[T]):
         result = self._finish(response)
         self._waited(response, began, time.monotonic())
         return result
+
+    def on_response(self, act: Callable[[Any], None]) -> None:
+        """Has `act` called with the response itself once it is there, on any thread; never, if the call fails."""
+
+        def act_on_success(future: Any) -> None:
+            if not future.cancelled() and future.exception() is None:
+                act(future.result())
+
+        self._future.add_done_callback(act_on_success)

@@ -78,7 +78,7 @@ class GatherCounters:
         total = UnitGathers()
         by_unit: dict[str, UnitGathers] = {}
         for fqn, counts in zip(self._fqns, self._counts, strict=True):
-            if counts.gathers:
+            if counts != UnitGathers():
                 by_unit.setdefault(fqn, UnitGathers()).add(counts)
                 total.add(counts)
         return GatherSnapshot(total=total, by_unit=by_unit)

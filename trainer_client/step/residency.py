@@ -16,6 +16,10 @@ from trainer_client.report.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
 
+# Of units that only pass through the store's host memory: the root, the one in use and, in backward, the one after it.
+# The store makes sure that there is room for so many (storage/registry.py). Where more are in use, some are copied.
+SHOWN_AT_ONCE = 3
+
 
 class Part(enum.Enum):
     """Of a unit's life in a step."""
@@ -57,6 +61,8 @@ class Residency:
         self._holders: list[set[Holder]] = [set() for _ in units]
         self._held_by: dict[Holder, set[int]] = {}
         self.counters = GatherCounters([unit.fqn for unit in units])
+        self._passing: list[Unit] = []  # shown, and not at home in the store's host memory
+        self._ahead: Unit | None = None  # the one whose leases are asked for before its use
         self._told: set[int] = set()  # units that the store was told of ahead
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
@@ -75,8 +81,16 @@ class Residency:
             return
         # The next unit's lease is asked for now, so that its bytes are there when it is used. Never beyond the end of
         # the step: its version would be the one before the update.
-        self._units[following].start_gather(next(trace.upcoming())[1])
+        self._start_ahead(self._units[following], next(trace.upcoming())[1])
         self.prefetch(trace)
+
+    def check(self) -> None:
+        """To be called before what was computed is used, while units are gathered.
+
+        Raises:
+            SessionEndedError: the store has given this session up; shown parameters may have been somebody else's.
+        """
+        self._store.check_leases()
 
     def share(self, unit: Unit, holder: Holder) -> None:
         """As `hold`, for a unit that is gathered."""
@@ -112,21 +126,42 @@ class Residency:
         if unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return
         predicted = unit.state is UnitState.FETCHING or unit.index in self._told
+        if self._ahead is not None and self._ahead is not unit:
+            # Another unit came first. There may be no room for the leases of both.
+            self._ahead.release()
+        self._ahead = None
         self._told.discard(unit.index)
+        self._make_room_in_store(unit)
         unit.start_gather(position)
-        waited = unit.wait_gather(next_use)
+        cost = unit.wait_gather(next_use, may_show=True)
+        if unit.is_shown and unit.passing_bytes:
+            self._passing.append(unit)
         if unit.chunk_bytes:
             self.counters.note(
                 unit.index,
                 UnitGathers(
                     gathers=1,
-                    hits=int(waited <= HIT_SECONDS),
+                    hits=int(cost.waited_seconds <= HIT_SECONDS),
                     predicted=int(predicted),
-                    waited_seconds=waited,
+                    waited_seconds=cost.waited_seconds,
                     fetched_bytes=unit.leased_bytes,
-                    copied_bytes=unit.leased_bytes,
+                    copied_bytes=cost.copied_bytes,
                 ),
             )
+
+    def _start_ahead(self, unit: Unit, position: int) -> None:
+        if unit.state is UnitState.SHARDED:
+            unit.start_gather(position)
+            self._ahead = unit
+
+    def _make_room_in_store(self, unit: Unit) -> None:
+        """Returns leases so that those on `unit` can be granted. What lives in the store's host memory takes no room
+        there."""
+        self._passing = [other for other in self._passing if other.is_shown]
+        if unit.passing_bytes and len(self._passing) >= SHOWN_AT_ONCE:
+            smallest = min(self._passing, key=lambda other: other.passing_bytes)
+            smallest.own()
+            self.counters.note(smallest.index, UnitGathers(copied_bytes=smallest.leased_bytes))
 
     def _release_if_idle(self, unit: Unit) -> None:
         if not self._holders[unit.index] and not (
