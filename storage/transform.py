@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -242,6 +243,7 @@ class Transformer:
     def _finish(self, stream: _Stream, step: int) -> None:
         slab = stream.slab
         slab.latest = step
+        slab.updated_at = time.monotonic()
         if stream.target is not None:
             slab.versions[step] = stream.target
         if stream.copy is not None:

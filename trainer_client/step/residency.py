@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trainer_client.link.rank_store import RankStore, Slab
 from trainer_client.model.units import Unit, UnitState
+from trainer_client.report.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
 
@@ -40,13 +41,21 @@ class Residency:
     prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
     kept_elements: how much may stay gathered although nobody holds it, because it is used again in this step; what is
         held counts too. None: nothing stays.
+    recorder: is told what gathers take.
     """
 
     def __init__(
-        self, units: Sequence[Unit], store: RankStore, *, prefetch_bytes: int, kept_elements: int | None
+        self,
+        units: Sequence[Unit],
+        store: RankStore,
+        *,
+        prefetch_bytes: int,
+        kept_elements: int | None,
+        recorder: Recorder,
     ) -> None:
         self._units = units
         self._store = store
+        self._recorder = recorder
         self._prefetch_bytes = prefetch_bytes
         self._kept_elements = kept_elements
         self._holders: list[set[Holder]] = [set() for _ in units]
@@ -64,7 +73,8 @@ class Residency:
             return
         position = trace.use(unit.index)
         self._make_room(unit, trace)
-        self._gather(unit, position, trace.next_use(unit.index))
+        with self._recorder.gathering(unit.fqn):
+            self._gather(unit, position, trace.next_use(unit.index))
         self.share(unit, holder)
         following = trace.next_unit()
         if following is None:
