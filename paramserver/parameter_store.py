@@ -162,8 +162,9 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
 
     async def _grant(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want, group: str, kind: Kind) -> Lease:
         if want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
+            as_of = wire.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
             return await self._sessions.lease_for_reading(
-                session, group, kind, wire.position(want.position, "wants.position")
+                session, group, kind, wire.position(want.position, "wants.position"), as_of
             )
         if want.mode == pb.LEASE_MODE_WRITE and kind is Kind.GRAD:
             return await self._sessions.lease_for_gradient(session, group)
@@ -231,15 +232,35 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                 lease = session.lease(update.grad_lease_id)
                 if lease.mode is not LeaseMode.GRADIENT or lease.group != update.group:
                     raise ConflictError(f"lease {lease.lease_id} is not for the gradient of group {update.group!r}")
+                if lease.update is not None:
+                    raise ConflictError(
+                        f"the gradient of group {update.group!r} was handed over already; withdraw that update first"
+                    )
                 kernel = wire.optimizer_update(job.group(update.group).spec, update, hyper_parameters)
                 self._engine.check_update(job, step, update.group)
-                checked.append((lease, kernel))
-            if len({lease.group for lease, _ in checked}) != len(checked):
+                checked.append((lease, kernel, wire.position(update.position, "updates.position")))
+            if len({lease.group for lease, _, _ in checked}) != len(checked):
                 raise InvalidRequestError("a group is updated twice in one request")
-            for lease, kernel in checked:
-                region = self._sessions.consume_gradient(session, lease)
-                self._engine.update(job, step, lease.group, region, kernel)
+            for lease, kernel, position in checked:
+                lease.update = self._engine.update(
+                    job, step, lease.group, lease.region, kernel, position=position, keeps_gradient=True
+                )
+                if not request.provisional:
+                    self._sessions.hand_over(session, lease)
             return pb.ApplyGradientsResponse()
+
+    async def WithdrawUpdates(
+        self,
+        request: pb.WithdrawUpdatesRequest,
+        context: grpc.aio.ServicerContext[pb.WithdrawUpdatesRequest, pb.WithdrawUpdatesResponse],
+    ) -> pb.WithdrawUpdatesResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            step = wire.step(request.step, "step")
+            for group in wire.batch(request.groups, "groups"):
+                # Finished even if the client goes: a half-undone update would be nobody's.
+                await finished(self._sessions.withdraw(session, step, group))
+            return pb.WithdrawUpdatesResponse()
 
     async def CommitStep(
         self,

@@ -141,9 +141,12 @@ class Engine:
         if self._batch.accumulation > 1:
             loss = loss / self._batch.accumulation
         scaled = loss if self._scaler.scale == 1.0 else loss.float() * self._scaler.scale
-        reduces = self._syncs and (
-            self._reduction is ReductionSchedule.MICRO_BATCH or self.is_gradient_accumulation_boundary()
-        )
+        is_last = self.is_gradient_accumulation_boundary()
+        reduces = self._syncs and (is_last or self._reduction is ReductionSchedule.MICRO_BATCH)
+        if is_last and reduces:
+            # The store prepares one step at a time; by now it has made the last one, which the forward has waited for.
+            self.wait_for_commit()
+        self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
         self._hooks.begin_backward(self._commits.next, reduces=reduces)
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)

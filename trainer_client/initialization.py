@@ -190,6 +190,7 @@ def _make_engine(
         optimizer=optimizer,
         scaler=scaler,
         clipping=Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value),
+        early_updates=settings.paramserver.early_updates,
         parameters=len(parameters),
     )
     clock = Clock()

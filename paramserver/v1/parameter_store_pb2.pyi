@@ -381,18 +381,20 @@ class PrefetchResponse(_message.Message):
 class AcquireLeasesRequest(_message.Message):
     __slots__ = ("session_id", "wants")
     class Want(_message.Message):
-        __slots__ = ("slab", "mode", "position", "step", "range")
+        __slots__ = ("slab", "mode", "position", "step", "range", "as_of_step")
         SLAB_FIELD_NUMBER: _ClassVar[int]
         MODE_FIELD_NUMBER: _ClassVar[int]
         POSITION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         RANGE_FIELD_NUMBER: _ClassVar[int]
+        AS_OF_STEP_FIELD_NUMBER: _ClassVar[int]
         slab: SlabName
         mode: LeaseMode
         position: int
         step: int
         range: TensorRange
-        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ...) -> None: ...
+        as_of_step: int
+        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., as_of_step: _Optional[int] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
@@ -618,7 +620,7 @@ class Adagrad(_message.Message):
     def __init__(self, lr: _Optional[float] = ..., lr_decay: _Optional[float] = ..., weight_decay: _Optional[float] = ..., eps: _Optional[float] = ..., initial_accumulator_value: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
 
 class ApplyGradientsRequest(_message.Message):
-    __slots__ = ("session_id", "step", "hyper_parameters", "updates")
+    __slots__ = ("session_id", "step", "hyper_parameters", "updates", "provisional")
     class HyperParameters(_message.Message):
         __slots__ = ("adamw", "adam", "sgd", "lion", "adagrad")
         ADAMW_FIELD_NUMBER: _ClassVar[int]
@@ -633,29 +635,47 @@ class ApplyGradientsRequest(_message.Message):
         adagrad: Adagrad
         def __init__(self, adamw: _Optional[_Union[AdamW, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., lion: _Optional[_Union[Lion, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ...) -> None: ...
     class GroupUpdate(_message.Message):
-        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard", "grad_clip_value")
+        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard", "grad_clip_value", "position")
         GROUP_FIELD_NUMBER: _ClassVar[int]
         GRAD_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
         GRAD_SCALE_FIELD_NUMBER: _ClassVar[int]
         HYPER_PARAMETERS_OF_SHARD_FIELD_NUMBER: _ClassVar[int]
         GRAD_CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
+        POSITION_FIELD_NUMBER: _ClassVar[int]
         group: str
         grad_lease_id: int
         grad_scale: float
         hyper_parameters_of_shard: _containers.RepeatedScalarFieldContainer[int]
         grad_clip_value: float
-        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ..., grad_clip_value: _Optional[float] = ...) -> None: ...
+        position: int
+        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ..., grad_clip_value: _Optional[float] = ..., position: _Optional[int] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
+    PROVISIONAL_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step: int
     hyper_parameters: _containers.RepeatedCompositeFieldContainer[ApplyGradientsRequest.HyperParameters]
     updates: _containers.RepeatedCompositeFieldContainer[ApplyGradientsRequest.GroupUpdate]
-    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[ApplyGradientsRequest.HyperParameters, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[ApplyGradientsRequest.GroupUpdate, _Mapping]]] = ...) -> None: ...
+    provisional: bool
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[ApplyGradientsRequest.HyperParameters, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[ApplyGradientsRequest.GroupUpdate, _Mapping]]] = ..., provisional: _Optional[bool] = ...) -> None: ...
 
 class ApplyGradientsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WithdrawUpdatesRequest(_message.Message):
+    __slots__ = ("session_id", "step", "groups")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    step: int
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WithdrawUpdatesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -99,6 +99,11 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsResponse.FromString,
                 _registered_method=True)
+        self.WithdrawUpdates = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/WithdrawUpdates',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.FromString,
+                _registered_method=True)
         self.CommitStep = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/CommitStep',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CommitStepRequest.SerializeToString,
@@ -235,8 +240,17 @@ class ParameterStoreServicer:
 
     def ApplyGradients(self, request, context):
         """Hands over gradients (write leases of kind GRAD) and what the optimizer needs besides. Returns when the hand-over is
-        accepted; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed. An update
-        of what is placed on the host waits until nobody holds a read lease on it: return those leases first.
+        accepted; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed, at once or,
+        of what may be withdrawn, by CommitStep. An update of what is placed on the host waits until nobody holds a read lease
+        on it: return those leases first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithdrawUpdates(self, request, context):
+        """Undoes updates that were handed over as provisional: the groups are as the last committed step left them, and may be
+        handed over again, with the same leases. A group that was not handed over in this step is left as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -354,6 +368,11 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.ApplyGradients,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsResponse.SerializeToString,
+            ),
+            'WithdrawUpdates': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithdrawUpdates,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.SerializeToString,
             ),
             'CommitStep': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitStep,
@@ -737,6 +756,33 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/ApplyGradients',
             paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WithdrawUpdates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/WithdrawUpdates',
+            paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ swallow a failure: what fails behind the caller's back is raised by the next cal
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,17 +46,25 @@ class Slab:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUpdate:
-    """One group's hand-over of gradients; see ApplyGradientsRequest in the wire contract."""
+    """One group's hand-over of gradients; see ApplyGradientsRequest in the wire contract.
+
+    Attributes:
+        next_use: the position at which the group's parameters are needed next.
+    """
 
     group: str
     gradient: LeasedBytes
     scale: float
     hyper_parameters_of_shard: Sequence[int]
     clip_value: float | None = None
+    next_use: int = 0
 
 
 class RankStore:
-    """Args:
+    """Attributes:
+    as_of_step: reads see what this step leaves, and nothing of later ones; None: the newest.
+
+    Args:
     address: `unix:/path` or `host:port`.
     client: who we are, for people.
     credentials: what to show to the daemon.
@@ -70,6 +78,7 @@ class RankStore:
     def __init__(
         self, address: str, client: str, credentials: Credentials = NO_CREDENTIALS, *, prefer_streams: bool = False
     ) -> None:
+        self.as_of_step: int | None = None
         self.address = address
         self.credentials = credentials
         self._failure: StoreError | None = None
@@ -82,6 +91,7 @@ class RankStore:
             self._channel.close()
             raise
         self._sender = Sender()
+        self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
         self.session_id = self._session.welcome.session_id
         self.epoch = self._session.welcome.epoch
         self.arena_bytes = self._session.welcome.arena.size_bytes
@@ -95,6 +105,7 @@ class RankStore:
 
     def close(self) -> None:
         """Ends the session, and with it all leases; idempotent."""
+        self._hand_overs.shutdown(cancel_futures=True)
         self._sender.close()
         if self._arena is not None:
             # Before the session: what this process can write to is not used again until it has let go.
@@ -143,9 +154,11 @@ class RankStore:
         future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.UNAVAILABLE))
 
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
-        """Read leases on the newest versions, all or none, in the order of the slabs."""
+        """Read leases on the versions of `as_of_step`, all or none, in the order of the slabs."""
         wants = [
-            pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position)
+            pb.AcquireLeasesRequest.Want(
+                slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position, as_of_step=self.as_of_step
+            )
             for slab in slabs
         ]
 
@@ -201,11 +214,49 @@ class RankStore:
         hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
         updates: Sequence[GroupUpdate],
     ) -> None:
-        """Hands gradients over, in this order; returns when the store has accepted them. Consumes their leases."""
+        """Hands gradients over; returns when the store has accepted them. Consumes their leases."""
+        self._flush(updates)
+        self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
+
+    def start_apply_gradients(
+        self,
+        step: int,
+        hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
+        updates: Sequence[GroupUpdate],
+    ) -> Pending[None]:
+        """As `apply_gradients`, for updates that may be withdrawn until `commit`, which consumes the leases. Does not
+        wait; nobody writes to the gradients meanwhile."""
+        self._check()
+        request = self._apply_request(step, hyper_parameters, updates, provisional=True)
+        future = self._hand_overs.submit(self._start_apply, request, updates)
+        return Pending(future, lambda _: None)
+
+    def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
+        """Undoes updates that `start_apply_gradients` has begun and whose end was waited for; their gradients are this
+        rank's again."""
+        request = pb.WithdrawUpdatesRequest(session_id=self.session_id, step=step, groups=groups)
+        self._call(self._stub.WithdrawUpdates, request)
+
+    def _start_apply(self, request: pb.ApplyGradientsRequest, updates: Sequence[GroupUpdate]) -> Any:
+        """On a thread of its own: to send gradients may take long. The call itself begins in its turn, after what was
+        sent before: leases that were returned are returned then."""
+        self._flush(updates)
+        return self._sender.begin(self._stub.ApplyGradients, request, CONTROL_DEADLINE_SECONDS).result()
+
+    def _flush(self, updates: Sequence[GroupUpdate]) -> None:
         for update in updates:
             self.plane.flush(update.gradient)
         self.check_leases()
-        request = pb.ApplyGradientsRequest(
+
+    def _apply_request(
+        self,
+        step: int,
+        hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
+        updates: Sequence[GroupUpdate],
+        *,
+        provisional: bool = False,
+    ) -> pb.ApplyGradientsRequest:
+        return pb.ApplyGradientsRequest(
             session_id=self.session_id,
             step=step,
             hyper_parameters=hyper_parameters,
@@ -216,11 +267,12 @@ class RankStore:
                     grad_scale=update.scale,
                     hyper_parameters_of_shard=update.hyper_parameters_of_shard,
                     grad_clip_value=update.clip_value,
+                    position=update.next_use,
                 )
                 for update in updates
             ],
+            provisional=provisional,
         )
-        self._call(self._stub.ApplyGradients, request)
 
     def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[bool]:
         """This rank's vote for a step; the result says whether the commit is durable."""

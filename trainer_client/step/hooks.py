@@ -141,7 +141,7 @@ class UnitHooks:
     def finish_backward(self) -> None:
         """Autograd is done. A collective."""
         for index in self._reduction_order.finish():
-            self._gradients.reduce_unit(self._units[index], self._step)
+            self._reduce(index)
         self._end_uses(keep=True)
         self._used = {index: None for index in self._used if self._open[index]}
         self._gradients.finish_backward(self._step)
@@ -325,11 +325,16 @@ class UnitHooks:
         if waits and not complete:
             self._almost_over.add(unit.index)
             return
-        for index in self._reduction_order.unit_is_over(unit.index):
-            self._gradients.reduce_unit(self._units[index], self._step)
+        over = self._reduction_order.unit_is_over(unit.index)
         if complete:
+            # First: the update that a reduction may begin works on what is in the store's host memory, if it is idle.
             self._in_backward.discard(unit.index)
             self._residency.let_go(Holder(unit.index, Part.BACKWARD))
+        for index in over:
+            self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        self._gradients.reduce_unit(self._units[index], self._step, self._trace.next_use(index))
 
     def _after_gradient(self, index: int) -> None:
         """A parameter of the unit has its gradient."""
