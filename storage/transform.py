@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,6 +27,7 @@ from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import NvmeRegion, NvmeTier, Transfer, settle
+from storage.turns import Turns
 
 # Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
 TILE_QUANTUM = BLOCK_BYTES // 2
@@ -123,7 +125,8 @@ class TilePool:
 
 
 class Transformer:
-    """Runs kernels over groups. Groups are served in the order of the calls; their tiles overlap."""
+    """Runs kernels over groups, one after the other, the one that is needed first before the others; the tiles of two
+    overlap."""
 
     def __init__(
         self, host: HostTier, nvme: NvmeTier, residents: Residents, tiles: TilePool, executor: Executor
@@ -133,7 +136,7 @@ class Transformer:
         self._residents = residents
         self._tiles = tiles
         self._executor = executor
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._scratch = _Scratch()
 
     async def run(
@@ -144,21 +147,27 @@ class Transformer:
         reads: frozenset[Kind],
         gradient: torch.Tensor,
         kernel: Kernel,
+        position: float,
     ) -> None:
         """Gives every slab of the group a new version `step`; `reads` are the kinds whose old bytes the kernel needs.
 
-        All or nothing: on an error the slabs' versions are as before, except that a copy in the host tier whose bytes
-        are not on NVMe as well is lost.
+        Of the groups that wait, the one with the lowest `position` is next. All or nothing: on an error the slabs'
+        versions are as before, except that a copy in the host tier whose bytes are not on NVMe as well is lost.
 
         Raises:
             BudgetExceededError: there is no room for the new versions.
             DeviceError: a read or a write failed.
         """
         async with AsyncExitStack() as undo:
-            streams = [await self._open_stream(slab, step, slab.key.kind in reads, undo) for slab in group.slabs]
+            # Not within the turn: what is in use now may be so for long.
+            for slab in group.slabs:
+                await self._idle(slab)
+            streams: list[_Stream] = []
             tasks: list[asyncio.Task[None]] = []
             try:
-                async with self._turn:
+                async with self._turns.at(position):
+                    for slab in group.slabs:
+                        streams.append(await self._open_stream(slab, step, slab.key.kind in reads, undo))
                     for start in range(0, group.spec.numel, self._tiles.elements):
                         region = await self._tiles.take()
                         tile = self._tile(region, group, start, streams, gradient, kernel)
@@ -170,9 +179,8 @@ class Transformer:
             self._finish(stream, step)
 
     async def _open_stream(self, slab: Slab, step: int, reads: bool, undo: AsyncExitStack) -> _Stream:
-        if slab.snapshot is not None:
-            await slab.snapshot.wait()
-        copy = await self._copy_to_work_on(slab)
+        await self._idle(slab)
+        copy = _copy_to_work_on(slab)
         source = None
         if copy is not None:
             if reads and slab.latest is not None and copy.step != slab.latest:
@@ -188,14 +196,15 @@ class Transformer:
             undo.callback(self._nvme.free, target)
         return _Stream(slab=slab, reads=reads, copy=copy, source=source, target=target)
 
-    async def _copy_to_work_on(self, slab: Slab) -> HostCopy | None:
-        """The slab's copy, idle. A copy away from home that is in use is left to its readers."""
-        copy = slab.copy
-        if copy is not None and copy.at_home:
-            while copy.pins:
-                await copy.idle.wait()
-            return copy
-        return copy if copy is not None and not copy.pins and copy.step is not None else None
+    async def _idle(self, slab: Slab) -> None:
+        """Waits until the slab may be worked on in place, where it will be."""
+        while True:
+            if slab.snapshot is not None:
+                await slab.snapshot.wait()
+            elif slab.copy is not None and slab.copy.at_home and slab.copy.pins:
+                await slab.copy.idle.wait()
+            else:
+                return
 
     async def _tile(
         self,
@@ -234,6 +243,7 @@ class Transformer:
     def _finish(self, stream: _Stream, step: int) -> None:
         slab = stream.slab
         slab.latest = step
+        slab.updated_at = time.monotonic()
         if stream.target is not None:
             slab.versions[step] = stream.target
         if stream.copy is not None:
@@ -242,6 +252,14 @@ class Transformer:
         elif slab.copy is not None:
             # Read by others while the update ran; what they hold is the old version.
             self._residents.detach(slab)
+
+
+def _copy_to_work_on(slab: Slab) -> HostCopy | None:
+    """The slab's copy, if it is idle. One away from home that is in use is left to its readers."""
+    copy = slab.copy
+    if copy is None or copy.pins or (copy.step is None and not copy.at_home):
+        return None
+    return copy
 
 
 class _Scratch(threading.local):

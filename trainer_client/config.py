@@ -163,6 +163,7 @@ class ParamserverSection(Section):
     gradient_reduction: Literal["auto", "micro_batch", "boundary"] = "auto"
     gradient_clipping_value: PositiveFloat | None = None
     max_consecutive_skipped_steps: PositiveInt | None = None
+    early_updates: bool = True
 
 
 class TrainingConfig(Section):

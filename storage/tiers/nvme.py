@@ -13,6 +13,7 @@ import functools
 import logging
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from storage.tiers.data_file import GROWTH_BYTES, DataFile
 from storage.tiers.extents import Extent, overlapping, without
 from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import IoRequest, Priority
+from storage.tracing import Activity, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class NvmeTier:
         self.files = tuple(files)
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
+        self.tracer = Tracer()
         self.bad = set(bad)
         self.damaged_blocks = 0
         # Completes the error with what the engine knows, and keeps what is set aside for the next start.
@@ -273,7 +276,7 @@ class NvmeTier:
         for transfer in transfers:
             transfer.region.holders += 1
         try:
-            with self.counters.reading:
+            with self.counters.reading, self._span(Activity.NVME_READ, transfers):
                 await self._move(transfers, priority, write=False, checked=verified)
             for region, offset, buffer in transfers:
                 if verified and not region.blocks_are_whole:
@@ -298,7 +301,7 @@ class NvmeTier:
             transfer.region.writers += 1
             self._unsynced.add(transfer.region)
         try:
-            with self.counters.writing:
+            with self.counters.writing, self._span(Activity.NVME_WRITE, transfers):
                 await self._move(transfers, priority, write=True, checked=not recorded)
             self.counters.bytes_written += sum(len(transfer.buffer) for transfer in transfers)
         finally:
@@ -365,6 +368,11 @@ class NvmeTier:
             await calls[0]
         else:
             await settle([asyncio.ensure_future(call) for call in calls])
+
+    def _span(self, activity: Activity, transfers: Sequence[Transfer]) -> AbstractContextManager[None]:
+        # Transfers that are made together are of one group.
+        label = transfers[0].region.checksums.label if transfers else ""
+        return self.tracer.span(activity, label, sum(len(transfer.buffer) for transfer in transfers))
 
     def _set_aside(self, error: DamagedBlockError, region: NvmeRegion) -> None:
         """Never uses the pages of a damaged block again."""
