@@ -34,7 +34,7 @@ TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 20
 # What a kernel gets at a time: a part of a tile whose bytes are verified, updated and recorded while they are in the
 # processor's cache.
-PART_ELEMENTS = 1 << 17
+PART_ELEMENTS = 1 << 18
 # Master weight and optimizer states in fp32, and the parameter in 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
 TILE_SETS = 4
