@@ -16,7 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from paramserver import __version__
+from paramserver import __version__, numa
 from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import DaemonConfig, is_loopback
 from paramserver.handlers import CheckingServer
@@ -64,7 +64,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     """Runs a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
 
     Raises:
-        ConfigError: a certificate or the token file cannot be used.
+        ConfigError: a certificate, the token file or the NUMA node cannot be used.
         StorageError: the state directory, its files or the budgets do not allow to start.
     """
     stop = asyncio.Event()
@@ -79,6 +79,8 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     tokens = TokenFile(config.token_file) if config.token_file is not None else None
     # Sockets and files are this user's alone.
     os.umask(0o077)
+    if config.numa_node is not None:
+        numa.stay_on(config.numa_node)
     engine = await Engine.open(
         EngineConfig(
             state_dir=config.state_dir,
@@ -90,6 +92,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             io_read_threads=config.io_read_threads,
             io_write_threads=config.io_write_threads,
             optimizer_threads=config.optimizer_threads,
+            worker_nice=config.worker_nice,
             admission_timeout_seconds=config.admission_timeout_seconds,
             arena_slots=config.max_sessions,
             arena_file=config.arena_file.absolute() if config.arena_file else None,

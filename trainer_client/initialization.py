@@ -58,7 +58,7 @@ SchedulerArgument = LRScheduler | Callable[[torch.optim.Optimizer], Scheduler] |
 _SERVING_SECONDS = 30.0
 
 # Of the store's host tier, all ranks together have this part (1 / it) filled ahead of use.
-_PREFETCH_SHARE = 8
+_PREFETCH_SHARE = 4
 
 
 def initialize(

@@ -92,6 +92,8 @@ class RankStore:
         self.credentials = credentials
         self._recorder = recorder or Recorder()
         self._failure: StoreError | None = None
+        # Bytes that the store has fetched for the job, and the sum of what each fetch took in seconds.
+        self.fetched: tuple[int, float] = 0, 0.0
         self._arena: Arena | None = None
         self._channel = open_channel(address, credentials)
         try:
@@ -151,7 +153,7 @@ class RankStore:
             self._arena.check()
 
     def prefetch(self, wants: Iterable[tuple[Slab, int]]) -> None:
-        """Replaces the prefetch window by slabs with their positions. Does not wait.
+        """Replaces the prefetch window by slabs with their positions. Does not wait; the answer updates `fetched`.
 
         One that is lost with a broken connection is not missed: the next one replaces it.
         """
@@ -162,6 +164,10 @@ class RankStore:
         self._check()
         future = self._sender.begin(self._stub.Prefetch, request, CONTROL_DEADLINE_SECONDS)
         future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.UNAVAILABLE))
+        Pending(future, lambda _: None).on_response(self._note_fetched)
+
+    def _note_fetched(self, response: pb.PrefetchResponse) -> None:
+        self.fetched = response.fetched_bytes, response.fetch_seconds
 
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
         """Read leases on the versions of `as_of_step`, all or none, in the order of the slabs."""

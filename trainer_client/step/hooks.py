@@ -85,7 +85,7 @@ class UnitHooks:
         self._recorder = recorder
         self._phases = Phases(recorder.enter_phase)
         self._training = Trace(clock)
-        self._inference = Trace(clock)
+        self._inference = Trace(clock, ends_in_update=False)
         self._trace = self._inference
         self._step = 0  # that the gradients of the current backward belong to
         self._running: list[_Frame] = []
@@ -140,6 +140,7 @@ class UnitHooks:
         self._step = step
         self._gradients.begin_backward(reduces=reduces)
         self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._units[i])])
+        self._residency.pause()
         self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
@@ -180,6 +181,7 @@ class UnitHooks:
     def finish_step(self) -> None:
         """The parameters are updated: the next step begins, and with it the uses that the last one saw."""
         self._training.end()
+        self._residency.pause()
         self._residency.prefetch(self._training)
         self._phases.enter(Verb.END_STEP)
 
@@ -255,8 +257,11 @@ class UnitHooks:
         self._recorder.compute(None)
         if self._trace is self._inference:
             self._inference.end()
+        self._residency.pause()
         if self.phase is Phase.INFERENCE:
             self._residency.let_all_go(keep=True)
+            # Another forward of the kind, or training goes on: nobody knows.
+            self._residency.prefetch(self._training, self._inference)
             self._phases.enter(Verb.END_INFERENCE)
 
     def _before_root(self, args: Any, kwargs: Any) -> Any:
