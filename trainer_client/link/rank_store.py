@@ -253,7 +253,8 @@ class RankStore:
     ) -> None:
         """Hands gradients over; returns when the store has accepted them. Consumes their leases."""
         self._flush_gradients(updates)
-        self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
+        with self._recorder.waiting(Cause.HAND_OVER, _units_of(updates)):
+            self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
 
     def start_apply_gradients(
         self,
@@ -266,7 +267,11 @@ class RankStore:
         self._check()
         request = self._apply_request(step, hyper_parameters, updates, provisional=True)
         future = self._hand_overs.submit(self._start_apply, request, updates)
-        return Pending(future, lambda _: None)
+        return Pending(
+            future,
+            lambda _: None,
+            lambda _, began, ended: self._recorder.stalled(Cause.HAND_OVER, _units_of(updates), began, ended),
+        )
 
     def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
         """Undoes updates that `start_apply_gradients` has begun and whose end was waited for; their gradients are this
@@ -379,6 +384,10 @@ class RankStore:
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
     """The unit of a request, whose groups are named by it and the range that they are of it."""
     return _unit_of_group(wants[0].slab.group) if wants else ""
+
+
+def _units_of(updates: Sequence[GroupUpdate]) -> str:
+    return _unit_of_group(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
 
 
 def _unit_of_group(name: str) -> str:

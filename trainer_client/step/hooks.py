@@ -237,8 +237,9 @@ class UnitHooks:
         with nullcontext() if frame.has_returned else suppress(SessionEndedError):
             if all(other.unit is not unit for other in self._running):
                 self._release_after_forward(unit, may_release=frame.may_release)
-                self._recorder.compute(*("forward", self._running[-1].unit.fqn) if self._running else (None,))
-            if not self._running:
+            if self._running:
+                self._recorder.compute("forward", self._running[-1].unit.fqn)
+            else:
                 self._end_forward()
                 self._residency.check()
 
@@ -253,6 +254,7 @@ class UnitHooks:
 
     def _end_forward(self) -> None:
         """The outermost forward has ended."""
+        self._recorder.compute(None)
         if self._trace is self._inference:
             self._inference.end()
         self._residency.pause()
