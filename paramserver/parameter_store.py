@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from paramserver.sessions.sessions import Session as ClientSession
 from paramserver.sessions.sessions import Sessions
 from paramserver.status import answering_errors, finished
 from paramserver.streams import RawContext, Streams
+from paramserver.tracing import Traces, read_counters
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from storage.engine import Engine
@@ -40,6 +42,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         streams: Streams,
         gate: Gate,
         quotas: Quotas,
+        traces: Traces,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
@@ -47,6 +50,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self._streams = streams
         self._gate = gate
         self._quotas = quotas
+        self._traces = traces
         self._host_quota = HostQuota(quotas, engine, sessions)
         self._readers = Readers(engine, sessions, quotas, self._host_quota)
 
@@ -141,6 +145,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         async with answering_errors(context):
             session = self._session(request.session_id, context)
             granted: list[Lease] = []
+            asked_at = time.monotonic()
             try:
                 for want in wire.batch(request.wants, "wants"):
                     granted.append(await self._acquire(session, want))
@@ -149,7 +154,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                     if not lease.void:
                         await self._sessions.release(session, lease, publish=False, next_use=NEVER)
                 raise
-            return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease) for lease in granted])
+            return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
         if want.HasField("range"):
@@ -162,8 +167,9 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
 
     async def _grant(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want, group: str, kind: Kind) -> Lease:
         if want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
+            as_of = wire.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
             return await self._sessions.lease_for_reading(
-                session, group, kind, wire.position(want.position, "wants.position")
+                session, group, kind, wire.position(want.position, "wants.position"), as_of
             )
         if want.mode == pb.LEASE_MODE_WRITE and kind is Kind.GRAD:
             return await self._sessions.lease_for_gradient(session, group)
@@ -231,15 +237,35 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                 lease = session.lease(update.grad_lease_id)
                 if lease.mode is not LeaseMode.GRADIENT or lease.group != update.group:
                     raise ConflictError(f"lease {lease.lease_id} is not for the gradient of group {update.group!r}")
+                if lease.update is not None:
+                    raise ConflictError(
+                        f"the gradient of group {update.group!r} was handed over already; withdraw that update first"
+                    )
                 kernel = wire.optimizer_update(job.group(update.group).spec, update, hyper_parameters)
                 self._engine.check_update(job, step, update.group)
-                checked.append((lease, kernel))
-            if len({lease.group for lease, _ in checked}) != len(checked):
+                checked.append((lease, kernel, wire.position(update.position, "updates.position")))
+            if len({lease.group for lease, _, _ in checked}) != len(checked):
                 raise InvalidRequestError("a group is updated twice in one request")
-            for lease, kernel in checked:
-                region = self._sessions.consume_gradient(session, lease)
-                self._engine.update(job, step, lease.group, region, kernel)
+            for lease, kernel, position in checked:
+                lease.update = self._engine.update(
+                    job, step, lease.group, lease.region, kernel, position=position, keeps_gradient=True
+                )
+                if not request.provisional:
+                    self._sessions.hand_over(session, lease)
             return pb.ApplyGradientsResponse()
+
+    async def WithdrawUpdates(
+        self,
+        request: pb.WithdrawUpdatesRequest,
+        context: grpc.aio.ServicerContext[pb.WithdrawUpdatesRequest, pb.WithdrawUpdatesResponse],
+    ) -> pb.WithdrawUpdatesResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            step = wire.step(request.step, "step")
+            for group in wire.batch(request.groups, "groups"):
+                # Finished even if the client goes: a half-undone update would be nobody's.
+                await finished(self._sessions.withdraw(session, step, group))
+            return pb.WithdrawUpdatesResponse()
 
     async def CommitStep(
         self,
@@ -333,8 +359,27 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             async for response in self._readers.watch(session, self._engine.job(request.job)):
                 yield response
 
+    async def ReadCounters(
+        self,
+        request: pb.ReadCountersRequest,
+        context: grpc.aio.ServicerContext[pb.ReadCountersRequest, pb.ReadCountersResponse],
+    ) -> pb.ReadCountersResponse:
+        async with answering_errors(context):
+            self._session(request.session_id, context)
+            return read_counters(self._engine)
 
-def _lease_to_wire(lease: Lease) -> pb.Lease:
+    async def CollectSpans(
+        self,
+        request: pb.CollectSpansRequest,
+        context: grpc.aio.ServicerContext[pb.CollectSpansRequest, pb.CollectSpansResponse],
+    ) -> pb.CollectSpansResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            job = await session.job()
+            return self._traces.collect(session.session_id, job.spec.identity, ends=request.ends)
+
+
+def _lease_to_wire(lease: Lease, asked_at: float) -> pb.Lease:
     version = lease.pin.copy.step if lease.pin is not None else lease.step
     return pb.Lease(
         lease_id=lease.lease_id,
@@ -342,4 +387,5 @@ def _lease_to_wire(lease: Lease) -> pb.Lease:
         arena_offset=lease.region.offset,
         size_bytes=lease.nbytes,
         generation=lease.region.generation,
+        update_wait_seconds=0.0 if lease.pin is None else max(0.0, lease.pin.slab.updated_at - asked_at),
     )

@@ -31,6 +31,7 @@ from paramserver.sessions.service import SessionService
 from paramserver.sessions.sessions import SessionLimits, Sessions
 from paramserver.store_admin import StoreAdmin
 from paramserver.streams import Streams
+from paramserver.tracing import Traces
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
@@ -118,6 +119,12 @@ async def _serve(
     quotas = Quotas(config.quotas)
     engine.queue.weight_of = weight_of = lambda job: quotas.of(job).weight
     transfers = Transfers(config.stream_budget, stall_seconds=config.stream_stall_seconds, weight_of=weight_of)
+    traces = Traces(engine.nvme.tracer)
+
+    def end_session(session_id: str) -> None:
+        transfers.end_session(session_id)
+        traces.end_session(session_id)
+
     sessions = Sessions(
         engine,
         SessionLimits(
@@ -125,7 +132,7 @@ async def _serve(
             grace_seconds=config.session_grace_seconds,
             max_sessions=config.max_sessions,
         ),
-        on_end=transfers.end_session,
+        on_end=end_session,
     )
     cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
@@ -136,7 +143,7 @@ async def _serve(
         following = asyncio.ensure_future(tokens.follow())
         cleanup.callback(following.cancel)
     streams = Streams(engine, transfers, config.stream_window)
-    store = ParameterStore(engine, sessions, session_service, streams, gate, quotas)
+    store = ParameterStore(engine, sessions, session_service, streams, gate, quotas, traces)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

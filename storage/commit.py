@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import CommitRecord, StoredVersion
@@ -18,6 +18,7 @@ from storage.placement import Residents
 from storage.slab import Slab
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
+from storage.tracing import Activity
 from storage.versions import Job, unneeded_versions
 
 log = logging.getLogger(__name__)
@@ -144,23 +145,33 @@ class Committer:
             )
         self._restore(job, job.newest)
 
+    def discard(self, job: Job, slabs: Iterable[Slab]) -> None:
+        """Makes some slabs what the last committed step left, whatever the pending one wrote."""
+        for slab in slabs:
+            if slab.latest is not None and job.newest is not None and slab.latest > job.newest:
+                if (region := slab.versions.pop(slab.latest, None)) is not None:
+                    self._nvme.free(region)
+                self._restore_slab(job, slab, job.newest)
+
     def _restore(self, job: Job, step: int | None) -> None:
         """Makes the versions that `step` sees the newest ones; None: there are none."""
         for slab in job.slabs():
-            if slab.latest is None or (step is not None and slab.latest <= step):
-                continue
-            if step is None:
-                slab.latest = None
-            elif slab.backed or step in job.durable:
-                slab.latest = slab.version_at(step)
-            else:
-                # Gone: whoever asks for them is told so.
-                slab.latest = step
-            if slab.copy is not None and slab.copy.at_home:
-                slab.copy.step = None
-            else:
-                self._residents.detach(slab)
+            if slab.latest is not None and (step is None or slab.latest > step):
+                self._restore_slab(job, slab, step)
         self._free_unneeded(job)
+
+    def _restore_slab(self, job: Job, slab: Slab, step: int | None) -> None:
+        if step is None:
+            slab.latest = None
+        elif slab.backed or step in job.durable:
+            slab.latest = slab.version_at(step)
+        else:
+            # Gone: whoever asks for them is told so.
+            slab.latest = step
+        if slab.copy is not None and slab.copy.at_home:
+            slab.copy.step = None
+        else:
+            self._residents.detach(slab)
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
         for slab, (version, region) in _unrecorded(job, record.step).items():
@@ -169,7 +180,8 @@ class Committer:
                 self._nvme.free(region)
         written = _unrecorded(job, record.step)
         kept = _durable_after(job, record.step)
-        await self._nvme.sync()
+        with self._nvme.tracer.span(Activity.SYNC, f"{job.spec.identity}/all groups/step {record.step}"):
+            await self._nvme.sync()
         await self._in_catalog_thread(lambda: self._record(job, record, written, sorted(kept)))
         for slab, (version, _) in written.items():
             slab.recorded.add(version)

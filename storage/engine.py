@@ -271,8 +271,11 @@ class Engine:
 
     # --- reads and writes
 
-    async def fetch(self, job: Job, group: str, kind: Kind, position: float = NEVER) -> Pin:
+    async def fetch(self, job: Job, group: str, kind: Kind, position: float = NEVER, as_of: int | None = None) -> Pin:
         """Pins the newest bytes of a slab in the arena; waits for the update that writes them.
+
+        Args:
+            as_of: the last committed step, or the pending one: the bytes as that step leaves them. None: the newest.
 
         Raises:
             ConflictError: the job has no committed step yet.
@@ -283,7 +286,15 @@ class Engine:
         slab = job.slab(group, kind)
         if job.newest is None:
             raise ConflictError(f"{slab.key} cannot be read yet: commit the initial values as step 0 first")
-        write = job.pending.writes.get(slab) if job.pending else None
+        pending = job.pending
+        write = pending.writes.get(slab) if pending else None
+        if write is not None and pending is not None and as_of is not None and as_of < pending.step:
+            return Pin(
+                slab,
+                await self.nvme.watch.unless_stuck(
+                    self._fetch_before(slab, position, as_of), give_back=lambda copy: self.residents.unpin(slab, copy)
+                ),
+            )
         if write is None and slab.current_copy is not None:
             return Pin(slab, await self.queue.fetch(slab, position))
         copy = await self.nvme.watch.unless_stuck(
@@ -299,6 +310,27 @@ class Engine:
                     f"the update of group {slab.key.group!r} did not finish; resume from the last committed step"
                 )
         return await self.queue.fetch(slab, position)
+
+    async def _fetch_before(self, slab: Slab, position: float, as_of: int) -> HostCopy:
+        """The bytes from before a write that is under way, or done and not committed."""
+        if not slab.backed:
+            # The write has not begun: it waits for the seal, and for whoever reads.
+            return await self.queue.fetch(slab, position)
+        version = slab.version_at(as_of)
+        copy = HostCopy(await self.host.allocate(slab.nbytes), step=None, at_home=False)
+        self.residents.pin(copy)
+        try:
+            view = self.host.view(copy.region)
+            if version is None:
+                # Never written before.
+                view[:] = bytes(len(view))
+            else:
+                await self.nvme.read_into(slab.source(version), 0, view)
+        except BaseException:
+            self.residents.unpin(slab, copy)
+            raise
+        copy.step = version
+        return copy
 
     def prefetch(self, owner: str, job: Job, wants: Iterable[tuple[str, Kind, float]]) -> None:
         """Replaces the prefetch window of `owner`: (group, kind, trace position) of what it will need soon.
@@ -489,18 +521,48 @@ class Engine:
         """Raises ConflictError unless `update` would take this group in this step now."""
         self._steps.check_update(job, step, group)
 
-    def update(self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel) -> None:
+    def update(
+        self,
+        job: Job,
+        step: int,
+        group: str,
+        gradient: ArenaRange,
+        kernel: Kernel,
+        *,
+        position: float = NEVER,
+        keeps_gradient: bool = False,
+    ) -> asyncio.Task[None]:
         """Schedules the update of a group to version `step`; consumes the gradient. `commit` reports its failure.
 
         An update of slabs that are in host memory only begins when `commit` is called: until then its step can still be
         abandoned, and their old bytes are nowhere else.
 
+        Args:
+            position: of the updates that wait, the one with the lowest is next.
+            keeps_gradient: the gradient stays the caller's, who leaves it alone until the update is done or withdrawn.
+
         Raises:
             ConflictError: see `check_update`.
         """
-        update = self._steps.update(job, step, group, gradient, kernel)
+        update = self._steps.update(job, step, group, gradient, kernel, position)
+        if not keeps_gradient:
+            self.free_gradient(gradient, update)
+        return update
+
+    def free_gradient(self, gradient: ArenaRange, update: asyncio.Task[None]) -> None:
+        """Frees a gradient as soon as its update is done with it."""
         # Not at its end: one that is cancelled before it begins never gets there.
         update.add_done_callback(lambda _: self.loose.free(gradient))
+
+    async def withdraw(self, job: Job, step: int, group: str) -> None:
+        """Undoes the update of a group in the pending step, if there is one: the group is as the last committed step
+        left it, and may be updated again.
+
+        Raises:
+            ConflictError: it is not the pending step, or is being committed.
+            DeviceStuckError: a device does not answer; it is undone when it does.
+        """
+        await self.nvme.watch.unless_stuck(self._steps.withdraw(job, step, group))
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Waits for what the step writes and makes it the newest committed one; returns whether it is durable already.

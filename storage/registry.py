@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,26 +34,29 @@ class JobLimits:
 
 UNLIMITED = JobLimits()
 
+# The root, the unit in use and the one before or after it; a client that leases more at once may wait for itself.
+UNITS_LEASED_BY_A_RANK = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
-    """What cannot be dropped at the worst moment of a step: copies at home, gradients, and for each rank the unit that
-    it uses and the one that it fetches."""
+    """What cannot be dropped at the worst moment of a step: copies at home, gradients, and for each rank the units that
+    it has leased: the root, which lasts as long as a step, the one that it uses, and the one before or after it."""
 
     home_bytes: int
     gradient_bytes: int
     units: int
-    unit_bytes: int
+    units_bytes: int  # of all of them: of the largest that there are
 
     @property
     def total(self) -> int:
         """Bytes."""
-        return self.home_bytes + self.gradient_bytes + self.units * self.unit_bytes
+        return self.home_bytes + self.gradient_bytes + self.units_bytes
 
     def __str__(self) -> str:
         return (
-            f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients, {self.units} units of up "
-            f"to {self.unit_bytes} in use or on their way"
+            f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients, {self.units_bytes} of "
+            f"{self.units} units in use or on their way"
         )
 
 
@@ -334,15 +338,22 @@ class Registry:
 def _host_need(jobs: Sequence[Job]) -> HostNeed:
     slabs = [slab for job in jobs for slab in job.slabs()]
     groups = [group.spec for job in jobs if job.spec.local_ranks for group in job.groups.values()]
-    passing = [round_up(s.nbytes) for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
+    leased = [nbytes for job in jobs for nbytes in _largest_units(job)]
     return HostNeed(
         home_bytes=sum(round_up(slab.nbytes) for slab in slabs if slab.at_home_in_host),
         gradient_bytes=sum(
             round_up(group.slab_bytes(Kind.GRAD)) for group in groups if Kind.GRAD in group.slab_of_kind
         ),
-        units=2 * sum(job.spec.local_ranks for job in jobs),
-        unit_bytes=max(passing, default=0),
+        units=len(leased),
+        units_bytes=sum(leased),
     )
+
+
+def _largest_units(job: Job) -> list[int]:
+    """Bytes of the largest parts of units that the ranks of a job can have leased at once, of those that only pass
+    through the host tier."""
+    passing = (round_up(s.nbytes) for s in job.slabs() if s.key.kind is Kind.PARAM and not s.at_home_in_host)
+    return heapq.nlargest(UNITS_LEASED_BY_A_RANK * job.spec.local_ranks, passing)
 
 
 def _has_copies(job: Job) -> bool:

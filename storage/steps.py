@@ -20,6 +20,7 @@ from storage.slab import Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeTier
+from storage.tracing import Activity
 from storage.transform import Kernel, Transformer
 from storage.versions import Job, PendingStep
 
@@ -44,11 +45,29 @@ class Steps:
         if Kind.GRAD not in job.group(group).spec.slab_of_kind:
             raise ConflictError(f"group {group!r} is frozen: it was registered without a gradient")
 
-    def update(self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel) -> asyncio.Task[None]:
+    def update(
+        self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel, position: float
+    ) -> asyncio.Task[None]:
         """Begins the update of a group, which uses the gradient until it is done."""
         self.check_update(job, step, group)
         slabs = job.group(group).slabs
-        return self._begin(job, step, slabs, self._update(job, job.group(group), step, gradient, kernel))
+        return self._begin(job, step, slabs, self._update(job, job.group(group), step, gradient, kernel, position))
+
+    async def withdraw(self, job: Job, step: int, group: str) -> None:
+        """Stops the update of a group, or undoes it: its slabs are as the last committed step left them."""
+        pending = self._pending_after_the_first(job, step)
+        slabs = [slab for slab in job.group(group).slabs if slab in pending.writes]
+        if not slabs:
+            return
+        writes = {pending.writes[slab] for slab in slabs}
+        for write in writes:
+            write.cancel()
+        await asyncio.wait(writes)
+        # The end of the step may have come meanwhile, and discards all of it.
+        if job.pending is pending and not pending.abandoned:
+            for slab in slabs:
+                pending.writes.pop(slab, None)
+            self._committer.discard(job, slabs)
 
     def check_put(self, job: Job, step: int, slab: Slab) -> None:
         """Raises ConflictError unless `put` would take this slab in this step now."""
@@ -100,7 +119,9 @@ class Steps:
         self._residents.detach(slab)
         self._residents.adopt(slab, HostCopy(staged, step=step, at_home=slab.at_home_in_host))
 
-    async def _update(self, job: Job, group: Group, step: int, gradient: ArenaRange, kernel: Kernel) -> None:
+    async def _update(
+        self, job: Job, group: Group, step: int, gradient: ArenaRange, kernel: Kernel, position: float
+    ) -> None:
         pending = job.pending
         assert pending is not None
         if not all(slab.backed for slab in group.slabs):
@@ -109,13 +130,17 @@ class Steps:
         dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
         low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
         reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
-        await self._transformer.run(
-            group,
-            step,
-            reads=reads,
-            gradient=self._host.tensor(gradient, dtype, group.spec.numel),
-            kernel=kernel,
-        )
+        tracer, key = self._nvme.tracer, group.slabs[0].key
+        label = f"{key.job}/{key.group}/step {step}"
+        with tracer.span(Activity.UPDATE, label):
+            await self._transformer.run(
+                group,
+                step,
+                reads=reads,
+                gradient=self._host.tensor(gradient, dtype, group.spec.numel),
+                kernel=tracer.traced(Activity.OPTIMIZER, label, kernel),
+                position=position,
+            )
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Seals the step and finishes it; returns whether it is durable already."""
@@ -128,7 +153,8 @@ class Steps:
             pending.sealed.set()
             await self._finish_writes(job, pending)
             record = CommitRecord(step=step, committed_at=time.time(), client_states=dict(client_states))
-            durable = await self._committer.commit(job, record, settled)
+            with self._nvme.tracer.span(Activity.COMMIT, f"{job.spec.identity}/all groups/step {step}"):
+                durable = await self._committer.commit(job, record, settled)
             job.pending = None
             job.announce()
             return durable

@@ -213,6 +213,7 @@ class StateAccess:
         chunk = self._gradients.chunk_of(place.state.group, place.slot)
         if chunk is None:
             raise RuntimeError(f"parameter {place.parameter.fqn} has no gradient: set it after backward()")
+        self._gradients.begin_change(place.state.group)
         chunk[place.range] = (value.float() * self._scaler.scale).to(chunk.device, chunk.dtype)
 
     @contextmanager

@@ -45,6 +45,8 @@ class Commits:
         self._interval = 1
         if not any(state.is_in_store for state in states):
             self._interval = {"step": 1, "none": 0, "snapshot": int(every or 1)}[name]
+        # While the first commit is being filled there is nothing that it could be told from.
+        store.as_of_step = newest if staged is None else None
         self._kept: bytes | None = None  # the client state of the last step, while no commit carries it
 
     @property
@@ -82,6 +84,7 @@ class Commits:
             state.flush(self.next)
         self._pending = self._store.commit(self.next, client_state, settled)
         self.newest, self._staged = self.next, None
+        self._store.as_of_step = self.newest
         self._kept = None
 
     def wait(self) -> None:

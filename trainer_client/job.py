@@ -90,6 +90,12 @@ class Job:
         specs = find_units(model, parameters, unit_policy)
         self.units = [self._unit(i, spec, placement) for i, spec in enumerate(specs)]
         self.states = self._place(placement)
+        for unit in self.units:
+            unit.passing_bytes = sum(
+                state.group.whole_bytes
+                for state in self.states
+                if state.group in unit.groups and state.placement.parameters is not Home.HOST
+            )
 
         groups = [state.group for state in self.states]
         layout = name_layout(groups, collectives)
@@ -133,9 +139,9 @@ class Job:
                 'paramserver.gather = "store": the parameters live on the devices of the ranks, not in the store; '
                 'write "auto" or "collective", or place them there (zero_optimization.offload_param)'
             )
-        # In host memory, a copy from the arena is faster than any collective.
+        # In host memory, what the arena has is shown in place: faster than any copy or collective.
         host = self._collectives.device.type == "cpu"
-        if asked == "store" or (asked == "auto" and ranks > 1 and host and not far and not kept):
+        if asked == "store" or (asked == "auto" and host and not far and not kept):
             return OneSidedGather(self._store, ranks)
         return CollectiveGather(self._store, self._collectives)
 

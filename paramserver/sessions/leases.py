@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from dataclasses import dataclass
 
@@ -41,4 +42,5 @@ class Lease:
     step: int = 0  # of the bytes, if they are to be put or are a range
     reader: StepReader | None = None  # that a range is of
     dtype: DType | None = None  # of a range
+    update: asyncio.Task[None] | None = None  # that uses the gradient, and may yet be withdrawn
     void: bool = False

@@ -296,14 +296,19 @@ class Sessions:
         await self._runs.begin_layout(session.require_run(), first_step)
 
     async def vote(self, session: Session, step: int, client_state: bytes, settled: int) -> bool:
-        """One rank's vote for a step; see Runs.vote."""
+        """One rank's vote for a step; see Runs.vote. Gradients whose updates could be withdrawn until now are the
+        store's from here on."""
+        for lease in [lease for lease in session.leases.values() if lease.update is not None]:
+            self.hand_over(session, lease)
         return await self._runs.vote(session.require_run(), session.rank, step, client_state, settled)
 
     # --- leases
 
-    async def lease_for_reading(self, session: Session, group: str, kind: Kind, position: float) -> Lease:
-        """A shared lease on the newest bytes of a slab."""
-        pin = await self._engine.fetch(await session.job(), group, kind, position)
+    async def lease_for_reading(
+        self, session: Session, group: str, kind: Kind, position: float, as_of: int | None
+    ) -> Lease:
+        """A shared lease on the newest bytes of a slab, or those as of a step."""
+        pin = await self._engine.fetch(await session.job(), group, kind, position, as_of)
         return self._grant(session, group, LeaseMode.READ, pin.slab.nbytes, pin.region, pin)
 
     async def lease_for_staging(self, session: Session, group: str, kind: Kind) -> Lease:
@@ -356,10 +361,26 @@ class Sessions:
         session.leases[lease.lease_id] = lease
         return lease
 
-    def consume_gradient(self, session: Session, lease: Lease) -> ArenaRange:
-        """Takes the range out of the session's hands; the caller owns it now."""
+    def hand_over(self, session: Session, lease: Lease) -> None:
+        """Takes a gradient out of the session's hands: it is its update's, and goes with that."""
+        assert lease.update is not None
         lease.void = True
-        return session.leases.pop(lease.lease_id).region
+        del session.leases[lease.lease_id]
+        self._engine.free_gradient(lease.region, lease.update)
+
+    async def withdraw(self, session: Session, step: int, group: str) -> None:
+        """Undoes a group's update in the pending step; its gradient stays leased.
+
+        Raises:
+            ConflictError: the update was not provisional.
+        """
+        job = await session.job()
+        held = [lease for lease in session.leases.values() if lease.group == group and lease.update is not None]
+        if not held:
+            raise ConflictError(f"group {group!r} has no update of this session that can be withdrawn")
+        await self._engine.withdraw(job, step, group)
+        for lease in held:
+            lease.update = None
 
     async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
         """Ends a lease; with `publish`, staged bytes become the slab's version."""
@@ -381,7 +402,9 @@ class Sessions:
 
     def _give_back(self, lease: Lease, next_use: float) -> None:
         lease.void = True
-        if lease.pin is None:
+        if lease.update is not None:
+            self._engine.free_gradient(lease.region, lease.update)
+        elif lease.pin is None:
             self._engine.loose.free(lease.region)
         else:
             self._engine.unpin(lease.pin, next_use)

@@ -381,18 +381,20 @@ class PrefetchResponse(_message.Message):
 class AcquireLeasesRequest(_message.Message):
     __slots__ = ("session_id", "wants")
     class Want(_message.Message):
-        __slots__ = ("slab", "mode", "position", "step", "range")
+        __slots__ = ("slab", "mode", "position", "step", "range", "as_of_step")
         SLAB_FIELD_NUMBER: _ClassVar[int]
         MODE_FIELD_NUMBER: _ClassVar[int]
         POSITION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         RANGE_FIELD_NUMBER: _ClassVar[int]
+        AS_OF_STEP_FIELD_NUMBER: _ClassVar[int]
         slab: SlabName
         mode: LeaseMode
         position: int
         step: int
         range: TensorRange
-        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ...) -> None: ...
+        as_of_step: int
+        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., as_of_step: _Optional[int] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
@@ -406,18 +408,20 @@ class AcquireLeasesResponse(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation")
+    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation", "update_wait_seconds")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARENA_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     version: int
     arena_offset: int
     size_bytes: int
     generation: int
-    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    update_wait_seconds: float
+    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., update_wait_seconds: _Optional[float] = ...) -> None: ...
 
 class ReleaseLeasesRequest(_message.Message):
     __slots__ = ("session_id", "releases")
@@ -618,7 +622,7 @@ class Adagrad(_message.Message):
     def __init__(self, lr: _Optional[float] = ..., lr_decay: _Optional[float] = ..., weight_decay: _Optional[float] = ..., eps: _Optional[float] = ..., initial_accumulator_value: _Optional[float] = ..., update_count: _Optional[int] = ...) -> None: ...
 
 class ApplyGradientsRequest(_message.Message):
-    __slots__ = ("session_id", "step", "hyper_parameters", "updates")
+    __slots__ = ("session_id", "step", "hyper_parameters", "updates", "provisional")
     class HyperParameters(_message.Message):
         __slots__ = ("adamw", "adam", "sgd", "lion", "adagrad")
         ADAMW_FIELD_NUMBER: _ClassVar[int]
@@ -633,29 +637,47 @@ class ApplyGradientsRequest(_message.Message):
         adagrad: Adagrad
         def __init__(self, adamw: _Optional[_Union[AdamW, _Mapping]] = ..., adam: _Optional[_Union[Adam, _Mapping]] = ..., sgd: _Optional[_Union[Sgd, _Mapping]] = ..., lion: _Optional[_Union[Lion, _Mapping]] = ..., adagrad: _Optional[_Union[Adagrad, _Mapping]] = ...) -> None: ...
     class GroupUpdate(_message.Message):
-        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard", "grad_clip_value")
+        __slots__ = ("group", "grad_lease_id", "grad_scale", "hyper_parameters_of_shard", "grad_clip_value", "position")
         GROUP_FIELD_NUMBER: _ClassVar[int]
         GRAD_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
         GRAD_SCALE_FIELD_NUMBER: _ClassVar[int]
         HYPER_PARAMETERS_OF_SHARD_FIELD_NUMBER: _ClassVar[int]
         GRAD_CLIP_VALUE_FIELD_NUMBER: _ClassVar[int]
+        POSITION_FIELD_NUMBER: _ClassVar[int]
         group: str
         grad_lease_id: int
         grad_scale: float
         hyper_parameters_of_shard: _containers.RepeatedScalarFieldContainer[int]
         grad_clip_value: float
-        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ..., grad_clip_value: _Optional[float] = ...) -> None: ...
+        position: int
+        def __init__(self, group: _Optional[str] = ..., grad_lease_id: _Optional[int] = ..., grad_scale: _Optional[float] = ..., hyper_parameters_of_shard: _Optional[_Iterable[int]] = ..., grad_clip_value: _Optional[float] = ..., position: _Optional[int] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HYPER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
+    PROVISIONAL_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step: int
     hyper_parameters: _containers.RepeatedCompositeFieldContainer[ApplyGradientsRequest.HyperParameters]
     updates: _containers.RepeatedCompositeFieldContainer[ApplyGradientsRequest.GroupUpdate]
-    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[ApplyGradientsRequest.HyperParameters, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[ApplyGradientsRequest.GroupUpdate, _Mapping]]] = ...) -> None: ...
+    provisional: bool
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., hyper_parameters: _Optional[_Iterable[_Union[ApplyGradientsRequest.HyperParameters, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[ApplyGradientsRequest.GroupUpdate, _Mapping]]] = ..., provisional: _Optional[bool] = ...) -> None: ...
 
 class ApplyGradientsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WithdrawUpdatesRequest(_message.Message):
+    __slots__ = ("session_id", "step", "groups")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    step: int
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WithdrawUpdatesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -798,3 +820,65 @@ class WatchJobResponse(_message.Message):
     NEWEST_FIELD_NUMBER: _ClassVar[int]
     newest: VersionInfo
     def __init__(self, newest: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
+
+class ReadCountersRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class ReadCountersResponse(_message.Message):
+    __slots__ = ("tiers", "monotonic_seconds")
+    class TierCounters(_message.Message):
+        __slots__ = ("tier", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "fetch_seconds", "bytes_per_second")
+        TIER_FIELD_NUMBER: _ClassVar[int]
+        BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+        BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+        READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        WRITE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+        tier: Tier
+        bytes_read: int
+        bytes_written: int
+        read_seconds: float
+        write_seconds: float
+        fetch_seconds: float
+        bytes_per_second: float
+        def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., fetch_seconds: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[ReadCountersResponse.TierCounters]
+    monotonic_seconds: float
+    def __init__(self, tiers: _Optional[_Iterable[_Union[ReadCountersResponse.TierCounters, _Mapping]]] = ..., monotonic_seconds: _Optional[float] = ...) -> None: ...
+
+class CollectSpansRequest(_message.Message):
+    __slots__ = ("session_id", "ends")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    ends: bool
+    def __init__(self, session_id: _Optional[str] = ..., ends: _Optional[bool] = ...) -> None: ...
+
+class CollectSpansResponse(_message.Message):
+    __slots__ = ("spans", "dropped", "monotonic_seconds")
+    class Span(_message.Message):
+        __slots__ = ("activity", "subject", "began_seconds", "ended_seconds", "size_bytes")
+        ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+        SUBJECT_FIELD_NUMBER: _ClassVar[int]
+        BEGAN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        ENDED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        activity: str
+        subject: str
+        began_seconds: float
+        ended_seconds: float
+        size_bytes: int
+        def __init__(self, activity: _Optional[str] = ..., subject: _Optional[str] = ..., began_seconds: _Optional[float] = ..., ended_seconds: _Optional[float] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[CollectSpansResponse.Span]
+    dropped: int
+    monotonic_seconds: float
+    def __init__(self, spans: _Optional[_Iterable[_Union[CollectSpansResponse.Span, _Mapping]]] = ..., dropped: _Optional[int] = ..., monotonic_seconds: _Optional[float] = ...) -> None: ...

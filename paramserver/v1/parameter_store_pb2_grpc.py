@@ -99,6 +99,11 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsResponse.FromString,
                 _registered_method=True)
+        self.WithdrawUpdates = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/WithdrawUpdates',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.FromString,
+                _registered_method=True)
         self.CommitStep = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/CommitStep',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CommitStepRequest.SerializeToString,
@@ -128,6 +133,16 @@ class ParameterStoreStub:
                 '/paramserver.v1.ParameterStore/WatchJob',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.FromString,
+                _registered_method=True)
+        self.ReadCounters = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/ReadCounters',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersResponse.FromString,
+                _registered_method=True)
+        self.CollectSpans = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/CollectSpans',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.FromString,
                 _registered_method=True)
 
 
@@ -235,8 +250,17 @@ class ParameterStoreServicer:
 
     def ApplyGradients(self, request, context):
         """Hands over gradients (write leases of kind GRAD) and what the optimizer needs besides. Returns when the hand-over is
-        accepted; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed. An update
-        of what is placed on the host waits until nobody holds a read lease on it: return those leases first.
+        accepted; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed, at once or,
+        of what may be withdrawn, by CommitStep. An update of what is placed on the host waits until nobody holds a read lease
+        on it: return those leases first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithdrawUpdates(self, request, context):
+        """Undoes updates that were handed over as provisional: the groups are as the last committed step left them, and may be
+        handed over again, with the same leases. A group that was not handed over in this step is left as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -282,6 +306,22 @@ class ParameterStoreServicer:
     def WatchJob(self, request, context):
         """The job's newest committed step, if there is one, then each one as it is committed (the newest where several were while
         the client was busy), until the client cancels or the job is deleted (NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadCounters(self, request, context):
+        """What the daemon's tiers have done since its start, for all jobs together, and its clock: what a client needs to say how
+        far a step was from the roofline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CollectSpans(self, request, context):
+        """What the store did for the session's job since the last call, for a trace. The first call begins to take note of it;
+        `ends` and the session's end end that. The newest spans are dropped where too many have come since the last call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -355,6 +395,11 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ApplyGradientsResponse.SerializeToString,
             ),
+            'WithdrawUpdates': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithdrawUpdates,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.SerializeToString,
+            ),
             'CommitStep': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitStep,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CommitStepRequest.FromString,
@@ -384,6 +429,16 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.WatchJob,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.SerializeToString,
+            ),
+            'ReadCounters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadCounters,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersResponse.SerializeToString,
+            ),
+            'CollectSpans': grpc.unary_unary_rpc_method_handler(
+                    servicer.CollectSpans,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -748,6 +803,33 @@ class ParameterStore:
             _registered_method=True)
 
     @staticmethod
+    def WithdrawUpdates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/WithdrawUpdates',
+            paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.WithdrawUpdatesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CommitStep(request,
             target,
             options=(),
@@ -899,6 +981,60 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/WatchJob',
             paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCounters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/ReadCounters',
+            paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectSpans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/CollectSpans',
+            paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.FromString,
             options,
             channel_credentials,
             insecure,

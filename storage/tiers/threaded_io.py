@@ -121,7 +121,8 @@ class _Queued:
 
     def check(self) -> None:
         """Raises what the request's check does."""
-        self.request.check()
+        if self.request.check is not None:
+            self.request.check()
 
     @property
     def nbytes(self) -> int:
@@ -199,10 +200,10 @@ class _Lane:
         if not requests:
             return
         batch = _Batch(self._loop.create_future(), len(requests))
-        batch.items = [_Queued(request, priority, batch, checked=check_first) for request in requests]
+        batch.items = [_Queued(r, priority, batch, checked=check_first or r.check is None) for r in requests]
         with self._lock:
             self.depth += len(requests)
-        if check_first:
+        if check_first and any(request.check for request in requests):
             self._checker.submit(functools.partial(self._check_and_admit, list(batch.items)))
         else:
             self._admit(batch.items)

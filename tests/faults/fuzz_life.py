@@ -159,7 +159,8 @@ class Life:
                 for release in pb.ReleaseLeasesRequest.FromString(call.messages[0]).releases:
                     known.leases.pop(release.lease_id, None)
             case "ApplyGradients":
-                for update in pb.ApplyGradientsRequest.FromString(call.messages[0]).updates:
+                request = pb.ApplyGradientsRequest.FromString(call.messages[0])
+                for update in request.updates if not request.provisional else ():
                     known.leases.pop(update.grad_lease_id, None)
             case "CommitStep":
                 known.next_step = pb.CommitStepRequest.FromString(call.messages[0]).step + 1

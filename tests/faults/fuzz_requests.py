@@ -85,6 +85,7 @@ class Requests:
             pb.AcquireLeasesRequest.Want: self._want,
             pb.TensorRange: self._range,
             pb.ApplyGradientsRequest: self._apply,
+            pb.WithdrawUpdatesRequest: self._withdraw,
         }
         self._builders = {kind.DESCRIPTOR.full_name: build for kind, build in builders.items()}
 
@@ -132,7 +133,8 @@ class Requests:
         return pb.RegisterShardsRequest(session_id=self.known.session_id, groups=groups)
 
     def _want(self) -> pb.AcquireLeasesRequest.Want:
-        group, position = self._rng.choice(self.known.layout.groups), self._rng.randrange(1000)
+        known = self.known
+        group, position = self._rng.choice(known.layout.groups), self._rng.randrange(1000)
         slab = pb.SlabName(group=group, kind=self._rng.choice((pb.KIND_PARAM, pb.KIND_EXP_AVG)))
         match self._rng.randrange(4):
             case 0:
@@ -143,7 +145,10 @@ class Requests:
             case 2:
                 return pb.AcquireLeasesRequest.Want(range=self._range(), mode=pb.LEASE_MODE_READ, position=position)
             case _:
-                return pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, position=position)
+                as_of = self._rng.choice((None, known.next_step - 1, known.next_step, 0)) if known.next_step else None
+                return pb.AcquireLeasesRequest.Want(
+                    slab=slab, mode=pb.LEASE_MODE_READ, position=position, as_of_step=as_of
+                )
 
     def _acquire(self) -> pb.AcquireLeasesRequest:
         wants = [self._want() for _ in range(self._rng.choice((1, 1, 2, 3)))]
@@ -171,7 +176,13 @@ class Requests:
             )
             if self._rng.random() < 0.3:
                 update.grad_clip_value = 0.5
+        request.provisional = self._rng.random() < 0.5
         return request
+
+    def _withdraw(self) -> pb.WithdrawUpdatesRequest:
+        known = self.known
+        groups = self._rng.sample(known.layout.groups, k=self._rng.randrange(len(known.layout.groups) + 1))
+        return pb.WithdrawUpdatesRequest(session_id=known.session_id, step=known.next_step, groups=groups)
 
     # --- valid streams, by the message that they consist of
 

@@ -23,7 +23,7 @@ def config_of(address: str, job: str, **section: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-        "paramserver": {"address": address, "job": job, "durability": "none", **section},
+        "paramserver": {"address": address, "job": job, "durability": "step", **section},
     }
 
 

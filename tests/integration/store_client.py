@@ -182,7 +182,7 @@ class Rank(Client):
             self._fill(lease, Kind.GRAD, [self.reference.gradient(step, group, i) for i in shards])
             self.apply(step, lease, group=group)
 
-    def apply(self, step: int, lease: pb.Lease, **changes: Any) -> None:
+    def apply(self, step: int, lease: pb.Lease, *, provisional: bool = False, **changes: Any) -> None:
         """ApplyGradients for one group; `changes` are fields of its update, with the group's name."""
         hyper: list[pb.ApplyGradientsRequest.HyperParameters] = []
         indexes: list[int] = []
@@ -197,7 +197,7 @@ class Rank(Client):
             "hyper_parameters_of_shard": indexes,
         }
         update = pb.ApplyGradientsRequest.GroupUpdate(**(fields | changes))
-        self.call("ApplyGradients", step=step, hyper_parameters=hyper, updates=[update])
+        self.call("ApplyGradients", step=step, hyper_parameters=hyper, updates=[update], provisional=provisional)
 
     def commit(self, step: int, **fields: Any) -> bool:
         """This rank's vote; whether the step is durable."""

@@ -49,6 +49,28 @@ def update(rank: Rank, **changes: Any) -> None:
         rank.release(lease)
 
 
+def update_twice(rank: Rank) -> None:
+    """Hands a gradient over that was handed over; takes both back."""
+    lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
+    rank.apply(1, lease, group="block.0", provisional=True)
+    try:
+        rank.apply(1, lease, group="block.0")
+    finally:
+        rank.call("WithdrawUpdates", step=1, groups=["block.0"])
+        rank.release(lease)
+
+
+def withdraw(rank: Rank, step: int) -> None:
+    """Withdraws from a step what was handed over in step 1; takes it back."""
+    lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
+    rank.apply(1, lease, group="block.0", provisional=True)
+    try:
+        rank.call("WithdrawUpdates", step=step, groups=["block.0"])
+    finally:
+        rank.call("WithdrawUpdates", step=1, groups=["block.0"])
+        rank.release(lease)
+
+
 def acquire(rank: Rank, **fields: Any) -> None:
     rank.call("AcquireLeases", **want(**fields))
 
@@ -180,6 +202,22 @@ REQUESTS: dict[str, tuple[grpc.StatusCode, str, Call]] = {
         lambda r: r.call("ApplyGradients", step=HUGE),
     ),
     "settled above the step": (CODE.INVALID_ARGUMENT, "settled_step 9", lambda r: r.commit(1, settled_step=9)),
+    "a gradient that was handed over": (
+        *(CODE.FAILED_PRECONDITION, "was handed over already; withdraw that update first"),
+        update_twice,
+    ),
+    "withdrawal of nothing": (
+        *(CODE.FAILED_PRECONDITION, "has no update of this session that can be withdrawn"),
+        lambda r: r.call("WithdrawUpdates", step=1, groups=["block.0"]),
+    ),
+    "withdrawal from another step": (
+        *(CODE.FAILED_PRECONDITION, "step 2 cannot be prepared, step 1 is under way"),
+        lambda r: withdraw(r, 2),
+    ),
+    "withdrawal from a huge step": (
+        *(CODE.INVALID_ARGUMENT, f"step is {HUGE}; at most"),
+        lambda r: withdraw(r, HUGE),
+    ),
     "roll-back to a later step": (CODE.NOT_FOUND, "step 7; it holds: 0", lambda r: r.call("RollBack", step=7)),
     "roll-back to a huge step": (
         *(CODE.INVALID_ARGUMENT, f"step is {HUGE}; at most"),
@@ -264,6 +302,7 @@ def test_calls_out_of_order_are_refused(clients: Clients, job: str) -> None:
         ("BeginLayout", {"first_step": 1}),
         ("ListVersions", {}),
         ("ApplyGradients", {}),
+        ("WithdrawUpdates", {"step": 1, "groups": ["block.0"]}),
         ("AcquireLeases", want()),
     ]
     for method, fields in early:

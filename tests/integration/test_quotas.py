@@ -18,13 +18,13 @@ from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
 GROUPS = ("a", "b", "c", "d")
-# 1 MiB of fp32 per group and kind, and two of them per rank for units in use or on their way.
+# 1 MiB of fp32 per group and kind, and three of them per rank for units in use or on their way.
 NUMEL = 256 << 10
 
 QUOTAS: dict[str, Any] = {
     "default": {"sessions": 2},
     "job": [
-        {"pattern": "tight-*", "host_bytes": "6MiB", "sessions": 1, "readers": 1},
+        {"pattern": "tight-*", "host_bytes": "7MiB", "sessions": 1, "readers": 1},
         {"pattern": "small-nvme*", "nvme_bytes": "23MiB"},
         {"pattern": "small-host", "host_bytes": "5MiB"},
     ],
@@ -78,26 +78,26 @@ def test_what_a_job_stores_must_fit_its_quota_before_anything_is_reserved(client
 
 
 def test_what_a_step_needs_of_the_host_must_fit_its_quota(clients: Clients) -> None:
-    # Four gradients, and the unit in use beside the one that is fetched.
+    # Four gradients, and the root, the unit in use, and the one that is fetched.
     rank = clients.rank(layout("small-host"))
     rank.open()
-    with refused(CODE.RESOURCE_EXHAUSTED, f"host_bytes = {5 * MIB}, is too small: a step needs {6 * MIB} bytes"):
+    with refused(CODE.RESOURCE_EXHAUSTED, f"host_bytes = {5 * MIB}, is too small: a step needs {7 * MIB} bytes"):
         rank.register()
 
 
 def test_leases_beyond_the_quota_wait_for_others_and_are_refused_in_the_end(clients: Clients) -> None:
     rank = clients.rank(layout("tight-1")).begin()
     leases = [hold(rank, group) for group in GROUPS]
-    leases += [rank.acquire(group, Kind.EXP_AVG, pb.LEASE_MODE_READ) for group in GROUPS[:2]]
-    with refused(CODE.RESOURCE_EXHAUSTED, f"the quota of job 'tight-1', host_bytes = {6 * MIB}, has no room for {MIB}"):
-        hold(rank, "c")
+    leases += [rank.acquire(group, Kind.EXP_AVG, pb.LEASE_MODE_READ) for group in GROUPS[:3]]
+    with refused(CODE.RESOURCE_EXHAUSTED, f"the quota of job 'tight-1', host_bytes = {7 * MIB}, has no room for {MIB}"):
+        hold(rank, "d")
     # Another job is not held up by one that is at its quota.
     other = clients.rank(layout("other-2")).begin()
     other.train(1, 1)
     # One that comes back makes room for one that waits.
     giving_back = threading.Timer(0.2, rank.release, [leases.pop()])
     giving_back.start()
-    leases.append(hold(rank, "c"))
+    leases.append(hold(rank, "d"))
     giving_back.join()
     for lease in leases:
         rank.release(lease)
@@ -110,10 +110,10 @@ def test_a_batch_beyond_the_quota_leaves_no_lease(clients: Clients) -> None:
     slabs = [pb.SlabName(group=group, kind=kind) for group in GROUPS for kind in (pb.KIND_PARAM, pb.KIND_EXP_AVG)]
     wants = [pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ) for slab in slabs]
     with refused(
-        CODE.RESOURCE_EXHAUSTED, f"has no room for {MIB} bytes: 0 are placed on the host, {6 * MIB} are leased"
+        CODE.RESOURCE_EXHAUSTED, f"has no room for {MIB} bytes: 0 are placed on the host, {7 * MIB} are leased"
     ):
         rank.call("AcquireLeases", wants=wants)
-    assert len(rank.call("AcquireLeases", wants=wants[:6]).leases) == 6
+    assert len(rank.call("AcquireLeases", wants=wants[:7]).leases) == 7
 
 
 def test_what_lives_on_the_host_counts_once_and_gradients_until_they_are_applied(clients: Clients) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import SessionEndedError
+from trainer_client.link.mapping import FileRange
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Arena:
         self._tensor: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
         self._word = memoryview(mapping.memory)[description.generation_offset :][:_WORD_BYTES].cast("Q")
         self._generation = description.generation
+        self._descriptor = mapping.descriptors[0]
 
     @classmethod
     def map(cls, description: pb.Arena) -> Arena | None:
@@ -77,11 +79,15 @@ class Arena:
             raise RuntimeError("the arena is closed")
         return self._tensor[offset : offset + size_bytes]
 
+    def file_range(self, offset: int) -> FileRange:
+        """The bytes from `offset` on, as they can be mapped once more as long as somebody holds a view."""
+        return FileRange(descriptor=self._descriptor, offset=offset)
+
     def check(self) -> None:
-        """To be called after bytes were copied out of a lease, before they are used.
+        """To be called after bytes of a lease were copied or computed with, before the result is used.
 
         Raises:
-            SessionEndedError: the session is over; what was copied may be somebody else's bytes.
+            SessionEndedError: the session is over; what was read may be somebody else's bytes.
         """
         if self._word[0] != self._generation:
             raise session_ended()

@@ -15,6 +15,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.buffers import keep_chunk_buffers
 from trainer_client.link.arena import Arena
 from trainer_client.link.channel import LEASE_DEADLINE_SECONDS
+from trainer_client.link.mapping import FileRange
 from trainer_client.link.streams import Streams
 
 
@@ -25,11 +26,13 @@ class LeasedBytes:
     Attributes:
         version: the step of the bytes (read leases).
         data: uint8, 1-D, on the CPU; valid until the lease is released.
+        source: where the bytes can be mapped from, as long as `data` is kept; None: they are in this process only.
     """
 
     lease_id: int
     version: int
     data: torch.Tensor
+    source: FileRange | None = None
 
 
 class Plane(Protocol):
@@ -58,7 +61,8 @@ class ArenaPlane:
 
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
         data = self._arena.view(lease.arena_offset, lease.size_bytes)
-        return LeasedBytes(lease_id=lease.lease_id, version=lease.version, data=data)
+        source = self._arena.file_range(lease.arena_offset)
+        return LeasedBytes(lease_id=lease.lease_id, version=lease.version, data=data, source=source)
 
     def open_write(self, lease: pb.Lease) -> LeasedBytes:
         return self.open_read(lease)

@@ -6,8 +6,9 @@ swallow a failure: what fails behind the caller's back is raised by the next cal
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from trainer_client.link.planes import ArenaPlane, LeasedBytes, Plane, StreamPla
 from trainer_client.link.sender import Sender
 from trainer_client.link.session import Session
 from trainer_client.link.streams import Streams
+from trainer_client.report.recorder import Cause, Link, Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +48,30 @@ class Slab:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUpdate:
-    """One group's hand-over of gradients; see ApplyGradientsRequest in the wire contract."""
+    """One group's hand-over of gradients; see ApplyGradientsRequest in the wire contract.
+
+    Attributes:
+        next_use: the position at which the group's parameters are needed next.
+    """
 
     group: str
     gradient: LeasedBytes
     scale: float
     hyper_parameters_of_shard: Sequence[int]
     clip_value: float | None = None
+    next_use: int = 0
 
 
 class RankStore:
-    """Args:
+    """Attributes:
+    as_of_step: reads see what this step leaves, and nothing of later ones; None: the newest.
+
+    Args:
     address: `unix:/path` or `host:port`.
     client: who we are, for people.
     credentials: what to show to the daemon.
     prefer_streams: leave the arena alone even where it can be mapped.
+    recorder: is told what is waited for and moved.
 
     Raises:
         ConfigError: the address or the credentials cannot be used.
@@ -68,10 +79,18 @@ class RankStore:
     """
 
     def __init__(
-        self, address: str, client: str, credentials: Credentials = NO_CREDENTIALS, *, prefer_streams: bool = False
+        self,
+        address: str,
+        client: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        *,
+        prefer_streams: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
+        self.as_of_step: int | None = None
         self.address = address
         self.credentials = credentials
+        self._recorder = recorder or Recorder()
         self._failure: StoreError | None = None
         self._arena: Arena | None = None
         self._channel = open_channel(address, credentials)
@@ -82,6 +101,7 @@ class RankStore:
             self._channel.close()
             raise
         self._sender = Sender()
+        self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
         self.session_id = self._session.welcome.session_id
         self.epoch = self._session.welcome.epoch
         self.arena_bytes = self._session.welcome.arena.size_bytes
@@ -95,6 +115,7 @@ class RankStore:
 
     def close(self) -> None:
         """Ends the session, and with it all leases; idempotent."""
+        self._hand_overs.shutdown(cancel_futures=True)
         self._sender.close()
         if self._arena is not None:
             # Before the session: what this process can write to is not used again until it has let go.
@@ -143,16 +164,32 @@ class RankStore:
         future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.UNAVAILABLE))
 
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
-        """Read leases on the newest versions, all or none, in the order of the slabs."""
+        """Read leases on the versions of `as_of_step`, all or none, in the order of the slabs."""
         wants = [
-            pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position)
+            pb.AcquireLeasesRequest.Want(
+                slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position, as_of_step=self.as_of_step
+            )
             for slab in slabs
         ]
 
-        def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
-            return [self.plane.open_read(lease) for lease in response.leases]
+        where, asked = _unit_of(wants), time.monotonic()
 
-        return Pending(self._acquire(wants), finish)
+        def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
+            began = time.monotonic()
+            leases = [self.plane.open_read(lease) for lease in response.leases]
+            self._recorder.moved(Link.FROM_STORE, where, sum(lease.size_bytes for lease in response.leases), began)
+            return leases
+
+        def waited(response: pb.AcquireLeasesResponse, began: float, ended: float) -> None:
+            updated = asked + max((lease.update_wait_seconds for lease in response.leases), default=0.0)
+            updated = min(max(began, updated), ended)
+            self._recorder.stalled(Cause.UPDATE, where, began, updated)
+            self._recorder.stalled(Cause.FETCH, where, updated, ended)
+
+        future = self._acquire(wants)
+        if self._recorder.is_tracing:
+            future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
+        return Pending(future, finish, waited)
 
     def acquire_write(self, slabs: Iterable[Slab], step: int) -> Pending[list[LeasedBytes]]:
         """Write leases, all or none, in the order of the slabs; the bytes will belong to `step`."""
@@ -163,7 +200,15 @@ class RankStore:
         def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
             return [self.plane.open_write(lease) for lease in response.leases]
 
-        return Pending(self._acquire(wants), finish)
+        # All else that is written takes part in a commit.
+        of_gradients = all(want.slab.kind == pb.KIND_GRAD for want in wants)
+        cause, where = Cause.GRADIENT_MEMORY if of_gradients else Cause.COMMIT, _unit_of(wants)
+
+        return Pending(
+            self._acquire(wants),
+            finish,
+            lambda _, began, ended: self._recorder.stalled(cause, where, began, ended),
+        )
 
     def release(self, leases: Iterable[LeasedBytes], next_use: int | None = None) -> Pending[None]:
         """Returns leases, and with them the right to look at their bytes. Does not wait, and need not be waited for."""
@@ -171,10 +216,24 @@ class RankStore:
         request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
         return self._send(self._stub.ReleaseLeases, request)
 
+    def forgo(self, pending: Pending[list[LeasedBytes]], next_use: int | None = None) -> None:
+        """Returns leases that were asked for and are not wanted any more, as soon as they are granted. Does not wait.
+
+        Where they are refused, nobody is told: nobody wants them.
+        """
+
+        def give_back(response: pb.AcquireLeasesResponse) -> None:
+            granted = [lease.lease_id for lease in response.leases]
+            releases = [pb.ReleaseLeasesRequest.Release(lease_id=each, next_use=next_use) for each in granted]
+            request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
+            future = self._sender.begin(self._stub.ReleaseLeases, request, CONTROL_DEADLINE_SECONDS)
+            future.add_done_callback(self._note_failure)
+
+        pending.on_response(give_back)
+
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
         """Returns write leases and stages their bytes as the version of their step."""
-        for leased in leases:
-            self.plane.flush(leased)
+        self._flush(f"{len(leases)} leases", leases)
         self.check_leases()
         releases = [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, publish=True) for leased in leases]
         request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
@@ -186,11 +245,54 @@ class RankStore:
         hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
         updates: Sequence[GroupUpdate],
     ) -> None:
-        """Hands gradients over, in this order; returns when the store has accepted them. Consumes their leases."""
+        """Hands gradients over; returns when the store has accepted them. Consumes their leases."""
+        self._flush_gradients(updates)
+        with self._recorder.waiting(Cause.HAND_OVER, _units_of(updates)):
+            self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
+
+    def start_apply_gradients(
+        self,
+        step: int,
+        hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
+        updates: Sequence[GroupUpdate],
+    ) -> Pending[None]:
+        """As `apply_gradients`, for updates that may be withdrawn until `commit`, which consumes the leases. Does not
+        wait; nobody writes to the gradients meanwhile."""
+        self._check()
+        request = self._apply_request(step, hyper_parameters, updates, provisional=True)
+        future = self._hand_overs.submit(self._start_apply, request, updates)
+        return Pending(
+            future,
+            lambda _: None,
+            lambda _, began, ended: self._recorder.stalled(Cause.HAND_OVER, _units_of(updates), began, ended),
+        )
+
+    def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
+        """Undoes updates that `start_apply_gradients` has begun and whose end was waited for; their gradients are this
+        rank's again."""
+        request = pb.WithdrawUpdatesRequest(session_id=self.session_id, step=step, groups=groups)
+        self._call(self._stub.WithdrawUpdates, request)
+
+    def _start_apply(self, request: pb.ApplyGradientsRequest, updates: Sequence[GroupUpdate]) -> Any:
+        """On a thread of its own: to send gradients may take long. The call itself begins in its turn, after what was
+        sent before: leases that were returned are returned then."""
+        self._flush_gradients(updates)
+        return self._sender.begin(self._stub.ApplyGradients, request, CONTROL_DEADLINE_SECONDS).result()
+
+    def _flush_gradients(self, updates: Sequence[GroupUpdate]) -> None:
         for update in updates:
-            self.plane.flush(update.gradient)
+            self._flush(_unit_of_group(update.group), [update.gradient])
         self.check_leases()
-        request = pb.ApplyGradientsRequest(
+
+    def _apply_request(
+        self,
+        step: int,
+        hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
+        updates: Sequence[GroupUpdate],
+        *,
+        provisional: bool = False,
+    ) -> pb.ApplyGradientsRequest:
+        return pb.ApplyGradientsRequest(
             session_id=self.session_id,
             step=step,
             hyper_parameters=hyper_parameters,
@@ -201,11 +303,12 @@ class RankStore:
                     grad_scale=update.scale,
                     hyper_parameters_of_shard=update.hyper_parameters_of_shard,
                     grad_clip_value=update.clip_value,
+                    position=update.next_use,
                 )
                 for update in updates
             ],
+            provisional=provisional,
         )
-        self._call(self._stub.ApplyGradients, request)
 
     def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[bool]:
         """This rank's vote for a step; the result says whether the commit is durable."""
@@ -214,7 +317,28 @@ class RankStore:
             session_id=self.session_id, step=step, client_state=client_state, settled_step=settled_step
         )
         future = self._stub.CommitStep.future(request, timeout=COMMIT_DEADLINE_SECONDS)
-        return Pending(future, lambda response: bool(response.durable))
+        return Pending(
+            future,
+            lambda response: bool(response.durable),
+            lambda _, began, ended: self._recorder.stalled(Cause.COMMIT, f"step {step}", began, ended),
+        )
+
+    def read_counters(self) -> Future[pb.ReadCountersResponse]:
+        """What the store's tiers have done since its start. Does not wait; its failure is only the caller's."""
+        request = pb.ReadCountersRequest(session_id=self.session_id)
+        return self._sender.begin(self._stub.ReadCounters, request, CONTROL_DEADLINE_SECONDS)
+
+    def collect_spans(self, *, ends: bool) -> Future[pb.CollectSpansResponse]:
+        """What the store has done for the job since the last call; the first one begins to take note. As
+        `read_counters`."""
+        request = pb.CollectSpansRequest(session_id=self.session_id, ends=ends)
+        return self._sender.begin(self._stub.CollectSpans, request, CONTROL_DEADLINE_SECONDS)
+
+    def _flush(self, where: str, leases: Sequence[LeasedBytes]) -> None:
+        began = time.monotonic()
+        for leased in leases:
+            self.plane.flush(leased)
+        self._recorder.moved(Link.TO_STORE, where, sum(leased.data.numel() for leased in leases), began)
 
     def _acquire(self, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
         self._check()
@@ -249,3 +373,16 @@ class RankStore:
         self._session.wait_until_attached()
         if self._failure is not None:
             raise self._failure
+
+
+def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
+    """The unit of a request, whose groups are named by it and the range that they are of it."""
+    return _unit_of_group(wants[0].slab.group) if wants else ""
+
+
+def _units_of(updates: Sequence[GroupUpdate]) -> str:
+    return _unit_of_group(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
+
+
+def _unit_of_group(name: str) -> str:
+    return name.rpartition("[")[0]

@@ -20,6 +20,7 @@ from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ReleasedParameterError
+from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import Slab
 from trainer_client.model.flat_memory import FlatMemory
 from trainer_client.model.layout import ShardRange, flat_layout
@@ -183,6 +184,18 @@ class FlatGroup:
         """Gives the flat buffer its memory, to be filled by the caller, and shows it in the parameters."""
         self._memory.take()
         self._point_to(self._whole)
+
+    def show(self, rank: int, leased: LeasedBytes) -> bool:
+        """Shows a rank's chunk in its place of the flat buffer, after `allocate`, without copying it: the lease must be
+        held until the group is freed or owned. False where it has to be copied."""
+        first, last = self.layout.chunk_range(rank)
+        size = self.dtype.itemsize
+        return leased.source is not None and self._memory.show(first * size, (last - first) * size, leased.source)
+
+    @torch.no_grad()
+    def own(self) -> None:
+        """Copies what is shown: no lease need be held any more."""
+        self._memory.own()
 
     def free(self) -> None:
         self._point_to(self._released)

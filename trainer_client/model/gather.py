@@ -1,7 +1,7 @@
 """How the whole parameters of a unit come together: by an all-gather of what each rank has, or all from the store.
 
-A gather is split into start and finish. Owns nothing between two gathers. Must never hold a lease longer than it takes
-to copy the bytes out, nor decide when to gather: that is the hooks' business.
+A gather is split into start and finish. Owns nothing between two gathers, and no lease. Must never decide when to
+gather: that is the hooks' business.
 """
 
 from __future__ import annotations
@@ -30,11 +30,21 @@ class Gather(Protocol):
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         """What `start` will lease, in its order."""
 
+    def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
+        """Bytes of those slabs."""
+
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
         """Asks for the bytes; None if there is nothing to lease. Does not wait."""
 
-    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
-        """Fills the flat buffers; the leases may be returned then."""
+    def finish(
+        self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_show: bool
+    ) -> list[LeasedBytes]:
+        """Fills the flat buffers.
+
+        Returns:
+            Those of the leases whose bytes the flat buffers show now, only where they `may_show` any: to be held until
+            the groups are freed or owned. The others may be returned at once.
+        """
 
 
 class CollectiveGather:
@@ -51,15 +61,20 @@ class CollectiveGather:
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         return [group.slab(pb.KIND_PARAM) for group in groups if group.chunk is None]
 
+    def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
+        return sum(group.chunk_bytes for group in groups if group.chunk is None)
+
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
         self._lockstep.announce(groups[0].unit)
         slabs = self.slabs(groups)
         return self._store.acquire_read(slabs, position) if slabs else None
 
     @torch.no_grad()
-    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
+    def finish(
+        self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_show: bool
+    ) -> list[LeasedBytes]:
         if not groups:
-            return
+            return []
         unit = groups[0].unit
         self._lockstep.confirm(unit)
         fetched = iter(leases)
@@ -67,11 +82,12 @@ class CollectiveGather:
             chunk = next(fetched).data.view(group.dtype) if group.chunk is None else group.chunk
             group.allocate()
             self._collectives.gather_unit(group.flat, chunk, f"the gather of {unit}")
+        return []
 
 
 class OneSidedGather:
     """A rank leases every rank's chunk where all ranks share a store, which has the chunks of all groups, and nothing
-    passes between the ranks.
+    passes between the ranks. On the CPU nothing is copied either, where the pages allow it.
 
     Ranks may then use different units, in any order. After a hand-over of gradients the ranks must meet once before any
     of them gathers: a chunk whose update the store does not know of yet would be read as it was.
@@ -86,17 +102,28 @@ class OneSidedGather:
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
         return [group.slab(pb.KIND_PARAM, rank) for group in groups for rank in range(self._world_size)]
 
+    def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
+        return sum(group.whole_bytes for group in groups)
+
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]]:
         return self._store.acquire_read(self.slabs(groups), position)
 
     @torch.no_grad()
-    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes]) -> None:
+    def finish(
+        self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_show: bool
+    ) -> list[LeasedBytes]:
+        shown = []
         chunks = iter(leases)
         for group in groups:
             group.allocate()
             for rank in range(self._world_size):
+                leased = next(chunks)
+                if may_show and group.show(rank, leased):
+                    shown.append(leased)
+                    continue
                 first, last = group.layout.chunk_range(rank)
-                group.flat[first:last].copy_(next(chunks).data.view(group.dtype), non_blocking=True)
+                group.flat[first:last].copy_(leased.data.view(group.dtype), non_blocking=True)
             if group.flat.is_cuda:
                 # The leases are returned next: the device must have read them.
                 torch.cuda.current_stream(group.device).synchronize()
+        return shown

@@ -6,7 +6,9 @@ Owns each unit's state. Must never decide when to gather: that is the hooks' bus
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from trainer_client.link.channel import Pending
 from trainer_client.link.planes import LeasedBytes
@@ -25,10 +27,23 @@ class UnitState(enum.Enum):
     """As SHARDED, with read leases requested or held: this rank's chunks are pinned in the store's host tier."""
 
     GATHERED = enum.auto()
-    """The whole parameters of the unit are in the flat buffers; no lease is held."""
+    """The whole parameters of the unit are in the flat buffers, or are shown there: then read leases are held."""
 
     RESIDENT = enum.auto()
     """As GATHERED, for good (stages 0 to 2): nothing is gathered and nothing released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherCost:
+    """What a gather took.
+
+    Attributes:
+        waited_seconds: for the store's grant of the leases.
+        copied_bytes: of those leased; the others are shown where they are.
+    """
+
+    waited_seconds: float = 0.0
+    copied_bytes: int = 0
 
 
 class Unit:
@@ -36,6 +51,7 @@ class Unit:
 
     Attributes:
         index: in the list of units; the root is 0.
+        passing_bytes: what leases on all of its parameters take of the store's host memory; 0 where they live there.
     """
 
     def __init__(
@@ -55,7 +71,10 @@ class Unit:
         self.state = UnitState.SHARDED if residence is Residence.SHARDED else UnitState.RESIDENT
         self._gather = gather
         self._store = store
+        self.passing_bytes = 0
         self._pending: Pending[list[LeasedBytes]] | None = None
+        self._shown: list[LeasedBytes] = []
+        self._next_use: int | None = None
         self._holders = 0
         self._release_owed = False  # once nobody holds it any more
 
@@ -67,6 +86,11 @@ class Unit:
     def chunk_bytes(self) -> int:
         """Bytes that this rank fetches from the store for one gather."""
         return sum(group.chunk_bytes for group in self.groups if group.chunk is None)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes that this rank leases for one gather: its own chunks, or every rank's where gathers are one-sided."""
+        return self._gather.leased_bytes(self.groups)
 
     @property
     def elements(self) -> int:
@@ -85,32 +109,53 @@ class Unit:
             self._pending = self._gather.start(self.groups, position)
         self.state = UnitState.FETCHING
 
-    def wait_gather(self, next_use: int | None) -> None:
+    @property
+    def is_shown(self) -> bool:
+        """Whether the parameters are the store's own bytes: leases are held as long as the unit is gathered."""
+        return bool(self._shown)
+
+    def wait_gather(self, next_use: int | None, *, may_show: bool = False) -> GatherCost:
         """Makes the parameters whole, after `start_gather`. A collective, unless gathers are one-sided.
 
         Args:
             next_use: the position at which the unit is needed again, for the store's placement.
+            may_show: leases may be held until the release, instead of copying their bytes.
         """
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
-            return
+            return GatherCost()
+        began = time.perf_counter()
         leases = self._take_leases()
-        self._gather.finish(self.groups, leases)
-        if leases:
-            self._store.check_leases()
-            self._store.release(leases, next_use)
+        waited = time.perf_counter() - began
+        self._next_use = next_use
+        self._shown = self._gather.finish(self.groups, leases, may_show=may_show)
+        shown = {leased.lease_id for leased in self._shown}
+        copied = [leased for leased in leases if leased.lease_id not in shown]
         self.state = UnitState.GATHERED
+        self._return(copied)
+        return GatherCost(waited_seconds=waited, copied_bytes=sum(leased.data.nbytes for leased in copied))
 
     @property
     def is_held(self) -> bool:
         return self._holders > 0
 
     def hold(self) -> None:
-        """Makes the parameters whole, and keeps them so until as many calls of `let_go`. As `wait_gather`."""
+        """Makes the parameters whole, and keeps them so until as many calls of `let_go`. As `wait_gather`.
+
+        They are copied: what a user holds may be more than the store's host memory.
+        """
         if not self.is_held:
             self._release_owed = self.state is not UnitState.GATHERED
         self.start_gather(position=0)
         self.wait_gather(next_use=None)
+        self.own()
         self._holders += 1
+
+    def own(self) -> None:
+        """Copies the parameters if they are the store's own bytes, and returns the leases on them."""
+        if self.is_shown:
+            for group in self.groups:
+                group.own()
+            self._return_shown()
 
     def let_go(self) -> None:
         self._holders -= 1
@@ -124,12 +169,34 @@ class Unit:
         if self.is_held:
             self._release_owed = True
             return
-        if self.state is UnitState.GATHERED:
+        was_gathered = self.state is UnitState.GATHERED
+        self.state = UnitState.SHARDED
+        if was_gathered:
             for group in self.groups:
                 group.free()
-        elif leases := self._take_leases():
-            self._store.release(leases)
-        self.state = UnitState.SHARDED
+            self._return_shown()
+        elif self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._store.forgo(pending)
+
+    def abandon(self) -> None:
+        """Lets go of shared memory without a word to the store, whose session is about to end with all its leases."""
+        self._pending = None
+        if self.is_shown:
+            for group in self.groups:
+                group.free()
+            self._shown = []
+            self.state = UnitState.SHARDED
+
+    def _return_shown(self) -> None:
+        shown, self._shown = self._shown, []
+        self._return(shown)
+
+    def _return(self, leases: list[LeasedBytes]) -> None:
+        """Returns leases whose bytes were used. Raises SessionEndedError if they may have been somebody else's."""
+        if leases:
+            self._store.check_leases()
+            self._store.release(leases, self._next_use)
 
     def _take_leases(self) -> list[LeasedBytes]:
         pending, self._pending = self._pending, None

@@ -30,6 +30,10 @@ class GradientMemory(Protocol):
     def start(self, step: int) -> None:
         """Asks for the memory. Does not wait; idempotent within the step."""
 
+    @property
+    def leased(self) -> LeasedBytes | None:
+        """The leased memory that the gradient is in, if it is; `start` comes before."""
+
     def lease(self, step: int) -> LeasedBytes:
         """The gradient in leased memory, for the store, and nothing of the step stays here."""
 
@@ -57,6 +61,10 @@ class LeasedMemory:
     def start(self, step: int) -> None:
         if not self.is_there:
             self._pending = self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], step)
+
+    @property
+    def leased(self) -> LeasedBytes | None:
+        return self._wait()
 
     def lease(self, step: int) -> LeasedBytes:
         leased, self._leased = self._wait(), None
@@ -96,6 +104,10 @@ class DeviceMemory:
         if self._chunk is None:
             group = self._group
             self._chunk = torch.empty(group.layout.chunk, dtype=group.gradient_dtype, device=group.device)
+
+    @property
+    def leased(self) -> LeasedBytes | None:
+        return None
 
     def lease(self, step: int) -> LeasedBytes:
         (leased,) = self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], step).wait()

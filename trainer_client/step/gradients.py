@@ -12,6 +12,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -60,12 +61,21 @@ class GradientNorm:
     present: Sequence[bool]
 
 
+class EarlyUpdate(Protocol):
+    """An update that began before the step: see updates.py."""
+
+    def withdraw(self) -> None:
+        """Undoes it; the gradient may change again."""
+
+
 class GradientGroup:
     """The gradients of one trainable flat group.
 
     Attributes:
         missing: parameters without a gradient since this backward began, or the unit's last reduction in it.
         present: parameters with a gradient in this step.
+        next_use: the position at which the parameters are needed next, as far as it is known.
+        early: the update that has begun with this gradient, before the step.
     """
 
     def __init__(
@@ -79,6 +89,9 @@ class GradientGroup:
         self.memory = memory
         self.missing = set(range(len(group.parameters)))
         self.present: set[int] = set()
+        self.next_use = 0
+        self.early: EarlyUpdate | None = None
+        self._norms: torch.Tensor | None = None  # of `chunk` as it is
         self._reduction_dtype = reduction_dtype
         self._collectives = collectives
         self._full: torch.Tensor | None = None  # this rank's unreduced gradient, world size > 1
@@ -96,6 +109,12 @@ class GradientGroup:
         return not any(self.flat_group.parameters[slot].tensor.requires_grad for slot in self.missing)
 
     @property
+    def has_all(self) -> bool:
+        """Whether every parameter that is trained now has a gradient in this step."""
+        parameters = self.flat_group.parameters
+        return all(slot in self.present or not p.tensor.requires_grad for slot, p in enumerate(parameters))
+
+    @property
     def is_frozen(self) -> bool:
         """Whether all parameters are frozen for a while: no gradient will come."""
         return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
@@ -109,6 +128,13 @@ class GradientGroup:
         """Every parameter's gradient is to come."""
         self.missing = set(range(len(self.flat_group.parameters)))
 
+    def begin_change(self) -> None:
+        """The gradient is about to change: what was concluded from it is undone."""
+        self._norms = None
+        if self.early is not None:
+            self.early.withdraw()
+            self.early = None
+
     @torch.no_grad()
     def take(self, slot: int) -> None:
         """Takes a parameter's gradient over, and with it `.grad`."""
@@ -121,6 +147,7 @@ class GradientGroup:
                 f"parameter {parameter.fqn} has a {gradient.layout} gradient: make it dense (Embedding(sparse=False))"
             )
         parameter.tensor.grad = None
+        self.begin_change()
         place = self.flat_group.layout.slots[slot]
         first, last = place.position, place.position + place.numel
         if self._collectives.world_size == 1:
@@ -138,6 +165,7 @@ class GradientGroup:
         """Adds the mean over ranks to this rank's part; a missing gradient counts as zeros. A collective."""
         if self._collectives.world_size == 1:
             return
+        self.begin_change()
         device, dtype = self._collectives.device, self._reduction_dtype
         full = self._zeros() if self._full is None else self._full
         self._full = None
@@ -157,12 +185,13 @@ class GradientGroup:
     def norms(self) -> tuple[list[int], torch.Tensor]:
         """The indices [n] of the parameters of which this rank has a shard, and the 2-norm [n] of each in fp32."""
         shards = self.flat_group.shards
-        norms = [
-            torch.linalg.vector_norm(self.chunk[shard.position : shard.position + shard.numel], dtype=torch.float32)
-            for shard in shards
-        ]
-        indices = [self.flat_group.parameters[shard.slot].index for shard in shards]
-        return indices, torch.stack(norms).cpu() if norms else torch.empty(0)
+        if self._norms is None:
+            norms = [
+                torch.linalg.vector_norm(self.chunk[shard.position : shard.position + shard.numel], dtype=torch.float32)
+                for shard in shards
+            ]
+            self._norms = torch.stack(norms).cpu() if norms else torch.empty(0)
+        return [self.flat_group.parameters[shard.slot].index for shard in shards], self._norms
 
     def take_lease(self, step: int) -> LeasedBytes:
         """The step is over: the gradient in leased memory, and nothing of the step stays here."""
@@ -173,6 +202,8 @@ class GradientGroup:
     def finish(self) -> None:
         """The step is over: nothing of it stays here."""
         self.memory.give_back()
+        self.early = None
+        self._norms = None
         self.present.clear()
         self._full = None
         self._unreduced.clear()
@@ -204,6 +235,8 @@ class Gradients:
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
+        # Is told of each group whose gradient will not change any more in this step, as far as anybody knows.
+        self.on_final: Callable[[GradientGroup], None] = lambda _: None
         self._parameters = 1 + max((p.index for u in units for g in u.groups for p in g.parameters), default=-1)
         self._reduces = True  # whether the current backward does
         self._owes_reduction = False  # whether a backward of this step did not
@@ -249,13 +282,20 @@ class Gradients:
         """Whether every trainable parameter of the unit has its gradient."""
         return all(group.is_complete for group in self._of_unit[unit.index])
 
-    def reduce_unit(self, unit: Unit, step: int) -> None:
-        """The unit's backward is over, on every rank. A collective."""
+    def reduce_unit(self, unit: Unit, step: int, next_use: int | None) -> None:
+        """The unit's backward is over, on every rank. A collective.
+
+        Args:
+            next_use: the position at which its parameters are needed next, if it is known.
+        """
         for group in self._of_unit[unit.index]:
             group.expect_all()
             if self._reduces and not group.is_frozen:
                 group.memory.start(step)
                 group.reduce()
+                group.next_use = next_use or 0
+                if group.has_all:
+                    self.on_final(group)
 
     def finish_backward(self, step: int) -> None:
         """Reduces what came late or outside of a tracked backward, on any rank. A collective."""
@@ -290,6 +330,16 @@ class Gradients:
         is_there = found is not None and found.memory.is_there and (not alone or slot in found.present)
         return found.chunk if found is not None and is_there else None
 
+    def begin_change(self, group: FlatGroup) -> None:
+        """Somebody is about to write to a group's gradient."""
+        if (found := self._find(group)) is not None:
+            found.begin_change()
+
+    @property
+    def updated_early(self) -> list[GradientGroup]:
+        """The groups whose update has begun before the step."""
+        return [group for group in self._groups if group.early is not None]
+
     def is_present(self, group: FlatGroup, slot: int) -> bool:
         """Whether a gradient of the parameter in `slot` has come on this rank in this step."""
         found = self._find(group)
@@ -322,6 +372,7 @@ class Gradients:
             if any(updated[parameter.index] for parameter in group.flat_group.parameters):
                 yield group
             else:
+                group.begin_change()
                 group.finish()
 
     def discard(self) -> None:

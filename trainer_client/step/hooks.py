@@ -24,6 +24,7 @@ where it does, unless the loan is registered (`lend`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,10 +34,11 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
+from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.precision import cast_floating_inputs
+from trainer_client.report.recorder import Recorder
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.reduction_order import ReductionOrder
@@ -52,6 +54,7 @@ class _Frame:
     unit: Unit
     module: nn.Module
     may_release: bool = True  # after the forward: its backward will be noticed, or there is none
+    has_returned: bool = False  # the module's forward, without an error
 
 
 class UnitHooks:
@@ -59,6 +62,7 @@ class UnitHooks:
     units: the root first.
     compute_dtype: of the root's floating-point inputs; None: they stay as they are.
     clock: the job's, so that positions go on growing after a resume.
+    recorder: is told the phases, and which unit's code runs.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class UnitHooks:
         reduction_order: ReductionOrder,
         compute_dtype: torch.dtype | None,
         clock: Clock,
+        recorder: Recorder,
     ) -> None:
         self._units = units
         self._root = units[0]
@@ -77,7 +82,8 @@ class UnitHooks:
         self._residency = residency
         self._reduction_order = reduction_order
         self._compute_dtype = compute_dtype
-        self._phases = Phases()
+        self._recorder = recorder
+        self._phases = Phases(recorder.enter_phase)
         self._training = Trace(clock)
         self._inference = Trace(clock)
         self._trace = self._inference
@@ -139,10 +145,11 @@ class UnitHooks:
     def finish_backward(self) -> None:
         """Autograd is done. A collective."""
         for index in self._reduction_order.finish():
-            self._gradients.reduce_unit(self._units[index], self._step)
+            self._reduce(index)
         self._end_uses(keep=True)
         self._used = {index: None for index in self._used if self._open[index]}
         self._gradients.finish_backward(self._step)
+        self._recorder.compute(None)
         self._phases.enter(Verb.END_BACKWARD)
 
     def abort_backward(self) -> None:
@@ -194,6 +201,7 @@ class UnitHooks:
         def finish(_: nn.Module, __: Any, output: Any) -> None:
             if after is not None:
                 after(self._running[-1], output)
+            self._running[-1].has_returned = True
 
         def leave(_: nn.Module, __: Any, ___: Any) -> None:
             self._leave(module)
@@ -223,10 +231,15 @@ class UnitHooks:
             return
         frame = self._running.pop()
         unit = frame.unit
-        if all(other.unit is not unit for other in self._running):
-            self._release_after_forward(unit, may_release=frame.may_release)
-        if not self._running:
-            self._end_forward()
+        # Where the forward failed, that is what its caller is told.
+        with nullcontext() if frame.has_returned else suppress(SessionEndedError):
+            if all(other.unit is not unit for other in self._running):
+                self._release_after_forward(unit, may_release=frame.may_release)
+            if self._running:
+                self._recorder.compute("forward", self._running[-1].unit.fqn)
+            else:
+                self._end_forward()
+                self._residency.check()
 
     def _release_after_forward(self, unit: Unit, *, may_release: bool) -> None:
         if unit.is_root and self.phase is Phase.FORWARD:
@@ -239,6 +252,7 @@ class UnitHooks:
 
     def _end_forward(self) -> None:
         """The outermost forward has ended."""
+        self._recorder.compute(None)
         if self._trace is self._inference:
             self._inference.end()
         if self.phase is Phase.INFERENCE:
@@ -319,11 +333,17 @@ class UnitHooks:
         if waits and not complete:
             self._almost_over.add(unit.index)
             return
-        for index in self._reduction_order.unit_is_over(unit.index):
-            self._gradients.reduce_unit(self._units[index], self._step)
+        over = self._reduction_order.unit_is_over(unit.index)
         if complete:
+            self._recorder.compute("backward", self._root.fqn)
+            # First: the update that a reduction may begin works on what is in the store's host memory, if it is idle.
             self._in_backward.discard(unit.index)
             self._residency.let_go(Holder(unit.index, Part.BACKWARD))
+        for index in over:
+            self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        self._gradients.reduce_unit(self._units[index], self._step, self._trace.next_use(index))
 
     def _after_gradient(self, index: int) -> None:
         """A parameter of the unit has its gradient."""
@@ -337,8 +357,10 @@ class UnitHooks:
 
     def _hold(self, unit: Unit, part: Part, lent: set[int]) -> None:
         """Gathers the unit, and what it borrows."""
+        self._recorder.compute(None)
         for index in (unit.index, *sorted(lent)):
             self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)
+        self._recorder.compute(part.name.lower(), unit.fqn)
 
     def _hold_gathered(self, unit: Unit, part: Part) -> None:
         for each in (unit, *(self._units[index] for index in self._lent[unit.index])):

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 from trainer_client.link.rank_store import RankStore, Slab
 from trainer_client.model.units import Unit, UnitState
+from trainer_client.report.recorder import Recorder
+from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
+
+# Of units that only pass through the store's host memory: the root, the one in use and, in backward, the one after it.
+# The store makes sure that there is room for so many (storage/registry.py). Where more are in use, some are copied.
+SHOWN_AT_ONCE = 3
 
 
 class Part(enum.Enum):
@@ -35,17 +41,29 @@ class Residency:
     prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
     kept_elements: how much may stay gathered although nobody holds it, because it is used again in this step; what is
         held counts too. None: nothing stays.
+    recorder: is told what gathers take.
     """
 
     def __init__(
-        self, units: Sequence[Unit], store: RankStore, *, prefetch_bytes: int, kept_elements: int | None
+        self,
+        units: Sequence[Unit],
+        store: RankStore,
+        *,
+        prefetch_bytes: int,
+        kept_elements: int | None,
+        recorder: Recorder,
     ) -> None:
         self._units = units
         self._store = store
+        self._recorder = recorder
         self._prefetch_bytes = prefetch_bytes
         self._kept_elements = kept_elements
         self._holders: list[set[Holder]] = [set() for _ in units]
         self._held_by: dict[Holder, set[int]] = {}
+        self.counters = GatherCounters([unit.fqn for unit in units])
+        self._passing: list[Unit] = []  # shown, and not at home in the store's host memory
+        self._ahead: Unit | None = None  # the one whose leases are asked for before its use
+        self._told: set[int] = set()  # units that the store was told of ahead
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
         """Gathers the unit if nobody holds it, notes the use in `trace`, and asks for what is used next; keeps the unit
@@ -55,16 +73,24 @@ class Residency:
             return
         position = trace.use(unit.index)
         self._make_room(unit, trace)
-        unit.start_gather(position)
-        unit.wait_gather(trace.next_use(unit.index))
+        with self._recorder.gathering(unit.fqn):
+            self._gather(unit, position, trace.next_use(unit.index))
         self.share(unit, holder)
         following = trace.next_unit()
         if following is None:
             return
         # The next unit's lease is asked for now, so that its bytes are there when it is used. Never beyond the end of
         # the step: its version would be the one before the update.
-        self._units[following].start_gather(next(trace.upcoming())[1])
+        self._start_ahead(self._units[following], next(trace.upcoming())[1])
         self.prefetch(trace)
+
+    def check(self) -> None:
+        """To be called before what was computed is used, while units are gathered.
+
+        Raises:
+            SessionEndedError: the store has given this session up; shown parameters may have been somebody else's.
+        """
+        self._store.check_leases()
 
     def share(self, unit: Unit, holder: Holder) -> None:
         """As `hold`, for a unit that is gathered."""
@@ -94,6 +120,48 @@ class Residency:
         """Tells the store what comes next."""
         if wants := list(self._window(trace)):
             self._store.prefetch(wants)
+
+    def _gather(self, unit: Unit, position: int, next_use: int | None) -> None:
+        """Makes the unit whole, and counts what that took."""
+        if unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
+            return
+        predicted = unit.state is UnitState.FETCHING or unit.index in self._told
+        if self._ahead is not None and self._ahead is not unit:
+            # Another unit came first. There may be no room for the leases of both.
+            self._ahead.release()
+        self._ahead = None
+        self._told.discard(unit.index)
+        self._make_room_in_store(unit)
+        unit.start_gather(position)
+        cost = unit.wait_gather(next_use, may_show=True)
+        if unit.is_shown and unit.passing_bytes:
+            self._passing.append(unit)
+        if unit.chunk_bytes:
+            self.counters.note(
+                unit.index,
+                UnitGathers(
+                    gathers=1,
+                    hits=int(cost.waited_seconds <= HIT_SECONDS),
+                    predicted=int(predicted),
+                    waited_seconds=cost.waited_seconds,
+                    fetched_bytes=unit.leased_bytes,
+                    copied_bytes=cost.copied_bytes,
+                ),
+            )
+
+    def _start_ahead(self, unit: Unit, position: int) -> None:
+        if unit.state is UnitState.SHARDED:
+            unit.start_gather(position)
+            self._ahead = unit
+
+    def _make_room_in_store(self, unit: Unit) -> None:
+        """Returns leases so that those on `unit` can be granted. What lives in the store's host memory takes no room
+        there."""
+        self._passing = [other for other in self._passing if other.is_shown]
+        if unit.passing_bytes and len(self._passing) >= SHOWN_AT_ONCE:
+            smallest = min(self._passing, key=lambda other: other.passing_bytes)
+            smallest.own()
+            self.counters.note(smallest.index, UnitGathers(copied_bytes=smallest.leased_bytes))
 
     def _release_if_idle(self, unit: Unit) -> None:
         if not self._holders[unit.index] and not (
@@ -127,4 +195,5 @@ class Residency:
             budget -= unit.chunk_bytes
             if budget < 0:
                 return
+            self._told.add(index)
             yield from ((slab, position) for slab in unit.slabs())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,7 @@ class TrainingStep:
         optimizer: StoreOptimizer,
         scaler: LossScaler,
         clipping: Clipping,
+        early_updates: bool,
         parameters: int,
     ) -> None:
         self.update_counts = [0] * parameters
@@ -64,6 +65,21 @@ class TrainingStep:
         self._optimizer = optimizer
         self._scaler = scaler
         self._clipping = clipping
+        self._early_updates = early_updates
+        self._clips = clipping.norm > 0  # whether the last step's gradient was clipped by its norm
+        gradients.on_final = updates.begin_early
+
+    def begin_backward(self, step: int, *, is_last: bool) -> None:
+        """A backward pass begins.
+
+        Args:
+            is_last: of the step; its gradients are reduced as units end.
+        """
+        rule = None
+        if is_last and self._early_updates and not self._clips:
+            group_of = self._optimizer.groups_of_parameters()
+            rule = self._rule(self._scale(torch.ones(())), group_of, [True] * len(self.update_counts))
+        self._updates.foresee(step, rule)
 
     def make(self, step: int) -> bool:
         """Updates the states to version `step`, or discards the gradients; whether it was made. A collective: the ranks
@@ -74,11 +90,13 @@ class TrainingStep:
         self.gradient_norm = float(unscaled)
         finite = math.isfinite(self.gradient_norm)
         if finite:
-            scale = float(self._clipping.factor(unscaled) / self._scaler.scale)
-            with self._optimizer.stepping_with(lambda: self._update(step, scale, norm.present)):
+            factor = self._clipping.factor(unscaled)
+            self._clips = bool(factor != 1.0)
+            with self._optimizer.stepping_with(lambda: self._update(step, self._scale(factor), norm.present)):
                 self._optimizer.step()
             self.skipped_in_row = 0
         else:
+            self._updates.withdraw(self._gradients.updated_early)
             self._gradients.discard()
             self.skipped += 1
             self.skipped_in_row += 1
@@ -90,11 +108,19 @@ class TrainingStep:
         self._updates.refresh()
 
     def _update(self, step: int, scale: float, present: Sequence[bool]) -> None:
-        group_of = self._optimizer.groups_of_parameters()
+        rule = self._rule(scale, self._optimizer.groups_of_parameters(), present)
+        for index, is_updated in enumerate(rule.updated):
+            self.update_counts[index] += is_updated
+        self._updates.apply(step, self._gradients.hand_over(rule.updated), rule)
+
+    def _scale(self, factor: torch.Tensor) -> float:
+        """What gradients are multiplied by: clipping by norm and unscaling in one, rounded to fp32."""
+        return float(factor / self._scaler.scale)
+
+    def _rule(self, scale: float, group_of: Mapping[int, int], present: Sequence[bool]) -> UpdateRule:
+        """The next update of the parameters that are `present`."""
         # What is in no parameter group has a gradient, which counts for the norm, and stays as it is.
         updated = [is_present and index in group_of for index, is_present in enumerate(present)]
-        for index, is_updated in enumerate(updated):
-            self.update_counts[index] += is_updated
-        table = HyperParameterTable(group_of, self._optimizer.row, self.update_counts)
-        rule = UpdateRule(scale=scale, clip_value=self._clipping.value, updated=updated, table=table)
-        self._updates.apply(step, self._gradients.hand_over(updated), rule)
+        counts = [count + is_updated for count, is_updated in zip(self.update_counts, updated, strict=True)]
+        table = HyperParameterTable(group_of, self._optimizer.row, counts)
+        return UpdateRule(scale=scale, clip_value=self._clipping.value, updated=updated, table=table)

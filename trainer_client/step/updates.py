@@ -1,23 +1,32 @@
 """What the optimizer's step does to each flat group: in the store, or on this rank's device, with the same bits.
 
-Owns nothing between two steps. Must never decide what a step is: the scale and the hyper-parameters are given.
+Owns the updates that began before the step. Must never decide what a step is: the scale and the hyper-parameters are
+given.
+
+[Note: early updates] What the store updates it may begin with in the backward pass, as soon as a group's gradient is
+final: on the assumption that the step will be made, with the scale and the hyper-parameters foreseen. The store keeps
+the committed versions, and the gradients stay leased until the step is voted for. What turns out otherwise (a gradient
+that is not finite, or was changed; clipping; another learning rate) is withdrawn, and made again as it should be: the
+bits are those of the update after the norm. Until the step is made, reads see the parameters as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import update_rules
+from trainer_client.link.channel import Pending
+from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import GroupUpdate, RankStore
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.layout import ShardRange
 from trainer_client.model.placement import Home, Residence
 from trainer_client.model.states import PlacedStates
-from trainer_client.optimizers.hyper_parameters import HyperParameterTable
+from trainer_client.optimizers.hyper_parameters import HyperParameters, HyperParameterTable
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.gradients import GradientGroup
 
@@ -43,17 +52,93 @@ class UpdateRule:
         indices = [group.parameters[shard.slot].index for shard in shards]
         return [self.table.row_of(index) if self.updated[index] else -1 for index in indices]
 
+    def rows_of(self, update: GroupUpdate) -> list[HyperParameters | None]:
+        """The hyper-parameters of an update by this rule, for each shard; None: it stays as it is."""
+        return [self.table.rows[row] if row >= 0 else None for row in update.hyper_parameters_of_shard]
+
+    def only(self, gradient: GradientGroup) -> UpdateRule:
+        """The rule for what has a gradient, in one group."""
+        parameters = gradient.flat_group.parameters
+        present = {parameters[slot].index for slot in gradient.present}
+        return replace(self, updated=[is_updated and i in present for i, is_updated in enumerate(self.updated)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EarlyUpdate:
+    """One that the store has begun with, or is about to. `rows`: None for a shard that stays as it is."""
+
+    step: int
+    update: GroupUpdate
+    rows: Sequence[HyperParameters | None]
+    accepted: Pending[None]
+    undo: Callable[[_EarlyUpdate], None]
+
+    def withdraw(self) -> None:
+        self.undo(self)
+
+    def is_as(self, update: GroupUpdate, rows: Sequence[HyperParameters | None]) -> bool:
+        """Whether it is what the step turned out to be."""
+        same = self.update.scale == update.scale and self.update.clip_value == update.clip_value
+        return same and self.rows == rows
+
 
 class Updates:
-    """Args:
+    """Attributes:
+    begun_early, withdrawn: early updates so far, and those of them that were undone.
+
+    Args:
     states: of all groups, in forward order.
     """
 
     def __init__(self, states: Sequence[PlacedStates], store: RankStore, collectives: Collectives) -> None:
+        self.begun_early = 0
+        self.withdrawn = 0
         self._states = {state.group.name: state for state in states}
         self._store = store
         self._collectives = collectives
         self._updated: list[PlacedStates] = []
+        self._foreseen: tuple[int, UpdateRule] | None = None
+
+    def foresee(self, step: int, rule: UpdateRule | None) -> None:
+        """A backward pass begins, after which the `step` will most probably be made by this rule. None: none will, or
+        nobody knows."""
+        self._foreseen = None if rule is None else (step, rule)
+
+    def begin_early(self, gradient: GradientGroup) -> None:
+        """The gradient of a group is final, as far as anybody knows: begins with its update, if the rule is foreseen
+        and the store has what it needs. Does not wait."""
+        group = gradient.flat_group
+        if self._foreseen is None or self._states[group.name].placement.optimizer is Home.DEVICE:
+            return
+        _, norms = gradient.norms()
+        if not bool(norms.isfinite().all()):
+            # There will be no such step.
+            self._foreseen = None
+            return
+        leased = gradient.memory.leased
+        if leased is None:
+            return
+        step, rule = self._foreseen
+        rule = rule.only(gradient)
+        update = self._describe(gradient, leased, rule)
+        gradient.early = _EarlyUpdate(
+            step=step,
+            update=update,
+            rows=rule.rows_of(update),
+            accepted=self._store.start_apply_gradients(step, list(rule.table.rows), [update]),
+            undo=self._undo,
+        )
+        self.begun_early += 1
+
+    def _undo(self, early: _EarlyUpdate) -> None:
+        early.accepted.wait()
+        self._store.withdraw_updates(early.step, [early.update.group])
+        self.withdrawn += 1
+
+    def withdraw(self, gradients: Iterable[GradientGroup]) -> None:
+        """Undoes the updates that have begun, for a step that is not made."""
+        for gradient in gradients:
+            gradient.begin_change()
 
     def apply(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
         """Updates the groups that have gradients, which are done with afterwards.
@@ -62,6 +147,7 @@ class Updates:
         where states are replicated.
         """
         self._updated = []
+        self._foreseen = None
         own: list[GradientGroup] = []
         stored: list[GroupUpdate] = []
         for gradient in gradients:
@@ -70,7 +156,9 @@ class Updates:
             if state.placement.optimizer is Home.DEVICE:
                 own.append(gradient)
                 continue
-            update = self._hand_over(step, gradient, rule)
+            if self._is_made(step, gradient, rule):
+                continue
+            update = self._describe(gradient, gradient.take_lease(step), rule)
             if state.placement.gradients is Home.DEVICE:
                 # One at a time: the store's memory need not hold more of them than it works on.
                 self._store.apply_gradients(step, rule.table.rows, [update])
@@ -93,14 +181,29 @@ class Updates:
             if state.placement.residence is Residence.RESIDENT:
                 state.refill()
 
-    def _hand_over(self, step: int, gradient: GradientGroup, rule: UpdateRule) -> GroupUpdate:
+    def _is_made(self, step: int, gradient: GradientGroup, rule: UpdateRule) -> bool:
+        """Whether the update has begun early, as the rule says; if otherwise, it is undone."""
+        early = gradient.early
+        if not isinstance(early, _EarlyUpdate):
+            return False
+        early.accepted.wait()
+        update = self._describe(gradient, early.update.gradient, rule)
+        if not early.is_as(update, rule.rows_of(update)):
+            gradient.begin_change()
+            return False
+        # The commit consumes the lease.
+        gradient.take_lease(step)
+        return True
+
+    def _describe(self, gradient: GradientGroup, leased: LeasedBytes, rule: UpdateRule) -> GroupUpdate:
         group = gradient.flat_group
         return GroupUpdate(
             group=group.name,
-            gradient=gradient.take_lease(step),
+            gradient=leased,
             scale=rule.scale,
             hyper_parameters_of_shard=rule.rows(group, group.shards),
             clip_value=rule.clip_value,
+            next_use=gradient.next_use,
         )
 
     @torch.no_grad()

@@ -1,0 +1,197 @@
+"""Updates that begin in the backward pass give the bits of those that wait for the step, whatever comes in between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.model_runs import LEARNING_RATE, config_of, optimizer_of, start
+from tests.integration.training import micro_batches
+from tests.integration.zoo import ZOO
+from trainer_client import Engine
+
+BATCHES = list(micro_batches(6))
+PLACEMENTS = {
+    "nvme": {"parameters": "nvme", "optimizer": "nvme"},
+    "host": {"parameters": "host", "optimizer": "host"},
+    "device and nvme": {"parameters": "device", "optimizer": "nvme", "gradients": "host"},
+}
+AT_EACH_PLACE = pytest.mark.parametrize("place", PLACEMENTS)
+# What happens in step `number` between backward and step, to a plain model with its optimizer, and to an engine.
+Act = Callable[[int, Any], None]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return ZOO["gpt2-zoo"]().train()
+
+
+def train_plain(model: nn.Module, act: Act, clipping: float) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    optimizer = optimizer_of(model)
+    losses = []
+    for number, batch in enumerate(BATCHES):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        losses.append(loss.detach().clone())
+        act(number, (model, optimizer, loss))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping or torch.inf)
+        if bool(norm.isfinite()):
+            optimizer.step()
+        optimizer.zero_grad()
+    return losses, dict(model.state_dict())
+
+
+def train_stored(
+    model: nn.Module, act: Act, clipping: float, config: dict[str, Any]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], int, int]:
+    """(losses, weights, updates that began early, those of them that were undone)"""
+    losses = []
+    with start(model, config | {"gradient_clipping": clipping}) as engine:
+        for number, batch in enumerate(BATCHES):
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            losses.append(loss.detach().clone())
+            act(number, engine)
+            engine.step()
+        updates = engine._step._updates
+        return losses, engine.full_state_dict(), updates.begun_early, updates.withdrawn
+
+
+def run_both(
+    address: str, job: str, place: str, plain: Act, stored: Act, clipping: float = 0.0, **section: Any
+) -> tuple[int, int]:
+    """Trains both ways, asserts the same bits; (updates that began early, those of them that were undone)."""
+    model = build()
+    expected_losses, expected = train_plain(copy.deepcopy(model), plain, clipping)
+    section = {"durability": "step", "placement": PLACEMENTS[place], **section}
+    config = config_of(address, f"{job} {place}", **section)
+    config["zero_optimization"] = {"stage": 2 if "device" in place else 3}
+    losses, weights, begun, withdrawn = train_stored(model, stored, clipping, config)
+    assert [torch.equal(a, b) for a, b in zip(losses, expected_losses, strict=True)] == [True] * len(BATCHES)
+    assert [name for name, value in expected.items() if not torch.equal(value, weights[name])] == []
+    return begun, withdrawn
+
+
+def nothing(number: int, what: Any) -> None:
+    pass
+
+
+@AT_EACH_PLACE
+def test_nothing_comes_in_between(model_store: str, place: str) -> None:
+    begun, withdrawn = run_both(model_store, "undisturbed", place, nothing, nothing)
+    assert begun >= 2 * len(BATCHES)
+    assert withdrawn == 0
+
+
+def test_it_can_be_turned_off(model_store: str) -> None:
+    assert run_both(model_store, "late", "nvme", nothing, nothing, early_updates=False) == (0, 0)
+
+
+@AT_EACH_PLACE
+def test_the_learning_rate_changes(model_store: str, place: str) -> None:
+    def plain(number: int, what: Any) -> None:
+        what[1].param_groups[0]["lr"] = LEARNING_RATE / (1 + number % 3)
+
+    def stored(number: int, engine: Engine) -> None:
+        engine.optimizer.param_groups[0]["lr"] = LEARNING_RATE / (1 + number % 3)
+
+    begun, withdrawn = run_both(model_store, "rates", place, plain, stored)
+    # Each step but the first has another rate than its backward pass began with.
+    assert begun > withdrawn >= 2 * (len(BATCHES) - 1)
+
+
+@AT_EACH_PLACE
+def test_clipping_comes_and_goes(model_store: str, place: str) -> None:
+    """The norm of this training is above the limit in some steps and below it in others, as scaled gradients are."""
+    norms = []
+
+    def note(number: int, what: Any) -> None:
+        norms.append(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in what[0].parameters()])).item())
+
+    train_plain(build(), note, 0.0)
+    limit = sorted(norms)[len(norms) // 2]
+    begun, withdrawn = run_both(model_store, "clipping", place, nothing, nothing, clipping=limit)
+    assert begun > 0
+    assert withdrawn <= begun
+
+
+@AT_EACH_PLACE
+def test_a_gradient_is_not_finite(model_store: str, place: str) -> None:
+    """The last gradient that comes: all updates have begun by then."""
+
+    def poison(number: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None and number in (1, 3):
+                parameter.grad.fill_(torch.nan)
+
+    def stored(number: int, engine: Engine) -> None:
+        if number in (1, 3):
+            name, parameter = next(iter(engine.module.named_parameters()))
+            engine.set_full(name, "grad", torch.full(parameter.shape, torch.nan))
+
+    begun, withdrawn = run_both(model_store, "poisoned", place, lambda n, what: poison(n, what[0]), stored)
+    assert begun > withdrawn > 0
+
+
+@AT_EACH_PLACE
+def test_a_gradient_is_set(model_store: str, place: str) -> None:
+    name = "transformer.h.1.mlp.c_fc.weight"
+
+    def plain(number: int, what: Any) -> None:
+        what[0].get_parameter(name).grad.mul_(0.5)
+
+    def stored(number: int, engine: Engine) -> None:
+        gradient = engine.get_full(name, "grad")
+        assert gradient is not None
+        engine.set_full(name, "grad", gradient * 0.5)
+
+    begun, withdrawn = run_both(model_store, "set", place, plain, stored)
+    assert withdrawn == len(BATCHES) < begun
+
+
+@AT_EACH_PLACE
+def test_the_model_is_used_before_the_step(model_store: str, place: str) -> None:
+    """It computes with the weights of the step before, and so does a second backward pass of the same step."""
+    seen: dict[str, list[torch.Tensor]] = {"plain": [], "stored": []}
+
+    def plain(number: int, what: Any) -> None:
+        model = what[0]
+        batch = BATCHES[(number + 1) % len(BATCHES)]
+        with torch.no_grad():
+            seen["plain"].append(model(input_ids=batch, labels=batch).loss)
+        if number % 2:
+            model(input_ids=batch, labels=batch).loss.backward()
+
+    def stored(number: int, engine: Engine) -> None:
+        batch = BATCHES[(number + 1) % len(BATCHES)]
+        with torch.no_grad():
+            seen["stored"].append(engine(input_ids=batch, labels=batch).loss)
+        if number % 2:
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+
+    begun, withdrawn = run_both(model_store, "used", place, plain, stored)
+    assert [torch.equal(a, b) for a, b in zip(*seen.values(), strict=True)] == [True] * len(BATCHES)
+    assert begun > withdrawn > 0
+
+
+def test_weights_are_read_as_they_were(model_store: str) -> None:
+    """By name, between backward and step, when their updates have begun."""
+    config = config_of(model_store, "read", durability="step", placement=PLACEMENTS["nvme"])
+    config["zero_optimization"] = {"stage": 3}
+    with start(build(), config) as engine:
+        for batch in BATCHES[:3]:
+            before = engine.full_state_dict()
+            moments = engine.state_dict("exp_avg")
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            between = engine.full_state_dict()
+            assert [name for name in before if not torch.equal(before[name], between[name])] == []
+            again = engine.state_dict("exp_avg")
+            assert [name for name in moments if not torch.equal(moments[name].values, again[name].values)] == []
+            engine.step()
+            after = engine.full_state_dict()
+            assert [name for name in before if torch.equal(before[name], after[name])] == []

@@ -1,0 +1,199 @@
+"""On the CPU, gathered parameters are the store's own bytes: nothing is copied, nothing that is written to them reaches
+the store, and whoever computed with bytes of a session that is over is told so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_client
+from storage.tiers.arena import NAME as ARENA
+from tests.integration.daemon import MIB, Daemon, tiers
+from tests.integration.waiting import wait_until
+from trainer_client import Engine
+from trainer_client.errors import SessionEndedError
+from trainer_client.step.gather_counters import UnitGathers
+from trainer_client.step.residency import SHOWN_AT_ONCE
+
+WIDTH = 128
+BLOCKS = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.inside: Callable[[nn.Linear], None] = lambda _: None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.inside(self.linear)
+        return hidden + torch.tanh(self.linear(hidden))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    settings = {"host_budget": 16 * MIB, "nvme_budget": 256 * MIB}
+    with Daemon(tmp_path_factory.mktemp("shown") / "state", settings) as daemon:
+        yield daemon
+        assert "Traceback" not in daemon.log
+
+
+def start(daemon: Daemon, job: str, home: str = "cpu", **zero: Any) -> Engine:
+    offload = {"device": home}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload, **zero},
+        "paramserver": {"address": daemon.address, "job": job},
+    }
+    return trainer_client.initialize(model=Tower(), config=config)[0]
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def train(engine: Engine, steps: int) -> None:
+    for step in range(steps):
+        engine.backward(engine(inputs(step)))
+        engine.step()
+
+
+def mapping_at(address: int) -> str:
+    """The line of /proc/self/maps that shows what an address is."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, _, last = line.split()[0].partition("-")
+        if int(first, 16) <= address < int(last, 16):
+            return line
+    return ""
+
+
+def private_mappings_of_arena() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if ARENA in line and line.split()[1] == "rw-p"]
+
+
+def gathers(engine: Engine) -> UnitGathers:
+    return engine._hooks._residency.counters.snapshot().total
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_nothing_is_copied_to_gather_a_unit(daemon: Daemon, home: str) -> None:
+    seen: list[str] = []
+    with start(daemon, f"copies-{home}", home) as engine:
+        for block in engine.module.blocks:
+            block.inside = lambda linear: seen.append(mapping_at(linear.weight.data_ptr()))
+        train(engine, 2)
+        counted = gathers(engine)
+
+    assert len(seen) == 2 * BLOCKS
+    assert all(ARENA in line and line.split()[1] == "rw-p" for line in seen), seen
+    # The last block of the forward is the first of the backward: from the second step on, it stays.
+    assert counted.gathers == 2 * (1 + BLOCKS + BLOCKS) - 1
+    assert counted.fetched_bytes > 0
+    assert counted.copied_bytes == 0
+
+
+def test_training_with_shown_parameters_gives_the_numbers_of_plain_torch(daemon: Daemon) -> None:
+    model = Tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with start(daemon, "numbers", "nvme") as engine:
+        train(engine, 4)
+        trained = engine.full_state_dict()
+    for step in range(4):
+        model(inputs(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_what_is_written_into_a_parameter_in_a_forward_stays_in_this_process(daemon: Daemon, home: str) -> None:
+    def overwrite(linear: nn.Linear) -> None:
+        with torch.no_grad():
+            linear.weight.fill_(7.0)
+
+    with start(daemon, f"writes-{home}", home) as engine:
+        train(engine, 1)
+        before = engine.get_full("blocks.2.linear.weight", "param")
+        engine.module.blocks[2].inside = overwrite
+        with torch.no_grad():
+            engine(inputs(0))
+        after = engine.get_full("blocks.2.linear.weight", "param")
+
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+
+
+def test_results_of_a_session_that_is_over_are_not_given_out(daemon: Daemon) -> None:
+    with start(daemon, "ended") as engine:
+        train(engine, 1)
+        arena = engine._store._arena
+        assert arena is not None
+
+        def end(_: nn.Linear) -> None:
+            arena._generation += 1  # as if the store had changed the session's word
+
+        engine.module.blocks[-1].inside = end
+        with pytest.raises(SessionEndedError), torch.no_grad():
+            engine(inputs(0))
+        arena._generation -= 1
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_leases_last_as_long_as_units_are_in_use_and_gathered_holds_none(daemon: Daemon, home: str) -> None:
+    leased: list[int] = []
+
+    def look(_: nn.Linear) -> None:
+        leased.append(tiers(daemon.address)[0].leased_bytes)
+
+    with start(daemon, f"leases-{home}", home) as engine:
+        train(engine, 1)
+        for block in engine.module.blocks:
+            block.inside = look
+        train(engine, 1)
+        unit_bytes = (WIDTH + 1) * WIDTH * 4
+        assert all(2 * unit_bytes <= seen <= 4 * (unit_bytes + 4096) for seen in leased), leased
+
+        with engine.gathered(engine.module):
+            wait_until(lambda: tiers(daemon.address)[0].leased_bytes == 0, seconds=10)
+            assert all(ARENA not in mapping_at(p.data_ptr()) for p in engine.module.parameters())
+
+
+def test_units_that_stay_gathered_take_no_room_from_those_that_pass(daemon: Daemon) -> None:
+    for home in ("cpu", "nvme"):
+        with start(daemon, f"stays-{home}", home, stage3_max_live_parameters=10**9) as engine:
+            train(engine, 2)
+            counted = gathers(engine)
+            # What lives on the host is shown; of the others three at most, and the rest copied when others come.
+            copied = counted.fetched_bytes * (BLOCKS + 1 - SHOWN_AT_ONCE) // (BLOCKS + 1)
+            assert (counted.gathers, counted.copied_bytes) == (2 * (BLOCKS + 1), copied if home == "nvme" else 0)
+
+
+def test_nothing_of_the_store_is_mapped_after_the_end(daemon: Daemon) -> None:
+    engine = start(daemon, "unmapped")
+    engine(inputs(0))  # with a graph: the root stays gathered
+    assert private_mappings_of_arena()
+    engine.close()
+    assert private_mappings_of_arena() == []

@@ -1,0 +1,200 @@
+"""Updates that are undone before their step is committed, and reads as of the step before."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from storage.errors import ConflictError
+from storage.shard import DType, Kind, TierName
+from storage.transform import Kernel, Tile
+from storage.turns import Turns
+from tests.unit.storage.builders import Layout, Training, opened
+
+LAYOUT = Layout(name="withdrawn", groups=("a", "b", "c"))
+PLACES = [(TierName.NVME, TierName.NVME), (TierName.HOST, TierName.HOST), (TierName.HOST, TierName.NVME)]
+LAYOUTS = [
+    replace(LAYOUT, weights=weights, moments=moments, precision=precision)
+    for weights, moments in PLACES
+    for precision in (DType.FLOAT32, DType.BFLOAT16)
+]
+IN_EACH_LAYOUT = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda it: f"{it.weights.value}-{it.moments.value}-{it.precision.value}"
+)
+
+
+async def finish_writes(training: Training) -> None:
+    assert training.job.pending is not None
+    await asyncio.wait(set(training.job.pending.writes.values()))
+
+
+@contextmanager
+def held_up() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """(kernels have begun, kernels may go on)"""
+    begun, go_on = threading.Event(), threading.Event()
+    try:
+        yield begun, go_on
+    finally:
+        go_on.set()
+
+
+def waiting_for(begun: threading.Event, go_on: threading.Event, kernel: Kernel) -> Kernel:
+    def wait(tile: Tile) -> None:
+        begun.set()
+        go_on.wait()
+        kernel(tile)
+
+    return wait
+
+
+@IN_EACH_LAYOUT
+async def test_what_was_updated_is_undone_and_can_be_updated_again(layout: Layout, tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        await training.step()
+        await training.hand_over()
+        await finish_writes(training)
+        for group in layout.groups:
+            await engine.withdraw(training.job, 2, group)
+        await training.assert_at(1)
+        await training.step()
+        await training.assert_at(2)
+        await training.step()
+        await training.assert_at(3)
+
+
+@IN_EACH_LAYOUT
+async def test_only_what_is_withdrawn_is_undone(layout: Layout, tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        await training.hand_over()
+        await finish_writes(training)
+        await engine.withdraw(training.job, 1, "b")
+        await training.hand_over(["b"])
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+@IN_EACH_LAYOUT
+async def test_an_update_is_withdrawn_while_it_runs(layout: Layout, tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        with held_up() as (begun, go_on):
+            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
+            await asyncio.to_thread(begun.wait)
+            withdrawals = [asyncio.ensure_future(engine.withdraw(training.job, 1, g)) for g in layout.groups]
+            await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.gather(*withdrawals)
+        await training.assert_at(0)
+        await training.step()
+        await training.assert_at(1)
+
+
+async def test_after_a_restart_nothing_of_a_withdrawn_update_is_there(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.hand_over()
+        await finish_writes(training)
+        await engine.withdraw(training.job, 1, "a")
+        await training.commit(1)
+        used = engine.nvme.used_bytes
+    async with opened(tmp_path) as engine:
+        assert engine.nvme.used_bytes <= used
+        training = Training(engine, LAYOUT)
+        await training.open()
+        for group, step in (("a", 0), ("b", 1)):
+            pin = await engine.fetch(training.job, group, Kind.PARAM)
+            assert pin.copy.step == step
+            engine.unpin(pin)
+
+
+async def test_what_was_not_updated_is_left_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await engine.withdraw(training.job, 1, "a")
+        await training.assert_at(0)
+        with pytest.raises(ConflictError, match="step 0 cannot be prepared, the next one is 1"):
+            await engine.withdraw(training.job, 0, "a")
+
+
+@IN_EACH_LAYOUT
+async def test_reads_as_of_the_last_step_see_nothing_of_the_next(layout: Layout, tmp_path: Path) -> None:
+    async def version(as_of: int | None) -> int | None:
+        pin = await engine.fetch(training.job, "a", Kind.PARAM, as_of=as_of)
+        try:
+            expected = training.reference.states(pin.copy.step or 0)["a", "a.weight.0", Kind.PARAM]
+            stored = engine.host.tensor(pin.region, layout.dtype(Kind.PARAM), len(expected))
+            assert bool((stored == expected).all())
+            return pin.copy.step
+        finally:
+            engine.unpin(pin)
+
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        with held_up() as (begun, go_on):
+            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
+            await asyncio.to_thread(begun.wait)
+            # What is at home in host memory is being worked on in place: its old bytes are on NVMe, too.
+            assert await version(as_of=0) == 0
+            go_on.set()
+            await finish_writes(training)
+        assert await version(as_of=0) == 0
+        assert await version(as_of=1) == 1
+        assert await version(as_of=None) == 1
+        await training.commit(1)
+        assert await version(as_of=1) == 1
+
+
+async def test_an_update_in_host_memory_only_does_not_keep_readers_of_the_last_step(tmp_path: Path) -> None:
+    """It begins when the step is sealed."""
+    layout = replace(LAYOUT, weights=TierName.HOST, moments=TierName.HOST, every_steps=0)
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        await training.hand_over()
+        pin = await engine.fetch(training.job, "a", Kind.PARAM, as_of=0)
+        assert pin.copy.step == 0
+        engine.unpin(pin)
+        await engine.withdraw(training.job, 1, "b")
+        await training.hand_over(["b"])
+        await training.commit(1)
+        await training.assert_at(1)
+
+
+async def test_the_turn_goes_to_the_lowest_position() -> None:
+    turns, order = Turns(), []
+
+    async def take(position: float) -> None:
+        async with turns.at(position):
+            order.append(position)
+            await asyncio.sleep(0)
+
+    waiting = [asyncio.ensure_future(take(position)) for position in (9, 5, 7, 5.5, 1)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert order == [9, 1, 5.5, 7]
+
+
+async def test_a_turn_that_is_given_to_one_who_has_gone_passes_on() -> None:
+    turns, order = Turns(), []
+
+    async def take(position: float) -> None:
+        async with turns.at(position):
+            order.append(position)
+
+    async with turns.at(0):
+        waiting = [asyncio.ensure_future(take(position)) for position in (1, 2)]
+        await asyncio.sleep(0)
+    # It has the turn and does not know yet.
+    waiting[0].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert order == [2]
+    async with turns.at(0):
+        order.append(0)
