@@ -3,6 +3,7 @@ the store, and whoever computed with bytes of a session that is over is told so.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import trainer_client
 from storage.tiers.arena import NAME as ARENA
 from tests.integration.daemon import MIB, Daemon, tiers
+from tests.integration.ranks import run_ranks
 from tests.integration.waiting import wait_until
 from trainer_client import Engine
 from trainer_client.errors import SessionEndedError
@@ -190,6 +192,19 @@ def test_units_that_stay_gathered_take_no_room_from_those_that_pass(daemon: Daem
             # What lives on the host is shown; of the others three at most, and the rest copied when others come.
             copied = counted.fetched_bytes * (BLOCKS + 1 - SHOWN_AT_ONCE) // (BLOCKS + 1)
             assert (counted.gathers, counted.copied_bytes) == (2 * (BLOCKS + 1), copied if home == "nvme" else 0)
+
+
+def test_ranks_that_share_a_store_show_what_lives_in_its_memory(tmp_path: Path) -> None:
+    settings = {"host_budget": 128 * MIB, "nvme_budget": 256 * MIB}
+    with Daemon(tmp_path / "state", settings) as daemon:
+        run_ranks("tests.integration.shown_ranks", 2, daemon.address, tmp_path)
+
+    for rank in range(2):
+        counted = json.loads((tmp_path / f"{rank}.json").read_text())
+        for fqn in ("blocks.0", "blocks.1", "blocks.2"):
+            assert counted["cpu"][fqn]["fetched_bytes"] > 0
+            assert counted["cpu"][fqn]["copied_bytes"] == 0
+            assert counted["nvme"][fqn]["copied_bytes"] == counted["nvme"][fqn]["fetched_bytes"]
 
 
 def test_nothing_of_the_store_is_mapped_after_the_end(daemon: Daemon) -> None:
