@@ -65,6 +65,12 @@ class DaemonConfig(BaseModel):
     io_read_threads: int = Field(default=4, ge=1, le=64, description="threads that read from nvme")
     io_write_threads: int = Field(default=2, ge=1, le=64, description="threads that write to nvme")
     optimizer_threads: int = Field(default=1, ge=1, le=64, description="threads that run optimizer kernels")
+    worker_nice: int = Field(
+        default=0, ge=0, le=19, description="niceness of these threads: how far they yield to whoever computes"
+    )
+    numa_node: int | None = Field(
+        default=None, ge=0, le=1023, description="NUMA node on whose cores and memory the daemon stays; default: any"
+    )
     huge_pages: bool = Field(
         default=False,
         description="shared memory in pages of 2 MiB (vm.nr_hugepages) where there are enough",

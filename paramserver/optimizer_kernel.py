@@ -33,7 +33,9 @@ class OptimizerUpdate:
     def __call__(self, tile: Tile) -> None:
         """Updates weight and states of the tile in place, and the low-precision parameter from the master weight."""
         gradient = tile.scratch
-        gradient.copy_(tile.gradient).mul_(self.grad_scale)
+        gradient.copy_(tile.gradient)
+        if self.grad_scale != 1.0:
+            gradient.mul_(self.grad_scale)
         if self.clip_value is not None:
             gradient.clamp_(-self.clip_value, self.clip_value)
         low_precision = Kind.MASTER in tile.tensors

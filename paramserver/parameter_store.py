@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from paramserver.sessions.sessions import Session as ClientSession
 from paramserver.sessions.sessions import Sessions
 from paramserver.status import answering_errors, finished
 from paramserver.streams import RawContext, Streams
+from paramserver.tracing import Traces, read_counters
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from storage.engine import Engine
@@ -40,6 +42,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         streams: Streams,
         gate: Gate,
         quotas: Quotas,
+        traces: Traces,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
@@ -47,6 +50,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self._streams = streams
         self._gate = gate
         self._quotas = quotas
+        self._traces = traces
         self._host_quota = HostQuota(quotas, engine, sessions)
         self._readers = Readers(engine, sessions, quotas, self._host_quota)
 
@@ -142,6 +146,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         async with answering_errors(context):
             session = self._session(request.session_id, context)
             granted: list[Lease] = []
+            asked_at = time.monotonic()
             try:
                 for want in wire.batch(request.wants, "wants"):
                     granted.append(await self._acquire(session, want))
@@ -150,7 +155,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                     if not lease.void:
                         await self._sessions.release(session, lease, publish=False, next_use=NEVER)
                 raise
-            return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease) for lease in granted])
+            return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
         if want.HasField("range"):
@@ -355,8 +360,27 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             async for response in self._readers.watch(session, self._engine.job(request.job)):
                 yield response
 
+    async def ReadCounters(
+        self,
+        request: pb.ReadCountersRequest,
+        context: grpc.aio.ServicerContext[pb.ReadCountersRequest, pb.ReadCountersResponse],
+    ) -> pb.ReadCountersResponse:
+        async with answering_errors(context):
+            self._session(request.session_id, context)
+            return read_counters(self._engine)
 
-def _lease_to_wire(lease: Lease) -> pb.Lease:
+    async def CollectSpans(
+        self,
+        request: pb.CollectSpansRequest,
+        context: grpc.aio.ServicerContext[pb.CollectSpansRequest, pb.CollectSpansResponse],
+    ) -> pb.CollectSpansResponse:
+        async with answering_errors(context):
+            session = self._session(request.session_id, context)
+            job = await session.job()
+            return self._traces.collect(session.session_id, job.spec.identity, ends=request.ends)
+
+
+def _lease_to_wire(lease: Lease, asked_at: float) -> pb.Lease:
     version = lease.pin.copy.step if lease.pin is not None else lease.step
     return pb.Lease(
         lease_id=lease.lease_id,
@@ -364,4 +388,5 @@ def _lease_to_wire(lease: Lease) -> pb.Lease:
         arena_offset=lease.region.offset,
         size_bytes=lease.nbytes,
         generation=lease.region.generation,
+        update_wait_seconds=0.0 if lease.pin is None else max(0.0, lease.pin.slab.updated_at - asked_at),
     )

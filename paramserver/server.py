@@ -16,7 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from paramserver import __version__
+from paramserver import __version__, numa
 from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import DaemonConfig, is_loopback
 from paramserver.handlers import CheckingServer
@@ -31,6 +31,7 @@ from paramserver.sessions.service import SessionService
 from paramserver.sessions.sessions import SessionLimits, Sessions
 from paramserver.store_admin import StoreAdmin
 from paramserver.streams import Streams
+from paramserver.tracing import Traces
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
@@ -63,7 +64,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     """Runs a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
 
     Raises:
-        ConfigError: a certificate or the token file cannot be used.
+        ConfigError: a certificate, the token file or the NUMA node cannot be used.
         StorageError: the state directory, its files or the budgets do not allow to start.
     """
     stop = asyncio.Event()
@@ -78,6 +79,8 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     tokens = TokenFile(config.token_file) if config.token_file is not None else None
     # Sockets and files are this user's alone.
     os.umask(0o077)
+    if config.numa_node is not None:
+        numa.stay_on(config.numa_node)
     engine = await Engine.open(
         EngineConfig(
             state_dir=config.state_dir,
@@ -89,6 +92,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             io_read_threads=config.io_read_threads,
             io_write_threads=config.io_write_threads,
             optimizer_threads=config.optimizer_threads,
+            worker_nice=config.worker_nice,
             admission_timeout_seconds=config.admission_timeout_seconds,
             arena_slots=config.max_sessions,
             arena_file=config.arena_file.absolute() if config.arena_file else None,
@@ -118,6 +122,12 @@ async def _serve(
     quotas = Quotas(config.quotas)
     engine.queue.weight_of = weight_of = lambda job: quotas.of(job).weight
     transfers = Transfers(config.stream_budget, stall_seconds=config.stream_stall_seconds, weight_of=weight_of)
+    traces = Traces(engine.nvme.tracer)
+
+    def end_session(session_id: str) -> None:
+        transfers.end_session(session_id)
+        traces.end_session(session_id)
+
     sessions = Sessions(
         engine,
         SessionLimits(
@@ -125,7 +135,7 @@ async def _serve(
             grace_seconds=config.session_grace_seconds,
             max_sessions=config.max_sessions,
         ),
-        on_end=transfers.end_session,
+        on_end=end_session,
     )
     cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
@@ -136,7 +146,7 @@ async def _serve(
         following = asyncio.ensure_future(tokens.follow())
         cleanup.callback(following.cancel)
     streams = Streams(engine, transfers, config.stream_window)
-    store = ParameterStore(engine, sessions, session_service, streams, gate, quotas)
+    store = ParameterStore(engine, sessions, session_service, streams, gate, quotas, traces)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

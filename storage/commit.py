@@ -18,6 +18,7 @@ from storage.placement import Residents
 from storage.slab import Slab
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
+from storage.tracing import Activity
 from storage.versions import Job, unneeded_versions
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,8 @@ class Committer:
                 self._nvme.free(region)
         written = _unrecorded(job, record.step)
         kept = _durable_after(job, record.step)
-        await self._nvme.sync()
+        with self._nvme.tracer.span(Activity.SYNC, f"{job.spec.identity}/all groups/step {record.step}"):
+            await self._nvme.sync()
         await self._in_catalog_thread(lambda: self._record(job, record, written, sorted(kept)))
         for slab, (version, _) in written.items():
             slab.recorded.add(version)

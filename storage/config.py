@@ -18,6 +18,8 @@ class EngineConfig:
     io_read_threads: int = 4
     io_write_threads: int = 2
     optimizer_threads: int = 1
+    # How far the threads above yield to others: 0 not at all, 19 as far as the system allows.
+    worker_nice: int = 0
     # A device that takes longer for one request is stuck.
     device_timeout_seconds: float = 30.0
     # What background verification may read; 0: it is off.

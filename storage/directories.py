@@ -35,6 +35,7 @@ async def open_nvme(
     budget_bytes: int,
     read_threads: int,
     write_threads: int,
+    nice: int,
     stuck_after_seconds: float,
 ) -> NvmeTier:
     """The tier over `directories`, or the state directory where there are none; `used` is what the catalog names.
@@ -58,6 +59,7 @@ async def open_nvme(
                 [*named, *set_aside],
                 read_threads=read_threads,
                 write_threads=write_threads,
+                nice=nice,
             )
             undo.push_async_callback(file.io.close)
             files.append(file)

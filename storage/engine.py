@@ -35,6 +35,7 @@ from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
 from storage.steps import Steps
+from storage.threads import begin_work
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.extents import Extent
 from storage.tiers.host import HostTier
@@ -75,7 +76,9 @@ class Engine:
         tiles = TilePool(host)
         self.reader = RangeReader(host, nvme, tiles)
         self._registry = Registry(host, nvme, self.residents, tiles.nbytes)
-        self._compute = ThreadPoolExecutor(config.optimizer_threads, "optimizer", initializer=_one_torch_thread)
+        self._compute = ThreadPoolExecutor(
+            config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
+        )
         transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
         self._steps = Steps(host, nvme, self.residents, transformer, self._committer)
@@ -111,6 +114,7 @@ class Engine:
                 budget_bytes=config.nvme_budget_bytes,
                 read_threads=config.io_read_threads,
                 write_threads=config.io_write_threads,
+                nice=config.worker_nice,
                 stuck_after_seconds=config.device_timeout_seconds,
             )
             undo.push_async_callback(nvme.close)
@@ -621,5 +625,6 @@ async def _outcome(write: asyncio.Task[None]) -> None:
     write.result()
 
 
-def _one_torch_thread() -> None:
+def _begin_to_compute(nice: int) -> None:
+    begin_work(nice)
     torch.set_num_threads(1)

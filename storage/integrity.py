@@ -17,6 +17,9 @@ from storage.errors import DamagedBlockError, DataLossError
 # optimizer's tiles, which are multiples of it, stay small enough for small host budgets.
 BLOCK_BYTES = 16 << 10
 
+_xxh3 = xxhash.xxh3_64_intdigest
+_SEED_MASK = (1 << 64) - 1
+
 
 class Checksums:
     """One checksum per block of a region of `nbytes`; the last block may be short.
@@ -37,9 +40,9 @@ class Checksums:
 
     def record(self, offset: int, buffer: memoryview) -> None:
         """Takes the checksums of bytes that are about to be written at `offset`."""
-        first = self._first_block(offset, len(buffer))
-        for i, start in enumerate(range(0, len(buffer), BLOCK_BYTES), first):
-            self.values[i] = self._checksum(i, buffer[start : start + BLOCK_BYTES])
+        values = self.values
+        for i, start in enumerate(range(0, len(buffer), BLOCK_BYTES), self._first_block(offset, len(buffer))):
+            values[i] = _xxh3(buffer[start : start + BLOCK_BYTES], self._fingerprint + i & _SEED_MASK)
 
     def verify(self, offset: int, buffer: memoryview) -> None:
         """Checks bytes that were read at `offset`.
@@ -47,17 +50,14 @@ class Checksums:
         Raises:
             DamagedBlockError: they are not the bytes that were written.
         """
-        first = self._first_block(offset, len(buffer))
-        for i, start in enumerate(range(0, len(buffer), BLOCK_BYTES), first):
-            if self.values[i] != self._checksum(i, buffer[start : start + BLOCK_BYTES]):
+        values = self.values
+        for i, start in enumerate(range(0, len(buffer), BLOCK_BYTES), self._first_block(offset, len(buffer))):
+            if values[i] != _xxh3(buffer[start : start + BLOCK_BYTES], self._fingerprint + i & _SEED_MASK):
                 raise DamagedBlockError(self.label, offset + start, min(BLOCK_BYTES, len(buffer) - start))
 
     def dump(self) -> bytes:
         """What the catalog stores."""
         return self.values.tobytes()
-
-    def _checksum(self, index: int, block: memoryview) -> int:
-        return xxhash.xxh3_64_intdigest(block, seed=(self._fingerprint + index) % (1 << 64))
 
     def _first_block(self, offset: int, length: int) -> int:
         end = offset + length

@@ -23,6 +23,7 @@ from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import NvmeTier
+from storage.tracing import Activity
 
 NOTHING_LATER: Mapping[Slab, asyncio.Future[Any]] = {}
 
@@ -203,8 +204,10 @@ class PrefetchQueue:
 
     async def _run(self, fetch: _Fetch, region: ArenaRange | None, nbytes: int) -> None:
         slab = fetch.slab
+        activity = Activity.DEMAND_FETCH if fetch.waiters else Activity.PREFETCH
         try:
-            copy = await self._load(fetch, region)
+            with self._host.counters.fetching, self._nvme.tracer.span(activity, slab.label(slab.latest or 0), nbytes):
+                copy = await self._load(fetch, region)
         except BaseException as error:
             del self._fetches[slab]
             for waiter in fetch.waiters:

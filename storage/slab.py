@@ -46,6 +46,8 @@ class Slab:
     recorded: set[int] = field(default_factory=set)
     # The step of the newest bytes, committed or not; None: never written, which reads as zeros.
     latest: int | None = None
+    # When an update made it so, by time.monotonic().
+    updated_at: float = -math.inf
     copy: HostCopy | None = None
     # Under way: the newest version is being written to NVMe for a snapshot, and must not change in place.
     snapshot: asyncio.Event | None = None

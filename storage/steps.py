@@ -20,6 +20,7 @@ from storage.slab import Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeTier
+from storage.tracing import Activity
 from storage.transform import Kernel, Transformer
 from storage.versions import Job, PendingStep
 
@@ -129,14 +130,17 @@ class Steps:
         dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
         low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
         reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
-        await self._transformer.run(
-            group,
-            step,
-            reads=reads,
-            gradient=self._host.tensor(gradient, dtype, group.spec.numel),
-            kernel=kernel,
-            position=position,
-        )
+        tracer, key = self._nvme.tracer, group.slabs[0].key
+        label = f"{key.job}/{key.group}/step {step}"
+        with tracer.span(Activity.UPDATE, label):
+            await self._transformer.run(
+                group,
+                step,
+                reads=reads,
+                gradient=self._host.tensor(gradient, dtype, group.spec.numel),
+                kernel=tracer.traced(Activity.OPTIMIZER, label, kernel),
+                position=position,
+            )
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Seals the step and finishes it; returns whether it is durable already."""
@@ -149,7 +153,8 @@ class Steps:
             pending.sealed.set()
             await self._finish_writes(job, pending)
             record = CommitRecord(step=step, committed_at=time.time(), client_states=dict(client_states))
-            durable = await self._committer.commit(job, record, settled)
+            with self._nvme.tracer.span(Activity.COMMIT, f"{job.spec.identity}/all groups/step {step}"):
+                durable = await self._committer.commit(job, record, settled)
             job.pending = None
             job.announce()
             return durable

@@ -40,6 +40,8 @@ _MADV_COLLAPSE = 25
 # In one call: each makes all processors drain their lists of pages first, which takes as long as some MiB (measured for
 # 1 GiB: 2.8 s in pieces of 2 MiB, 0.3 s in pieces of 16 or 64).
 _COLLAPSE_BYTES = 32 << 20
+_PR_SET_NAME = 15
+_MAX_THREAD_NAME_BYTES = 15
 
 
 def create_shared_memory(name: str, size: int) -> int:
@@ -456,3 +458,21 @@ def _device_error(verb: str, path: Path, error: OSError) -> DeviceError | DiskFu
             f"cannot {verb} {path}: {error.strerror}; free space there or lower nvme_budget. Committed steps are intact"
         )
     return DeviceError(f"cannot {verb} {path}: {error.strerror}")
+
+
+def name_thread(name: str) -> None:
+    """Gives the calling thread the name that `top -H` and /proc show; the kernel keeps its first 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:_MAX_THREAD_NAME_BYTES]), 0, 0, 0)
+
+
+def renice_thread(nice: int) -> None:
+    """Makes the calling thread yield to others at least as far as `nice` (0: not at all, 19: as far as possible) says.
+
+    Raises:
+        DeviceError: the kernel refuses.
+    """
+    try:
+        if os.getpriority(os.PRIO_PROCESS, 0) < nice:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+    except OSError as error:
+        raise DeviceError(f"worker_nice: cannot make a thread's niceness {nice}: {error.strerror}") from error

@@ -8,6 +8,8 @@ does not depend on the size of the group.
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from storage.errors import BudgetExceededError
+from storage.errors import BudgetExceededError, DamagedBlockError
 from storage.integrity import BLOCK_BYTES
 from storage.placement import Residents
-from storage.shard import MAX_OPTIMIZER_STATES, DType, Kind
-from storage.slab import Group, HostCopy, Slab
+from storage.shard import MAX_OPTIMIZER_STATES, Kind
+from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
@@ -30,8 +32,11 @@ from storage.turns import Turns
 # Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
 TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 20
-# Master weight, optimizer states and the gradient's scratch in fp32, and the parameter in 16 bits.
-BYTES_PER_TILE_ELEMENT = 4 * (2 + MAX_OPTIMIZER_STATES) + 2
+# What a kernel gets at a time: a part of a tile whose bytes are verified, updated and recorded while they are in the
+# processor's cache.
+PART_ELEMENTS = 1 << 18
+# Master weight and optimizer states in fp32, and the parameter in 16 bits.
+BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
 TILE_SETS = 4
 # What the tile sets may take of the host budget.
 TILE_BUDGET_FRACTION = 4
@@ -39,7 +44,8 @@ TILE_BUDGET_FRACTION = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What a kernel works on: elements `[start, start + numel)` of the group, in every kind, as 1-D tensors.
+    """What a kernel works on: elements `[start, start + numel)` of the group, at most PART_ELEMENTS, in every kind, as
+    1-D tensors.
 
     `gradient` has its own dtype; `scratch` is fp32, of the same length, with undefined contents.
     """
@@ -131,6 +137,7 @@ class Transformer:
         self._tiles = tiles
         self._executor = executor
         self._turns = Turns()
+        self._scratch = _Scratch()
 
     async def run(
         self,
@@ -160,7 +167,8 @@ class Transformer:
             try:
                 async with self._turns.at(position):
                     for slab in group.slabs:
-                        streams.append(await self._open_stream(slab, step, slab.key.kind in reads, undo))
+                        next_use = position if slab.key.kind is Kind.PARAM else NEVER
+                        streams.append(await self._open_stream(slab, step, slab.key.kind in reads, next_use, undo))
                     for start in range(0, group.spec.numel, self._tiles.elements):
                         region = await self._tiles.take()
                         tile = self._tile(region, group, start, streams, gradient, kernel)
@@ -171,9 +179,9 @@ class Transformer:
         for stream in streams:
             self._finish(stream, step)
 
-    async def _open_stream(self, slab: Slab, step: int, reads: bool, undo: AsyncExitStack) -> _Stream:
+    async def _open_stream(self, slab: Slab, step: int, reads: bool, next_use: float, undo: AsyncExitStack) -> _Stream:
         await self._idle(slab)
-        copy = _copy_to_work_on(slab)
+        copy = self._copy_to_work_on(slab, next_use)
         source = None
         if copy is not None:
             if reads and slab.latest is not None and copy.step != slab.latest:
@@ -188,6 +196,20 @@ class Transformer:
             target = await self._nvme.allocate(slab.nbytes, slab.label(step))
             undo.callback(self._nvme.free, target)
         return _Stream(slab=slab, reads=reads, copy=copy, source=source, target=target)
+
+    def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
+        """The slab's copy, or a new one where there is room that nobody needs sooner: what stays in host memory is not
+        read again. A copy away from home that is in use is left to its readers.
+
+        States have no next use: each update needs all of them once, so that none would take the place of another.
+        """
+        copy = slab.copy
+        if copy is None and (region := self._host.try_allocate(slab.nbytes, next_use)) is not None:
+            copy = slab.copy = HostCopy(region, step=None, at_home=False)
+        elif copy is None or copy.pins or (copy.step is None and not copy.at_home):
+            return None
+        copy.next_use = next_use
+        return copy
 
     async def _idle(self, slab: Slab) -> None:
         """Waits until the slab may be worked on in place, where it will be."""
@@ -210,51 +232,33 @@ class Transformer:
     ) -> None:
         try:
             numel = min(self._tiles.elements, group.spec.numel - start)
-            tensors, views = self._map(region, start, numel, streams)
-            for stream in streams:
-                if stream.reads and stream.slab.latest is None:
-                    tensors[stream.slab.key.kind].zero_()
-            await self._nvme.read_many(
-                [Transfer(s.source, _offset(s, start), views[s.slab]) for s in streams if s.source], Priority.UPDATE
-            )
-            tile = Tile(
-                start=start,
-                numel=numel,
-                tensors=tensors,
-                gradient=gradient[start : start + numel],
-                scratch=self._host.tensor(region, DType.FLOAT32, numel),
-            )
-            await asyncio.get_running_loop().run_in_executor(self._executor, kernel, tile)
-            await self._nvme.write_many(
-                [Transfer(s.target, _offset(s, start), views[s.slab]) for s in streams if s.target], Priority.UPDATE
-            )
+            parts = _Parts(start, numel, self._map(region, start, numel, streams), gradient, kernel, self._scratch)
+            await self._nvme.read_raw(parts.reads(0, numel), Priority.UPDATE)
+            loop, done = asyncio.get_running_loop(), 0
+            while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
+                # It may not be the disk's mistake: what is wrong is read once more before that counts.
+                await self._nvme.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
+            await self._nvme.write_raw(parts.writes(), Priority.UPDATE)
         finally:
             self._tiles.give(region)
 
-    def _map(
-        self, region: ArenaRange, start: int, numel: int, streams: Sequence[_Stream]
-    ) -> tuple[dict[Kind, torch.Tensor], dict[Slab, memoryview]]:
-        """Where each slab's part of the tile is: in its copy, or in the tile's buffer behind the scratch."""
-        tensors: dict[Kind, torch.Tensor] = {}
-        views: dict[Slab, memoryview] = {}
-        used = self._tiles.elements * DType.FLOAT32.itemsize
+    def _map(self, region: ArenaRange, start: int, numel: int, streams: Sequence[_Stream]) -> list[_Mapped]:
+        """Where each slab's part of the tile is: in its copy, or in the tile's buffer."""
+        mapped, used = [], 0
         for stream in streams:
-            dtype = stream.slab.spec.dtype
-            length = round_up(numel * dtype.itemsize)
+            itemsize = stream.slab.spec.dtype.itemsize
             if stream.copy is not None:
-                base, offset = self._host.view(stream.copy.region), start * dtype.itemsize
+                base, offset = self._host.view(stream.copy.region), start * itemsize
             else:
                 base, offset = self._host.view(region), used
-                used += self._tiles.elements * dtype.itemsize
-            views[stream.slab] = base[offset : offset + length]
-            tensors[stream.slab.key.kind] = torch.frombuffer(
-                base[offset : offset + numel * dtype.itemsize], dtype=dtype.torch
-            )
-        return tensors, views
+                used += self._tiles.elements * itemsize
+            mapped.append(_Mapped(stream, base[offset : offset + round_up(numel * itemsize)], start * itemsize))
+        return mapped
 
     def _finish(self, stream: _Stream, step: int) -> None:
         slab = stream.slab
         slab.latest = step
+        slab.updated_at = time.monotonic()
         if stream.target is not None:
             slab.versions[step] = stream.target
         if stream.copy is not None:
@@ -265,14 +269,89 @@ class Transformer:
             self._residents.detach(slab)
 
 
-def _copy_to_work_on(slab: Slab) -> HostCopy | None:
-    """The slab's copy, if it is idle. One away from home that is in use is left to its readers."""
-    copy = slab.copy
-    if copy is None or copy.pins or (copy.step is None and not copy.at_home):
-        return None
-    return copy
+class _Scratch(threading.local):
+    """One buffer for each thread that runs kernels: it stays in that one's cache."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(PART_ELEMENTS, dtype=torch.float32)
 
 
-def _offset(stream: _Stream, start: int) -> int:
-    """The byte of the slab where a tile begins."""
-    return start * stream.slab.spec.dtype.itemsize
+class _Mapped:
+    """A stream's bytes of one tile: `view`, whole pages of host memory, is at byte `offset` of the slab."""
+
+    def __init__(self, stream: _Stream, view: memoryview, offset: int) -> None:
+        self.stream = stream
+        self._view = view
+        self._offset = offset
+        self.tensor = torch.frombuffer(view, dtype=stream.slab.spec.dtype.torch)
+
+    def transfer(self, region: NvmeRegion, first: int, end: int | None) -> Transfer:
+        """Elements `[first, end)` of the tile as bytes of a region; to the end of the last page without an `end`."""
+        itemsize = self.stream.slab.spec.dtype.itemsize
+        stop = None if end is None else end * itemsize
+        return Transfer(region, self._offset + first * itemsize, self._view[first * itemsize : stop])
+
+
+class _Parts:
+    """A tile's work on the optimizer's thread, part after part, each while it is in the processor's cache.
+
+    The bytes of all kinds are verified before the kernel touches a part, so that a part is done or as it was.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        numel: int,
+        mapped: Sequence[_Mapped],
+        gradient: torch.Tensor,
+        kernel: Kernel,
+        scratch: _Scratch,
+    ) -> None:
+        self._start = start
+        self._numel = numel
+        self._mapped = mapped
+        self._gradient = gradient
+        self._kernel = kernel
+        self._scratch = scratch
+
+    def end_of(self, first: int) -> int:
+        """Where the part that begins at element `first` of the tile ends."""
+        return min(first + PART_ELEMENTS, self._numel)
+
+    def reads(self, first: int, end: int) -> list[Transfer]:
+        """What elements `[first, end)` of the tile need from NVMe."""
+        stop = end if end < self._numel else None
+        return [m.transfer(m.stream.source, first, stop) for m in self._mapped if m.stream.source is not None]
+
+    def writes(self, first: int = 0, end: int | None = None) -> list[Transfer]:
+        """What goes to NVMe of them; by default of all."""
+        stop = end if end is not None and end < self._numel else None
+        return [m.transfer(m.stream.target, first, stop) for m in self._mapped if m.stream.target is not None]
+
+    def work(self, first: int) -> int:
+        """Does the parts from element `first` on. Returns the element where one with wrong bytes begins, or `numel`."""
+        while first < self._numel:
+            end = self.end_of(first)
+            try:
+                for region, offset, buffer in self.reads(first, end):
+                    region.checksums.verify(offset, buffer)
+            except DamagedBlockError:
+                return first
+            tensors = {m.stream.slab.key.kind: m.tensor[first:end] for m in self._mapped}
+            for m in self._mapped:
+                if m.stream.reads and m.stream.slab.latest is None:
+                    tensors[m.stream.slab.key.kind].zero_()
+            start = self._start + first
+            self._kernel(
+                Tile(
+                    start=start,
+                    numel=end - first,
+                    tensors=tensors,
+                    gradient=self._gradient[start : self._start + end],
+                    scratch=self._scratch.tensor[: end - first],
+                )
+            )
+            for region, offset, buffer in self.writes(first, end):
+                region.checksums.record(offset, buffer)
+            first = end
+        return self._numel

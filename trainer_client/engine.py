@@ -29,6 +29,8 @@ from trainer_client.model.states import PlacedStates, placement_bytes
 from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.precision import LossScaler
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.report.reporter import Reporter
+from trainer_client.report.step_report import StepReport
 from trainer_client.run_state import Progress, RunState, Scheduler
 from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
@@ -75,6 +77,7 @@ class Engine:
         reduction: ReductionSchedule,
         max_skipped_in_row: int | None,
         steps_per_print: int | None,
+        reporter: Reporter,
         local_rank: int,
         resources: ExitStack,
     ) -> None:
@@ -102,6 +105,7 @@ class Engine:
         self._reduction = reduction
         self._max_skipped_in_row = max_skipped_in_row
         self._steps_per_print = steps_per_print
+        self._reporter = reporter
         self._resources = resources
         self._backwards = 0  # since the last boundary
         self._boundary: bool | None = None  # as the user says; None: by the count of micro-batches
@@ -283,6 +287,13 @@ class Engine:
         """Where this rank's state lives: bytes by home ("device", "host", "nvme") of "parameters", "gradients" and
         "optimizer" (master weights and optimizer states)."""
         return placement_bytes(self._states)
+
+    def step_report(self) -> StepReport | None:
+        """Where the time of the last step went, on this rank, and how far it was from the roofline.
+
+        None before the first step. Not a collective; waits for the store's answer to a small question.
+        """
+        return self._reporter.last()
 
     def wait_for_commit(self) -> None:
         """Returns when the newest commit is there as the job's durability class says. Raises StoreError."""
@@ -476,12 +487,15 @@ class Engine:
         return self._run_state.encode(progress, self.client_state)
 
     def _report(self) -> None:
+        line = None
         if self._collectives.rank == 0 and self._steps_per_print and self.global_steps % self._steps_per_print == 0:
             rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-            log.info(
-                *("step=%d skipped=%d lr=%s norm=%s", self.global_steps),
-                *(self.skipped_steps, rates, self._step.gradient_norm),
-            )
+            shown = (self.global_steps, self.skipped_steps, rates, self._step.gradient_norm)
+
+            def line(report: StepReport) -> None:
+                log.info("step=%d skipped=%d lr=%s norm=%s %s", *shown, report)
+
+        self._reporter.end_step(self.global_steps, line)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -38,6 +38,10 @@ from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.precision import LossScaler, PrecisionPolicy
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.report.recorder import Recorder
+from trainer_client.report.reporter import Reporter
+from trainer_client.report.step_report import Part
+from trainer_client.report.step_trace import StepTrace
 from trainer_client.run_state import RunState, Scheduler
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
@@ -125,7 +129,8 @@ def initialize(
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
         local_rank, device = _join_processes(dist_init_required, distributed_port, processes)
-        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
+        recorder = Recorder()
+        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds, recorder)
         processes.callback(collectives.close)
         batch = resolve_batch_sizes(settings, collectives.world_size)
         loader = make_loader(
@@ -136,7 +141,7 @@ def initialize(
             world_size=collectives.world_size,
             collate_fn=collate_fn,
         )
-        store = _connect(settings, collectives, local_rank, prefer_streams, resources)
+        store = _connect(settings, collectives, local_rank, prefer_streams, recorder, resources)
         # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
         # end their sessions, which the daemon's end waits for.
         resources.callback(processes.close)
@@ -161,6 +166,7 @@ def initialize(
             batch,
             loader if isinstance(loader, TrainingLoader) else None,
             local_rank,
+            recorder,
             resources,
         )
     return engine, store_optimizer, loader, scheduler
@@ -178,6 +184,7 @@ def _make_engine(
     batch: BatchSizes,
     data: TrainingLoader | None,
     local_rank: int,
+    recorder: Recorder,
     resources: ExitStack,
 ) -> Engine:
     """An engine at the job's newest step, or at step 0 of a new job. A collective."""
@@ -193,23 +200,30 @@ def _make_engine(
         early_updates=settings.paramserver.early_updates,
         parameters=len(parameters),
     )
+    trace = None
+    if settings.paramserver.trace is not None:
+        trace = StepTrace(settings.paramserver.trace, recorder, store, collectives.rank)
+        resources.callback(trace.close)
     clock = Clock()
+    residency = Residency(
+        job.units,
+        store,
+        prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
+        kept_elements=settings.zero_optimization.stage3_max_live_parameters,
+        is_alone=job.sharers == 1,
+        recorder=recorder,
+    )
     for unit in job.units:
         # Before the session ends: what a unit shows afterwards would keep the store's memory from being freed.
         resources.callback(unit.abandon)
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
-        residency=Residency(
-            job.units,
-            store,
-            prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
-            kept_elements=settings.zero_optimization.stage3_max_live_parameters,
-            is_alone=job.sharers == 1,
-        ),
+        residency=residency,
         reduction_order=ReductionOrder(len(job.units), collectives),
         compute_dtype=policy.compute_dtype,
         clock=clock,
+        recorder=recorder,
     )
     hooks.install()
     engine = Engine(
@@ -250,6 +264,18 @@ def _make_engine(
         reduction=ReductionSchedule.of(settings),
         max_skipped_in_row=settings.paramserver.max_consecutive_skipped_steps,
         steps_per_print=settings.steps_per_print,
+        reporter=Reporter(
+            recorder,
+            residency.counters,
+            store,
+            Part(
+                parameters=sum(parameter.shape.numel() for parameter in parameters),
+                world_size=collectives.world_size,
+                sharers=job.sharers,
+                data_plane=store.plane.name,
+            ),
+            trace,
+        ),
         local_rank=local_rank,
         resources=resources.pop_all(),
     )
@@ -314,7 +340,12 @@ def _join_processes(required: bool | None, port: int, processes: ExitStack) -> t
 
 
 def _connect(
-    settings: TrainingConfig, collectives: Collectives, local_rank: int, prefer_streams: bool, resources: ExitStack
+    settings: TrainingConfig,
+    collectives: Collectives,
+    local_rank: int,
+    prefer_streams: bool,
+    recorder: Recorder,
+    resources: ExitStack,
 ) -> RankStore:
     """A session with the operator's daemon, or with one that the first rank of this node starts. A collective."""
     address = settings.store_address(os.environ)
@@ -335,7 +366,7 @@ def _connect(
         address = local_address(settings.state_dir())
     wait_until_serving(address, _SERVING_SECONDS, credentials)
     client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
-    store = RankStore(address, client, credentials, prefer_streams=prefer_streams)
+    store = RankStore(address, client, credentials, prefer_streams=prefer_streams, recorder=recorder)
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store

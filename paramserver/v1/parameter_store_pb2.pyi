@@ -412,18 +412,20 @@ class AcquireLeasesResponse(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation")
+    __slots__ = ("lease_id", "version", "arena_offset", "size_bytes", "generation", "update_wait_seconds")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARENA_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     version: int
     arena_offset: int
     size_bytes: int
     generation: int
-    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    update_wait_seconds: float
+    def __init__(self, lease_id: _Optional[int] = ..., version: _Optional[int] = ..., arena_offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., update_wait_seconds: _Optional[float] = ...) -> None: ...
 
 class ReleaseLeasesRequest(_message.Message):
     __slots__ = ("session_id", "releases")
@@ -822,3 +824,65 @@ class WatchJobResponse(_message.Message):
     NEWEST_FIELD_NUMBER: _ClassVar[int]
     newest: VersionInfo
     def __init__(self, newest: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
+
+class ReadCountersRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class ReadCountersResponse(_message.Message):
+    __slots__ = ("tiers", "monotonic_seconds")
+    class TierCounters(_message.Message):
+        __slots__ = ("tier", "bytes_read", "bytes_written", "read_seconds", "write_seconds", "fetch_seconds", "bytes_per_second")
+        TIER_FIELD_NUMBER: _ClassVar[int]
+        BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+        BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+        READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        WRITE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+        tier: Tier
+        bytes_read: int
+        bytes_written: int
+        read_seconds: float
+        write_seconds: float
+        fetch_seconds: float
+        bytes_per_second: float
+        def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., fetch_seconds: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[ReadCountersResponse.TierCounters]
+    monotonic_seconds: float
+    def __init__(self, tiers: _Optional[_Iterable[_Union[ReadCountersResponse.TierCounters, _Mapping]]] = ..., monotonic_seconds: _Optional[float] = ...) -> None: ...
+
+class CollectSpansRequest(_message.Message):
+    __slots__ = ("session_id", "ends")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    ends: bool
+    def __init__(self, session_id: _Optional[str] = ..., ends: _Optional[bool] = ...) -> None: ...
+
+class CollectSpansResponse(_message.Message):
+    __slots__ = ("spans", "dropped", "monotonic_seconds")
+    class Span(_message.Message):
+        __slots__ = ("activity", "subject", "began_seconds", "ended_seconds", "size_bytes")
+        ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+        SUBJECT_FIELD_NUMBER: _ClassVar[int]
+        BEGAN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        ENDED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        activity: str
+        subject: str
+        began_seconds: float
+        ended_seconds: float
+        size_bytes: int
+        def __init__(self, activity: _Optional[str] = ..., subject: _Optional[str] = ..., began_seconds: _Optional[float] = ..., ended_seconds: _Optional[float] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[CollectSpansResponse.Span]
+    dropped: int
+    monotonic_seconds: float
+    def __init__(self, spans: _Optional[_Iterable[_Union[CollectSpansResponse.Span, _Mapping]]] = ..., dropped: _Optional[int] = ..., monotonic_seconds: _Optional[float] = ...) -> None: ...

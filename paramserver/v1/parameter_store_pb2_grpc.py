@@ -134,6 +134,16 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.FromString,
                 _registered_method=True)
+        self.ReadCounters = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/ReadCounters',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersResponse.FromString,
+                _registered_method=True)
+        self.CollectSpans = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/CollectSpans',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.FromString,
+                _registered_method=True)
 
 
 class ParameterStoreServicer:
@@ -301,6 +311,22 @@ class ParameterStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadCounters(self, request, context):
+        """What the daemon's tiers have done since its start, for all jobs together, and its clock: what a client needs to say how
+        far a step was from the roofline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CollectSpans(self, request, context):
+        """What the store did for the session's job since the last call, for a trace. The first call begins to take note of it;
+        `ends` and the session's end end that. The newest spans are dropped where too many have come since the last call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -403,6 +429,16 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.WatchJob,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.SerializeToString,
+            ),
+            'ReadCounters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadCounters,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersResponse.SerializeToString,
+            ),
+            'CollectSpans': grpc.unary_unary_rpc_method_handler(
+                    servicer.CollectSpans,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -945,6 +981,60 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/WatchJob',
             paramserver_dot_v1_dot_parameter__store__pb2.WatchJobRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.WatchJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCounters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/ReadCounters',
+            paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.ReadCountersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectSpans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/CollectSpans',
+            paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.CollectSpansResponse.FromString,
             options,
             channel_credentials,
             insecure,

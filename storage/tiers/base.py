@@ -61,6 +61,7 @@ class TierCounters:
     bytes_written: int = 0
     reading: BusyClock = field(default_factory=BusyClock)
     writing: BusyClock = field(default_factory=BusyClock)
+    fetching: BusyClock = field(default_factory=BusyClock)
 
 
 class Tier(Protocol[RegionT]):

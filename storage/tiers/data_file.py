@@ -34,9 +34,11 @@ class DataFile:
     """`data.<number>` in one directory."""
 
     def __init__(
-        self, number: int, path: Path, used: Iterable[Extent], *, read_threads: int, write_threads: int
+        self, number: int, path: Path, used: Iterable[Extent], *, read_threads: int, write_threads: int, nice: int = 0
     ) -> None:
         """Opens or creates the file; `used` are the extents of it that must not be written to.
+
+        The threads that do its I/O have the niceness `nice`.
 
         Raises:
             DataLossError: `used` does not fit the file.
@@ -52,7 +54,9 @@ class DataFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self.io: IoEngine = ThreadedIo(self._fd, path, read_threads=read_threads, write_threads=write_threads)
+        self.io: IoEngine = ThreadedIo(
+            self._fd, path, read_threads=read_threads, write_threads=write_threads, nice=nice
+        )
         if not self.direct:
             log.warning(
                 "%s: the file system of %s refuses O_DIRECT; its I/O goes through the page cache, which costs memory "

@@ -21,21 +21,17 @@ class Priority(enum.IntEnum):
     SCRUB = 3
 
 
-def no_check() -> None:
-    """Nothing is known of the bytes."""
-
-
 @dataclass(slots=True, eq=False)
 class IoRequest:
     """`buffer`, page-aligned whole pages of host memory, from or to byte `position` of the file.
 
-    `check` is called where the transfer runs, on any thread: after a read, to raise if the bytes are wrong (the bytes
-    are then read once more before the error counts), or before a write, to take note of them.
+    `check`, if any, is called where the transfer runs, on any thread: after a read, to raise if the bytes are wrong
+    (the bytes are then read once more before the error counts), or before a write, to take note of them.
     """
 
     position: int
     buffer: memoryview
-    check: Callable[[], None] = no_check
+    check: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

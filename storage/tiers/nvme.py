@@ -1,7 +1,8 @@
 """The NVMe tier: regions are lists of extents of preallocated data files, one in each directory, best on own devices.
 
 Owns the files, the budget over all of them, and what is known of the health of the devices. Bytes are spread over the
-devices in proportion to their measured speed. Everything that is read is verified first.
+devices in proportion to their measured speed. Everything that is read is verified before it is used: by the tier, or
+by whoever asks for it raw because the bytes go through the processor's cache there anyway.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import logging
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +24,8 @@ from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
 from storage.tiers.data_file import GROWTH_BYTES, DataFile
 from storage.tiers.extents import Extent, overlapping, without
 from storage.tiers.health import DeviceWatch
-from storage.tiers.io_engine import IoRequest, Priority, no_check
+from storage.tiers.io_engine import IoRequest, Priority
+from storage.tracing import Activity, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class NvmeTier:
         self.files = tuple(files)
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
+        self.tracer = Tracer()
         self.bad = set(bad)
         self.damaged_blocks = 0
         # Completes the error with what the engine knows, and keeps what is set aside for the next start.
@@ -255,18 +259,29 @@ class NvmeTier:
             DamagedBlockError: a block is not what was written, also when it is read again.
             DeviceError: they cannot be read.
         """
-        for transfer in transfers:
-            transfer.region.holders += 1
         try:
-            with self.counters.reading:
-                await self._move(transfers, priority, write=False)
-            for region, offset, buffer in transfers:
-                if not region.blocks_are_whole:
-                    await asyncio.to_thread(region.checksums.verify, offset, buffer)
-            self.counters.bytes_read += sum(len(transfer.buffer) for transfer in transfers)
+            await self._read(transfers, priority, verified=True)
         except DamagedBlockError as error:
             self._set_aside(error, next(t.region for t in transfers if t.region.checksums.label == error.label))
             raise
+
+    async def read_raw(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+        """As `read_many`, but the caller verifies the buffers by the regions' checksums before it uses a byte of them.
+
+        What it finds wrong it asks `read_many` for, which reads it again and, if need be, sets it aside.
+        """
+        await self._read(transfers, priority, verified=False)
+
+    async def _read(self, transfers: Sequence[Transfer], priority: Priority, *, verified: bool) -> None:
+        for transfer in transfers:
+            transfer.region.holders += 1
+        try:
+            with self.counters.reading, self._span(Activity.NVME_READ, transfers):
+                await self._move(transfers, priority, write=False, checked=verified)
+            for region, offset, buffer in transfers:
+                if verified and not region.blocks_are_whole:
+                    await asyncio.to_thread(region.checksums.verify, offset, buffer)
+            self.counters.bytes_read += sum(len(transfer.buffer) for transfer in transfers)
         finally:
             for transfer in transfers:
                 self.free(transfer.region)
@@ -274,13 +289,20 @@ class NvmeTier:
     async def write_many(self, transfers: Sequence[Transfer], priority: Priority) -> None:
         """Writes the buffers and takes their checksums; neighbours on a device are written together. Durable only after
         `sync`."""
+        await self._write(transfers, priority, recorded=False)
+
+    async def write_raw(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+        """As `write_many`, but the caller has recorded the bytes in the regions' checksums."""
+        await self._write(transfers, priority, recorded=True)
+
+    async def _write(self, transfers: Sequence[Transfer], priority: Priority, *, recorded: bool) -> None:
         for transfer in transfers:
             transfer.region.holders += 1
             transfer.region.writers += 1
             self._unsynced.add(transfer.region)
         try:
-            with self.counters.writing:
-                await self._move(transfers, priority, write=True)
+            with self.counters.writing, self._span(Activity.NVME_WRITE, transfers):
+                await self._move(transfers, priority, write=True, checked=not recorded)
             self.counters.bytes_written += sum(len(transfer.buffer) for transfer in transfers)
         finally:
             for transfer in transfers:
@@ -329,14 +351,14 @@ class NvmeTier:
         for file in self.files:
             await file.io.close()
 
-    async def _move(self, transfers: Sequence[Transfer], priority: Priority, *, write: bool) -> None:
+    async def _move(self, transfers: Sequence[Transfer], priority: Priority, *, write: bool, checked: bool) -> None:
         requests: dict[int, list[IoRequest]] = {file.number: [] for file in self.files}
         for transfer in transfers:
             region = transfer.region
-            check = region.checksums.record if write else region.checksums.verify
+            checksums = region.checksums.record if write else region.checksums.verify
             for extent, offset, piece in _pieces(transfer):
-                checks = functools.partial(check, offset, piece) if region.blocks_are_whole else no_check
-                requests[extent.file].append(IoRequest(extent.offset, piece, checks))
+                check = functools.partial(checksums, offset, piece) if checked and region.blocks_are_whole else None
+                requests[extent.file].append(IoRequest(extent.offset, piece, check))
         calls = [
             (file.io.write if write else file.io.read)(requests[file.number], priority)
             for file in self.files
@@ -346,6 +368,11 @@ class NvmeTier:
             await calls[0]
         else:
             await settle([asyncio.ensure_future(call) for call in calls])
+
+    def _span(self, activity: Activity, transfers: Sequence[Transfer]) -> AbstractContextManager[None]:
+        # Transfers that are made together are of one group.
+        label = transfers[0].region.checksums.label if transfers else ""
+        return self.tracer.span(activity, label, sum(len(transfer.buffer) for transfer in transfers))
 
     def _set_aside(self, error: DamagedBlockError, region: NvmeRegion) -> None:
         """Never uses the pages of a damaged block again."""

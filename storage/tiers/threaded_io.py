@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from storage import syscalls
 from storage.errors import DataLossError
+from storage.threads import begin_work
 from storage.tiers.base import BusyClock
 from storage.tiers.io_engine import IoLoad, IoRequest, Priority
 
@@ -39,12 +40,12 @@ LEAD_BYTES = 8 << 20
 class ThreadedIo:
     """See IoEngine."""
 
-    def __init__(self, fd: int, path: Path, *, read_threads: int, write_threads: int) -> None:
-        """Takes over the descriptor `fd` of the file at `path`."""
+    def __init__(self, fd: int, path: Path, *, read_threads: int, write_threads: int, nice: int = 0) -> None:
+        """Takes over the descriptor `fd` of the file at `path`; its threads have the niceness `nice`."""
         self._fd = fd
         self._path = path
-        self._reads = _Lane(f"{path.name}-read", read_threads, self._read)
-        self._writes = _Lane(f"{path.name}-write", write_threads, self._write)
+        self._reads = _Lane(f"{path.name}-read", read_threads, self._read, nice)
+        self._writes = _Lane(f"{path.name}-write", write_threads, self._write, nice)
         self._syncs = ThreadPoolExecutor(1, f"{path.name}-sync")
         self._sync_began: float | None = None
 
@@ -121,7 +122,8 @@ class _Queued:
 
     def check(self) -> None:
         """Raises what the request's check does."""
-        self.request.check()
+        if self.request.check is not None:
+            self.request.check()
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +141,8 @@ class _Queued:
 class _Checker:
     """One thread for checks: they run at the speed of memory, and a thread that does them cannot feed the device."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, nice: int) -> None:
+        self._nice = nice
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -154,6 +157,7 @@ class _Checker:
         self._thread.join()
 
     def _work(self) -> None:
+        begin_work(self._nice)
         while work := self._queue.get():
             work()
 
@@ -161,10 +165,11 @@ class _Checker:
 class _Lane:
     """Worker threads that move requests in the order of their priority, neighbours together."""
 
-    def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None]) -> None:
+    def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None], nice: int) -> None:
         """`move` transfers requests that follow each other in the file."""
         self._move = move
-        self._checker = _Checker(f"{name}-check")
+        self._nice = nice
+        self._checker = _Checker(f"{name}-check", nice)
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
@@ -199,10 +204,10 @@ class _Lane:
         if not requests:
             return
         batch = _Batch(self._loop.create_future(), len(requests))
-        batch.items = [_Queued(request, priority, batch, checked=check_first) for request in requests]
+        batch.items = [_Queued(r, priority, batch, checked=check_first or r.check is None) for r in requests]
         with self._lock:
             self.depth += len(requests)
-        if check_first:
+        if check_first and any(request.check for request in requests):
             self._checker.submit(functools.partial(self._check_and_admit, list(batch.items)))
         else:
             self._admit(batch.items)
@@ -288,6 +293,7 @@ class _Lane:
         self._admit(again)
 
     def _work(self, worker: int) -> None:
+        begin_work(self._nice)
         while run := self._next_run(worker):
             errors = self._transfer(run)
             nbytes = sum(item.nbytes for item in run)

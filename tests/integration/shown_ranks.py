@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trainer_client
+from tests.integration.gathers import count_gathers
 from trainer_client.model.layout import PAGED_CHUNK
 
 WIDTH = 1024
@@ -51,12 +52,12 @@ def main() -> None:
         }
         engine, *_ = trainer_client.initialize(model=Wide(), config=config)
         with engine:
+            counters = count_gathers(engine)
             for step in range(2):
                 torch.manual_seed(step)
                 engine.backward(engine(torch.randn(2, 8)))
                 engine.step()
-            snapshot = engine._hooks._residency.counters.snapshot()
-            counted[home] = {fqn: asdict(counts) for fqn, counts in snapshot.by_unit.items()}
+            counted[home] = {fqn: asdict(counts) for fqn, counts in counters.snapshot().by_unit.items()}
     (directory / f"{dist.get_rank()}.json").write_text(json.dumps(counted))
     dist.destroy_process_group()
 

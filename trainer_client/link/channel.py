@@ -160,22 +160,33 @@ def translate(error: grpc.RpcError) -> StoreError:
     return _ERRORS.get(code, StoreError)(code, reason)
 
 
+def _ignore(response: Any, began: float, ended: float) -> None:
+    """Nobody wants to know how long it was waited for."""
+
+
 class Pending(Generic[T]):
     """A call under way: `wait` gives its result, as often as it is asked."""
 
-    def __init__(self, future: Any, finish: Callable[[Any], T]) -> None:
+    def __init__(
+        self, future: Any, finish: Callable[[Any], T], waited: Callable[[Any, float, float], None] = _ignore
+    ) -> None:
+        """`waited` is told the response and from when to when it was waited for, in seconds of time.monotonic()."""
         self._future = future
         self._finish = finish
+        self._waited = waited
 
     def wait(self) -> T:
         """Raises StoreError."""
+        began = time.monotonic()
         try:
             response = self._future.result()
         except grpc.RpcError as error:
             raise translate(error) from error
         except grpc.FutureCancelledError as error:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from error
-        return self._finish(response)
+        result = self._finish(response)
+        self._waited(response, began, time.monotonic())
+        return result
 
     def on_response(self, act: Callable[[Any], None]) -> None:
         """Has `act` called with the response itself once it is there, on any thread; never, if the call fails."""

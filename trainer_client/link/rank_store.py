@@ -6,6 +6,7 @@ swallow a failure: what fails behind the caller's back is raised by the next cal
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from trainer_client.link.planes import ArenaPlane, LeasedBytes, Plane, StreamPla
 from trainer_client.link.sender import Sender
 from trainer_client.link.session import Session
 from trainer_client.link.streams import Streams
+from trainer_client.report.recorder import Cause, Link, Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class RankStore:
     client: who we are, for people.
     credentials: what to show to the daemon.
     prefer_streams: leave the arena alone even where it can be mapped.
+    recorder: is told what is waited for and moved.
 
     Raises:
         ConfigError: the address or the credentials cannot be used.
@@ -76,11 +79,18 @@ class RankStore:
     """
 
     def __init__(
-        self, address: str, client: str, credentials: Credentials = NO_CREDENTIALS, *, prefer_streams: bool = False
+        self,
+        address: str,
+        client: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        *,
+        prefer_streams: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.as_of_step: int | None = None
         self.address = address
         self.credentials = credentials
+        self._recorder = recorder or Recorder()
         self._failure: StoreError | None = None
         # Bytes that the store has fetched for the job, and the sum of what each fetch took in seconds.
         self.fetched: tuple[int, float] = 0, 0.0
@@ -168,10 +178,24 @@ class RankStore:
             for slab in slabs
         ]
 
-        def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
-            return [self.plane.open_read(lease) for lease in response.leases]
+        where, asked = _unit_of(wants), time.monotonic()
 
-        return Pending(self._acquire(wants), finish)
+        def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
+            began = time.monotonic()
+            leases = [self.plane.open_read(lease) for lease in response.leases]
+            self._recorder.moved(Link.FROM_STORE, where, sum(lease.size_bytes for lease in response.leases), began)
+            return leases
+
+        def waited(response: pb.AcquireLeasesResponse, began: float, ended: float) -> None:
+            updated = asked + max((lease.update_wait_seconds for lease in response.leases), default=0.0)
+            updated = min(max(began, updated), ended)
+            self._recorder.stalled(Cause.UPDATE, where, began, updated)
+            self._recorder.stalled(Cause.FETCH, where, updated, ended)
+
+        future = self._acquire(wants)
+        if self._recorder.is_tracing:
+            future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
+        return Pending(future, finish, waited)
 
     def acquire_write(self, slabs: Iterable[Slab], step: int) -> Pending[list[LeasedBytes]]:
         """Write leases, all or none, in the order of the slabs; the bytes will belong to `step`."""
@@ -182,7 +206,15 @@ class RankStore:
         def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
             return [self.plane.open_write(lease) for lease in response.leases]
 
-        return Pending(self._acquire(wants), finish)
+        # All else that is written takes part in a commit.
+        of_gradients = all(want.slab.kind == pb.KIND_GRAD for want in wants)
+        cause, where = Cause.GRADIENT_MEMORY if of_gradients else Cause.COMMIT, _unit_of(wants)
+
+        return Pending(
+            self._acquire(wants),
+            finish,
+            lambda _, began, ended: self._recorder.stalled(cause, where, began, ended),
+        )
 
     def release(self, leases: Iterable[LeasedBytes], next_use: int | None = None) -> Pending[None]:
         """Returns leases, and with them the right to look at their bytes. Does not wait, and need not be waited for."""
@@ -207,8 +239,7 @@ class RankStore:
 
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
         """Returns write leases and stages their bytes as the version of their step."""
-        for leased in leases:
-            self.plane.flush(leased)
+        self._flush(f"{len(leases)} leases", leases)
         self.check_leases()
         releases = [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, publish=True) for leased in leases]
         request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
@@ -221,8 +252,9 @@ class RankStore:
         updates: Sequence[GroupUpdate],
     ) -> None:
         """Hands gradients over; returns when the store has accepted them. Consumes their leases."""
-        self._flush(updates)
-        self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
+        self._flush_gradients(updates)
+        with self._recorder.waiting(Cause.HAND_OVER, _units_of(updates)):
+            self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
 
     def start_apply_gradients(
         self,
@@ -235,7 +267,11 @@ class RankStore:
         self._check()
         request = self._apply_request(step, hyper_parameters, updates, provisional=True)
         future = self._hand_overs.submit(self._start_apply, request, updates)
-        return Pending(future, lambda _: None)
+        return Pending(
+            future,
+            lambda _: None,
+            lambda _, began, ended: self._recorder.stalled(Cause.HAND_OVER, _units_of(updates), began, ended),
+        )
 
     def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
         """Undoes updates that `start_apply_gradients` has begun and whose end was waited for; their gradients are this
@@ -246,12 +282,12 @@ class RankStore:
     def _start_apply(self, request: pb.ApplyGradientsRequest, updates: Sequence[GroupUpdate]) -> Any:
         """On a thread of its own: to send gradients may take long. The call itself begins in its turn, after what was
         sent before: leases that were returned are returned then."""
-        self._flush(updates)
+        self._flush_gradients(updates)
         return self._sender.begin(self._stub.ApplyGradients, request, CONTROL_DEADLINE_SECONDS).result()
 
-    def _flush(self, updates: Sequence[GroupUpdate]) -> None:
+    def _flush_gradients(self, updates: Sequence[GroupUpdate]) -> None:
         for update in updates:
-            self.plane.flush(update.gradient)
+            self._flush(_unit_of_group(update.group), [update.gradient])
         self.check_leases()
 
     def _apply_request(
@@ -287,7 +323,28 @@ class RankStore:
             session_id=self.session_id, step=step, client_state=client_state, settled_step=settled_step
         )
         future = self._stub.CommitStep.future(request, timeout=COMMIT_DEADLINE_SECONDS)
-        return Pending(future, lambda response: bool(response.durable))
+        return Pending(
+            future,
+            lambda response: bool(response.durable),
+            lambda _, began, ended: self._recorder.stalled(Cause.COMMIT, f"step {step}", began, ended),
+        )
+
+    def read_counters(self) -> Future[pb.ReadCountersResponse]:
+        """What the store's tiers have done since its start. Does not wait; its failure is only the caller's."""
+        request = pb.ReadCountersRequest(session_id=self.session_id)
+        return self._sender.begin(self._stub.ReadCounters, request, CONTROL_DEADLINE_SECONDS)
+
+    def collect_spans(self, *, ends: bool) -> Future[pb.CollectSpansResponse]:
+        """What the store has done for the job since the last call; the first one begins to take note. As
+        `read_counters`."""
+        request = pb.CollectSpansRequest(session_id=self.session_id, ends=ends)
+        return self._sender.begin(self._stub.CollectSpans, request, CONTROL_DEADLINE_SECONDS)
+
+    def _flush(self, where: str, leases: Sequence[LeasedBytes]) -> None:
+        began = time.monotonic()
+        for leased in leases:
+            self.plane.flush(leased)
+        self._recorder.moved(Link.TO_STORE, where, sum(leased.data.numel() for leased in leases), began)
 
     def _acquire(self, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
         self._check()
@@ -322,3 +379,16 @@ class RankStore:
         self._session.wait_until_attached()
         if self._failure is not None:
             raise self._failure
+
+
+def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
+    """The unit of a request, whose groups are named by it and the range that they are of it."""
+    return _unit_of_group(wants[0].slab.group) if wants else ""
+
+
+def _units_of(updates: Sequence[GroupUpdate]) -> str:
+    return _unit_of_group(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
+
+
+def _unit_of_group(name: str) -> str:
+    return name.rpartition("[")[0]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from trainer_client.errors import CollectiveError, CollectiveTimeoutError
 from trainer_client.ranks.watch import Watch
+from trainer_client.report.recorder import Cause, Link, Recorder
 
 # torch 2.13 has new names for these two and warns about the old ones; older versions have only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,6 +48,7 @@ class Collectives:
     """Args:
     device: where tensors of collectives live; the process group's backend must know it.
     timeout_seconds: how long a rank waits for the others in one collective.
+    recorder: is told what is waited for and moved.
 
     Every method that communicates raises CollectiveError where other ranks do not take part, CollectiveTimeoutError
     among them. Nothing can be communicated after it.
@@ -58,8 +60,9 @@ class Collectives:
     that is ahead.
     """
 
-    def __init__(self, device: torch.device, timeout_seconds: float = 1800.0) -> None:
+    def __init__(self, device: torch.device, timeout_seconds: float = 1800.0, recorder: Recorder | None = None) -> None:
         self.device = device
+        self._recorder = recorder or Recorder()
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._timeout_seconds = timeout_seconds
@@ -93,7 +96,7 @@ class Collectives:
             return
         begun = time.monotonic() if begun is None else begun
         try:
-            with self._watch.within(what):
+            with self._watch.within(what), self._recorder.waiting(Cause.RANKS, what):
                 yield
         except RuntimeError as error:  # torch.distributed has no narrower one for gloo
             timed_out = time.monotonic() - begun >= self._timeout_seconds
@@ -108,6 +111,13 @@ class Collectives:
                 "restart the job, it resumes from the last commit"
             ) from error
 
+    @contextmanager
+    def _moving(self, what: str, flat: torch.Tensor) -> Iterator[None]:
+        began = time.monotonic()
+        with self.within(what):
+            yield
+        self._recorder.moved(Link.COLLECTIVES, what, flat.nbytes, began)
+
     def gather_unit(self, flat: torch.Tensor, chunk: torch.Tensor, what: str) -> None:
         """As `all_gather_flat`, for a unit that all ranks have confirmed; see lockstep.py."""
         self._gather_flat(flat, chunk, what, _UNITS)
@@ -120,7 +130,7 @@ class Collectives:
         if self.world_size == 1:
             flat.copy_(chunk, non_blocking=True)
         else:
-            with self.within(what):
+            with self._moving(what, flat):
                 _all_gather(flat, chunk.to(flat.device, non_blocking=True), group=self._groups[group])
         if flat.is_cuda:
             # The host must not give the chunk's memory back while the device still reads from it.
@@ -133,7 +143,7 @@ class Collectives:
 
         Divides before it adds, as DDP does: a sum of many fp16 gradients would overflow.
         """
-        with self.within(what):
+        with self._moving(what, flat):
             _reduce_scatter(chunk, flat.div_(self.world_size), group=self._groups[_MAIN])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:

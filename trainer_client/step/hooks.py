@@ -38,6 +38,7 @@ from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterErro
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.precision import cast_floating_inputs
+from trainer_client.report.recorder import Recorder
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.reduction_order import ReductionOrder
@@ -61,6 +62,7 @@ class UnitHooks:
     units: the root first.
     compute_dtype: of the root's floating-point inputs; None: they stay as they are.
     clock: the job's, so that positions go on growing after a resume.
+    recorder: is told the phases, and which unit's code runs.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class UnitHooks:
         reduction_order: ReductionOrder,
         compute_dtype: torch.dtype | None,
         clock: Clock,
+        recorder: Recorder,
     ) -> None:
         self._units = units
         self._root = units[0]
@@ -79,9 +82,10 @@ class UnitHooks:
         self._residency = residency
         self._reduction_order = reduction_order
         self._compute_dtype = compute_dtype
-        self._phases = Phases()
+        self._recorder = recorder
+        self._phases = Phases(recorder.enter_phase)
         self._training = Trace(clock)
-        self._inference = Trace(clock, ends_in_update=False)
+        self._inference = Trace(clock, amid=self._training)
         self._trace = self._inference
         self._step = 0  # that the gradients of the current backward belong to
         self._running: list[_Frame] = []
@@ -146,6 +150,7 @@ class UnitHooks:
         self._end_uses(keep=True)
         self._used = {index: None for index in self._used if self._open[index]}
         self._gradients.finish_backward(self._step)
+        self._recorder.compute(None)
         self._phases.enter(Verb.END_BACKWARD)
 
     def abort_backward(self) -> None:
@@ -232,7 +237,9 @@ class UnitHooks:
         with nullcontext() if frame.has_returned else suppress(SessionEndedError):
             if all(other.unit is not unit for other in self._running):
                 self._release_after_forward(unit, may_release=frame.may_release)
-            if not self._running:
+            if self._running:
+                self._recorder.compute("forward", self._running[-1].unit.fqn)
+            else:
                 self._end_forward()
                 self._residency.check()
 
@@ -247,6 +254,7 @@ class UnitHooks:
 
     def _end_forward(self) -> None:
         """The outermost forward has ended."""
+        self._recorder.compute(None)
         if self._trace is self._inference:
             self._inference.end()
         self._residency.pause()
@@ -332,6 +340,7 @@ class UnitHooks:
             return
         over = self._reduction_order.unit_is_over(unit.index)
         if complete:
+            self._recorder.compute("backward", self._root.fqn)
             # First: the update that a reduction may begin works on what is in the store's host memory, if it is idle.
             self._in_backward.discard(unit.index)
             self._residency.let_go(Holder(unit.index, Part.BACKWARD))
@@ -353,8 +362,10 @@ class UnitHooks:
 
     def _hold(self, unit: Unit, part: Part, lent: set[int]) -> None:
         """Gathers the unit, and what it borrows."""
+        self._recorder.compute(None)
         for index in (unit.index, *sorted(lent)):
             self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)
+        self._recorder.compute(part.name.lower(), unit.fqn)
 
     def _hold_gathered(self, unit: Unit, part: Part) -> None:
         for each in (unit, *(self._units[index] for index in self._lent[unit.index])):

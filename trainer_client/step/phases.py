@@ -20,7 +20,7 @@ phase alone. Forwards within BACKWARD are recomputations and no verb: they belon
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from trainer_client.errors import PhaseError
 
@@ -79,11 +79,14 @@ _TRANSITIONS: Mapping[tuple[Verb, Phase], Phase] = {
 class Phases:
     """The phase of one engine. Raises PhaseError where the table has no transition."""
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Callable[[str], None] = lambda _: None) -> None:
+        """`entered` is told the name of each phase that is entered, in lower case."""
         self.current = Phase.IDLE
+        self._entered = entered
 
     def enter(self, verb: Verb) -> None:
         following = _TRANSITIONS.get((verb, self.current))
         if following is None:
             raise PhaseError(f"{verb.value} was called where it cannot be: {self.current.value}")
         self.current = following
+        self._entered(following.name.lower())

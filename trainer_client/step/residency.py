@@ -15,6 +15,7 @@ from statistics import median
 
 from trainer_client.link.rank_store import RankStore
 from trainer_client.model.units import Unit, UnitState
+from trainer_client.report.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
 from trainer_client.step.window import Window
@@ -49,6 +50,7 @@ class Residency:
         held counts too. None: nothing stays.
     is_alone: no other rank uses the store. Ranks that are at different units, and hold leases on what only passes
         through the store's host memory while they compute, could wait for each other's room.
+    recorder: is told what gathers take.
 
     Attributes:
         counters: what the gathers of uses cost, for a step report.
@@ -62,9 +64,11 @@ class Residency:
         prefetch_bytes: int,
         kept_elements: int | None,
         is_alone: bool,
+        recorder: Recorder,
     ) -> None:
         self._units = units
         self._store = store
+        self._recorder = recorder
         self._prefetch_bytes = prefetch_bytes
         self._kept_elements = kept_elements
         self._is_alone = is_alone
@@ -93,7 +97,8 @@ class Residency:
         predicted = self._is_predicted(unit, trace)
         position = trace.use(unit.index)
         self._make_room(unit, trace)
-        self._gather(unit, position, trace.next_use(unit.index), predicted=predicted)
+        with self._recorder.gathering(unit.fqn):
+            self._gather(unit, position, trace.next_use(unit.index), predicted=predicted)
         self.share(unit, holder)
         following = next(trace.upcoming(), None)
         if following is not None:

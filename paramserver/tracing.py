@@ -1,0 +1,100 @@
+"""What clients that train are told of the store's side of a step: counters of the tiers, and the spans of their job.
+
+Owns the spans that wait to be collected, for each session that takes a trace, of bounded number. Must never keep spans
+for a session that does not ask for them, nor tell one of another job.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine
+from storage.tiers.base import TierCounters
+from storage.tracing import Span, Tracer
+
+# Of one session, between two calls: a third of what a message may have.
+MAX_SPANS = 50_000
+# Of all sessions: some 30 MB.
+MAX_SPANS_OF_ALL = 2 * MAX_SPANS
+
+
+@dataclass(slots=True, eq=False)
+class _Collection:
+    job: str
+    spans: list[Span] = field(default_factory=list)
+    dropped: int = 0
+
+
+class Traces:
+    """Of all sessions. Called on the event loop; spans come on any thread."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._collections: dict[str, _Collection] = {}
+
+    def collect(self, session_id: str, job: str, *, ends: bool) -> pb.CollectSpansResponse:
+        """The spans of a job since the session's last call; none if this is its first.
+
+        Args:
+            job: its identity.
+            ends: nothing is kept for the session any more.
+        """
+        collected = self._collections.pop(session_id, None) or _Collection(job)
+        if not ends:
+            self._collections[session_id] = _Collection(job)
+        self._listen()
+        return pb.CollectSpansResponse(
+            spans=[_span_to_wire(span) for span in collected.spans],
+            dropped=collected.dropped,
+            monotonic_seconds=time.monotonic(),
+        )
+
+    def end_session(self, session_id: str) -> None:
+        """The session is over."""
+        if self._collections.pop(session_id, None) is not None:
+            self._listen()
+
+    def _listen(self) -> None:
+        self._tracer.listener = self._on_span if self._collections else None
+
+    def _on_span(self, span: Span) -> None:
+        # A copy: the event loop may change it meanwhile.
+        collections = list(self._collections.values())
+        is_room = sum(len(collection.spans) for collection in collections) < MAX_SPANS_OF_ALL
+        for collection in collections:
+            if collection.job != span.job:
+                continue
+            if is_room and len(collection.spans) < MAX_SPANS:
+                collection.spans.append(span)
+            else:
+                collection.dropped += 1
+
+
+def read_counters(engine: Engine) -> pb.ReadCountersResponse:
+    """One reading of the tiers, over all jobs."""
+    host, nvme = _counters(pb.TIER_HOST, engine.host.counters), _counters(pb.TIER_NVME, engine.nvme.counters)
+    nvme.bytes_per_second = sum(file.bandwidth or 0.0 for file in engine.nvme.files)
+    return pb.ReadCountersResponse(tiers=[host, nvme], monotonic_seconds=time.monotonic())
+
+
+def _counters(tier: pb.Tier, counters: TierCounters) -> pb.ReadCountersResponse.TierCounters:
+    return pb.ReadCountersResponse.TierCounters(
+        tier=tier,
+        bytes_read=counters.bytes_read,
+        bytes_written=counters.bytes_written,
+        read_seconds=counters.reading.seconds,
+        write_seconds=counters.writing.seconds,
+        fetch_seconds=counters.fetching.seconds,
+    )
+
+
+def _span_to_wire(span: Span) -> pb.CollectSpansResponse.Span:
+    return pb.CollectSpansResponse.Span(
+        activity=span.activity.value,
+        subject=span.subject,
+        began_seconds=span.began_seconds,
+        ended_seconds=span.ended_seconds,
+        size_bytes=span.nbytes,
+    )
