@@ -210,6 +210,7 @@ def _make_engine(
         store,
         prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
         kept_elements=settings.zero_optimization.stage3_max_live_parameters,
+        is_alone=job.sharers == 1,
         recorder=recorder,
     )
     for unit in job.units:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import trainer_client
+from tests.integration.gathers import count_gathers
 from tests.integration.training import micro_batches
 from tests.integration.zoo import ZOO, Block, Language
 from trainer_client import Engine
@@ -54,13 +55,9 @@ def train(engine: Engine, batches: Iterable[torch.Tensor]) -> None:
         engine.step()
 
 
-def counters_of(engine: Engine) -> GatherCounters:
-    return engine._hooks._residency.counters
-
-
-def predicted(engine: Engine, unit: str | None = None) -> float:
+def predicted(counters: GatherCounters, unit: str | None = None) -> float:
     """Of the gathers counted so far, how many the store was told of."""
-    snapshot = counters_of(engine).snapshot()
+    snapshot = counters.snapshot()
     counts = snapshot.total if unit is None else snapshot.by_unit[unit]
     return counts.predicted / counts.gathers
 
@@ -70,39 +67,42 @@ def predicted(engine: Engine, unit: str | None = None) -> float:
 def test_what_repeats_is_asked_for_before_it_is_used(model_store: str, name: str, home: str) -> None:
     torch.manual_seed(1)
     with start(ZOO[name]().train(), model_store, f"repeats-{name}-{home}", home) as engine:
+        counters = count_gathers(engine)
         train(engine, BATCHES[:1])
-        assert predicted(engine) < ENOUGH, "the first step teaches"
-        counters_of(engine).reset()
+        assert predicted(counters) < ENOUGH, "the first step teaches"
+        counters.reset()
         train(engine, BATCHES[1:6])
 
-        assert predicted(engine) > ENOUGH
+        assert predicted(counters) > ENOUGH
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 def test_a_unit_that_is_used_in_some_steps_only_stays_expected(model_store: str, home: str) -> None:
     model = Sometimes()
     with start(model, model_store, f"sometimes-{home}", home) as engine:
+        counters = count_gathers(engine)
         for model.step, batch in enumerate(BATCHES):
             if model.step == 2:
-                counters_of(engine).reset()
+                counters.reset()
             train(engine, [batch])
 
-        assert predicted(engine) > ENOUGH
-        assert predicted(engine, "blocks.2") == 1.0
+        assert predicted(counters) > ENOUGH
+        assert predicted(counters, "blocks.2") == 1.0
 
 
 def test_the_window_of_training_outlives_an_evaluation(model_store: str) -> None:
     torch.manual_seed(1)
     with start(ZOO["gpt2-zoo"]().train(), model_store, "evaluated", "nvme") as engine:
+        counters = count_gathers(engine)
         for batch in BATCHES[:4]:
             train(engine, [batch])
             with torch.no_grad():
                 engine(input_ids=batch, labels=batch)
                 engine(input_ids=batch, labels=batch)
             if batch is BATCHES[0]:
-                counters_of(engine).reset()
+                counters.reset()
 
-        assert predicted(engine) > ENOUGH
+        assert predicted(counters) > ENOUGH
 
 
 def test_an_unchanged_window_is_not_sent_again(model_store: str) -> None:
@@ -111,7 +111,7 @@ def test_an_unchanged_window_is_not_sent_again(model_store: str) -> None:
         with start(ZOO["gpt2-zoo"]().train(), model_store, f"messages-{home}", home) as engine:
             train(engine, BATCHES[:2])
             with patch.object(engine._store, "prefetch", wraps=engine._store.prefetch) as sent:
-                counters_of(engine).reset()
+                counters = count_gathers(engine)
                 train(engine, BATCHES[2:6])
 
-            assert sent.call_count <= most * counters_of(engine).snapshot().total.gathers
+            assert sent.call_count <= most * counters.snapshot().total.gathers

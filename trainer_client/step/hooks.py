@@ -85,7 +85,7 @@ class UnitHooks:
         self._recorder = recorder
         self._phases = Phases(recorder.enter_phase)
         self._training = Trace(clock)
-        self._inference = Trace(clock, ends_in_update=False)
+        self._inference = Trace(clock, amid=self._training)
         self._trace = self._inference
         self._step = 0  # that the gradients of the current backward belong to
         self._running: list[_Frame] = []

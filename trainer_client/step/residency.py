@@ -48,7 +48,12 @@ class Residency:
     prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
     kept_elements: how much may stay gathered although nobody holds it, because it is used again in this step; what is
         held counts too. None: nothing stays.
+    is_alone: no other rank uses the store. Ranks that are at different units, and hold leases on what only passes
+        through the store's host memory while they compute, could wait for each other's room.
     recorder: is told what gathers take.
+
+    Attributes:
+        counters: what the gathers of uses cost, for a step report.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Residency:
         *,
         prefetch_bytes: int,
         kept_elements: int | None,
+        is_alone: bool,
         recorder: Recorder,
     ) -> None:
         self._units = units
@@ -65,6 +71,7 @@ class Residency:
         self._recorder = recorder
         self._prefetch_bytes = prefetch_bytes
         self._kept_elements = kept_elements
+        self._is_alone = is_alone
         self._holders: list[set[Holder]] = [set() for _ in units]
         self._held_by: dict[Holder, set[int]] = {}
         self.counters = GatherCounters([unit.fqn for unit in units])
@@ -172,7 +179,7 @@ class Residency:
         self._told.discard(unit.index)
         self._make_room_in_store(unit)
         unit.start_gather(position)
-        cost = unit.wait_gather(next_use, may_show=True)
+        cost = unit.wait_gather(next_use, may_show=self._is_alone or not unit.passing_bytes)
         if unit.is_shown and unit.passing_bytes:
             self._passing.append(unit)
         if unit.chunk_bytes:

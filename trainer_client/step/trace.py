@@ -29,8 +29,10 @@ class Trace:
         ends_in_update: whether trainable parameters are other ones in the next repetition.
     """
 
-    def __init__(self, clock: Clock, *, ends_in_update: bool = True) -> None:
-        self.ends_in_update = ends_in_update
+    def __init__(self, clock: Clock, *, amid: Trace | None = None) -> None:
+        """`amid`: of a sequence that changes nothing, the one that goes on when it is over."""
+        self.ends_in_update = amid is None
+        self._amid = amid
         self._clock = clock
         self._expected: list[int] = []
         self._places: dict[int, list[int]] = {}  # unit -> its indices in _expected, ascending
@@ -70,7 +72,12 @@ class Trace:
         return bool(places) and places[-1] >= self._cursor
 
     def next_use(self, unit: int) -> int | None:
-        """The position at which a unit is expected next, in this sequence or in its next repetition."""
+        """The position at which a unit is expected next: in this sequence, in its next repetition, or in the one that
+        goes on afterwards."""
+        uses = [self._own_next_use(unit), self._amid.next_use(unit) if self._amid is not None else None]
+        return min((use for use in uses if use is not None), default=None)
+
+    def _own_next_use(self, unit: int) -> int | None:
         places = self._places.get(unit)
         if not places:
             return None

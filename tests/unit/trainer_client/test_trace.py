@@ -115,6 +115,23 @@ def test_a_unit_is_expected_as_long_as_it_comes_in_the_rest() -> None:
     assert [trace.expects(unit) for unit in (0, 1, 2, 3, 7)] == [False, True, True, True, False]
 
 
+def test_after_a_sequence_amid_another_one_the_other_goes_on() -> None:
+    clock = Clock()
+    training = Trace(clock)
+    inference = Trace(clock, amid=training)
+    for unit in STEP:
+        training.use(unit)
+    training.end()
+
+    now = inference.use(2)
+    assert (inference.next_use(2), inference.next_use(9)) == (now + 3, None), "in the training step"
+    inference.use(9)
+    inference.end()
+    assert inference.next_use(2) == clock.now + 1, "in another one of its own kind"
+    assert training.next_use(9) is None
+    assert (training.ends_in_update, inference.ends_in_update) == (True, False)
+
+
 def test_a_repetition_without_a_use_changes_nothing() -> None:
     trace = trained()
     trace.end()
