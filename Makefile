@@ -75,6 +75,12 @@ DEEPSPEED ?= build/deepspeed
 bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (DEEPSPEED=: without); updates RESULTS.md
 	$(BIN)/python -m benchmarks.step --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
 
+bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of disk); updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.scale --results
+
+bench-moe: venv ## Measure how often prefetching hits, for predictable and unpredictable models; updates RESULTS.md
+	$(BIN)/python -m benchmarks.prefetching --results
+
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \
 	  proto/paramserver/v1/*.proto

@@ -34,7 +34,7 @@ class Entry:
 
     Attributes:
         name: as it is called in the result.
-        kind: see `step_contestants.Spec`, as `deferred`.
+        kind: see `step_contestants.Spec`, as `deferred` and `each_step`.
         config_in: its config, given a directory of its own for what it keeps on disk.
         python: the interpreter of its environment; None: ours.
         environment: added to ours.
@@ -46,6 +46,7 @@ class Entry:
     kind: str
     config_in: Callable[[Path], Mapping[str, Any]] = field(default=lambda _: {})
     deferred: bool = False
+    each_step: bool = False
     python: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     optional: bool = False
@@ -59,6 +60,7 @@ class Block:
     Attributes:
         seconds, forward, backward, update: of each step.
         losses: the same.
+        facts: what it says of itself, of each step or of the last one.
         settle_seconds: until nothing went on behind the last one.
         use: of all steps and the settling.
     """
@@ -69,7 +71,7 @@ class Block:
     update: list[float]
     losses: list[float]
     settle_seconds: float
-    facts: Mapping[str, Any]
+    facts: list[Mapping[str, Any]]
     use: Use
 
 
@@ -89,7 +91,7 @@ class Running:
         self._process = subprocess.Popen(
             [
                 *(str(entry.python or sys.executable), "-m", "benchmarks.step_contestants"),
-                json.dumps(spec | {"deferred": entry.deferred}),
+                json.dumps(spec | {"deferred": entry.deferred, "each_step": entry.each_step}),
             ],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"} | dict(entry.environment),

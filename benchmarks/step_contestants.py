@@ -35,12 +35,14 @@ class Spec:
         kind: plain PyTorch; its forward and backward alone; this project; DeepSpeed.
         config: of the latter two.
         deferred: ours: the model is built under `zero.Init`, never whole in memory; its values are others then.
+        each_step: the facts are asked for after each step, which may take time; else after each block.
     """
 
     kind: ContestantKind
     task: TrainingTask
     config: Mapping[str, Any]
     deferred: bool = False
+    each_step: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
@@ -151,7 +153,8 @@ class Ours(WithEngine):
         self._engine.wait_for_commit()
 
     def facts(self) -> dict[str, Any]:
-        return {"placement": self._engine.placement()}
+        report = self._engine.step_report()
+        return {"placement": self._engine.placement(), "report": report and report.to_dict()}
 
     def close(self) -> None:
         self._engine.close()
@@ -199,13 +202,15 @@ def begin(spec: Spec) -> Contestant:
             return DeepSpeed(spec)
 
 
-def make_steps(contestant: Contestant, count: int, draw: Callable[[], torch.Tensor]) -> dict[str, list[float]]:
-    """Seconds of each step, of its three calls, and its loss.
+def make_steps(
+    contestant: Contestant, count: int, draw: Callable[[], torch.Tensor], *, each_step: bool
+) -> dict[str, list[Any]]:
+    """Seconds of each step, of its three calls, its loss, and the facts: of each step, or of the last.
 
     A step lasts until the next one can begin: to read the loss belongs to it, what goes on behind it to the next.
     """
-    taken: dict[str, list[float]] = {name: [] for name in ("seconds", "forward", "backward", "update", "losses")}
-    for _ in range(count):
+    taken: dict[str, list[Any]] = {name: [] for name in ("seconds", "forward", "backward", "update", "losses", "facts")}
+    for number in range(count):
         marks = [time.perf_counter()]
         loss = contestant.forward(draw())
         marks.append(time.perf_counter())
@@ -217,6 +222,8 @@ def make_steps(contestant: Contestant, count: int, draw: Callable[[], torch.Tens
         taken["seconds"].append(marks[-1] - marks[0])
         for name, begun, ended in zip(("forward", "backward", "update"), marks, marks[1:], strict=False):
             taken[name].append(ended - begun)
+        if each_step or number == count - 1:
+            taken["facts"].append(contestant.facts())
     return taken
 
 
@@ -231,10 +238,10 @@ def serve(spec: Spec, answers: TextIO) -> None:
     data = batches(spec.task)
     answer({"ready": True})
     for line in sys.stdin:
-        taken: dict[str, Any] = make_steps(contestant, int(line), lambda: next(data))
+        taken: dict[str, Any] = make_steps(contestant, int(line), lambda: next(data), each_step=spec.each_step)
         begun = time.perf_counter()
         contestant.settle()
-        answer(taken | {"settle_seconds": time.perf_counter() - begun, "facts": contestant.facts()})
+        answer(taken | {"settle_seconds": time.perf_counter() - begun})
     contestant.close()
 
 

@@ -37,6 +37,7 @@ def ours(
     durability: Durability,
     host_budget_bytes: int | None = None,
     deferred: bool = False,
+    each_step: bool = False,
     units: Any = "blocks",
 ) -> Entry:
     """This project with parameters, master weights and moments in `home`, and gradients on the host or the device.
@@ -45,6 +46,7 @@ def ours(
         parameters: elements of the model, by which budgets are set.
         host_budget_bytes: None: all of the model fits.
         deferred: the model is never whole in memory; its initial values are others than plain PyTorch's.
+        each_step: it reports on each step.
         units: `paramserver.units`.
     """
     fits = max(_LEAST_HOST_BYTES, parameters * _HOST_BYTES_PER_PARAMETER)
@@ -68,7 +70,7 @@ def ours(
         }
 
     probed = home == "nvme" or durability == "step"
-    return Entry(name=name, kind="ours", config_in=config, deferred=deferred, probed=probed)
+    return Entry(name=name, kind="ours", config_in=config, deferred=deferred, each_step=each_step, probed=probed)
 
 
 def deepspeed(

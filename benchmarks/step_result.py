@@ -13,7 +13,7 @@ A contestant's figures, seconds and bytes if nothing else is said:
 - `roofline`: `compute` (plain PyTorch's step), `io` (the disk alone, with the bytes of a step; null: not measured),
   `direct` (past the page cache), `seconds`: the larger one, and `fraction` (T_roof / T_step); medians over rounds
 - `losses` of all steps, and `loss_difference`, the largest one to plain PyTorch's
-- `facts`: what the contestant says of itself
+- `facts`: what the contestant says of itself, after its last step
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def summary(standing: Standing, reference: Standing, task: TrainingTask) -> dict
         "roofline": _roofline(standing, reference),
         "losses": standing.losses,
         "loss_difference": loss_difference(standing, reference),
-        "facts": blocks[-1].facts,
+        "facts": blocks[-1].facts[-1],
     }
 
 

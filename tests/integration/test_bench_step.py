@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import scale, scale_plot
 from benchmarks.bandwidth import REQUEST_BYTES, StepProbe
 from benchmarks.contestant_process import Block, Entry
 from benchmarks.heat import Standing
@@ -71,7 +72,7 @@ def block(*seconds: float, losses: list[float] | None = None) -> Block:
         update=values,
         losses=[] if losses is None else losses,
         settle_seconds=0.0,
-        facts={},
+        facts=[{}],
         use=USE,
     )
 
@@ -115,3 +116,23 @@ def test_the_probe_moves_whole_requests_and_leaves_nothing(tmp_path: Path) -> No
         assert probe.nbytes == 3 * REQUEST_BYTES
         assert probe.run() > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cost_by_size_is_a_table_and_a_plot(tmp_path: Path) -> None:
+    plain = standing("compute", "compute", [block(1, 1)], [1.0])
+    nvme = standing("nvme", "ours", [block(3, 3)], [2.0])
+    about = {"layers": 1, "hidden": 64, "host_budget_bytes": 1 << 30}
+    sizes = [about | {"parameters": millions * 10**6} | summaries([plain, nvme], TASK) for millions in (1, 2)]
+    result = {"parameters": {"batch": 1, "tokens": 8}, "sizes": sizes, "growth": {"seconds": 0.5, "memory": 0.5}}
+    assert "| 1 x 64 | 2 M | 1.00 | 3.00 | 1.00 | 0.00 | 0.33 |" in scale.markdown(result)
+    for name in ("first.svg", "second.svg"):
+        scale_plot.draw(result, tmp_path / name)
+    assert "roofline" in (tmp_path / "first.svg").read_text()
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
+
+
+def test_the_largest_model_has_a_budget_of_4_gib_and_1_3_billion_parameters() -> None:
+    largest = scale.FULL[-1]
+    assert 1.30e9 < largest.gpt2_parameters < 1.32e9
+    assert 3.95 * 2**30 < scale.host_budget_bytes(largest) < 4.05 * 2**30
+    assert TrainingTask(layers=12, hidden=1024, vocab=512, batch=4, tokens=256).gpt2_parameters == 151_943_168
