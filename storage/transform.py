@@ -167,7 +167,8 @@ class Transformer:
             try:
                 async with self._turns.at(position):
                     for slab in group.slabs:
-                        streams.append(await self._open_stream(slab, step, slab.key.kind in reads, undo))
+                        reading = slab.key.kind in reads
+                        streams.append(await self._open_stream(slab, step, reading, position, undo))
                     for start in range(0, group.spec.numel, self._tiles.elements):
                         region = await self._tiles.take()
                         tile = self._tile(region, group, start, streams, gradient, kernel)
@@ -178,9 +179,9 @@ class Transformer:
         for stream in streams:
             self._finish(stream, step)
 
-    async def _open_stream(self, slab: Slab, step: int, reads: bool, undo: AsyncExitStack) -> _Stream:
+    async def _open_stream(self, slab: Slab, step: int, reads: bool, position: float, undo: AsyncExitStack) -> _Stream:
         await self._idle(slab)
-        copy = _copy_to_work_on(slab)
+        copy = _copy_to_work_on(slab) or self._copy_for_next_use(slab, position)
         source = None
         if copy is not None:
             if reads and slab.latest is not None and copy.step != slab.latest:
@@ -195,6 +196,17 @@ class Transformer:
             target = await self._nvme.allocate(slab.nbytes, slab.label(step))
             undo.callback(self._nvme.free, target)
         return _Stream(slab=slab, reads=reads, copy=copy, source=source, target=target)
+
+    def _copy_for_next_use(self, slab: Slab, position: float) -> HostCopy | None:
+        """A new copy for a parameter without one, in room that is free or holds what is needed later than `position`:
+        it is used next, and would be read back then."""
+        if slab.key.kind is not Kind.PARAM or slab.copy is not None:
+            return None
+        region = self._host.try_allocate(slab.nbytes, position)
+        if region is None:
+            return None
+        slab.copy = HostCopy(region, step=None, at_home=slab.at_home_in_host, next_use=position)
+        return slab.copy
 
     async def _idle(self, slab: Slab) -> None:
         """Waits until the slab may be worked on in place, where it will be."""
