@@ -25,6 +25,7 @@ from storage import syscalls
 from storage.config import EngineConfig
 from storage.engine import Engine
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
+from storage.slab import NEVER
 from storage.tiers.extents import unused_runs, without
 from storage.transform import Kernel
 from storage.versions import Job
@@ -244,9 +245,13 @@ class Training:
         return await self.engine.commit(self.job, step, {0: str(step).encode()}, step if settled is None else settled)
 
     async def hand_over(
-        self, groups: Sequence[str] | None = None, wrap: Callable[[Kernel], Kernel] = lambda kernel: kernel
+        self,
+        groups: Sequence[str] | None = None,
+        wrap: Callable[[Kernel], Kernel] = lambda kernel: kernel,
+        position: float = NEVER,
     ) -> None:
-        """Gives the gradients of the next step of `groups` (all) to the engine; `wrap` is put around each kernel."""
+        """Gives the gradients of the next step of `groups` (all) to the engine; `wrap` is put around each kernel, and
+        they are needed next at `position`."""
         step, layout = self.job.next_step, self.layout
         for group in layout.groups if groups is None else groups:
             spec = layout.group(group)
@@ -259,7 +264,7 @@ class Training:
                 hyper_parameters=[layout.hyper_parameters(step, index) for index in range(len(layout.shards))],
                 grad_scale=GRAD_SCALE,
             )
-            self.engine.update(self.job, step, group, region, wrap(update))
+            self.engine.update(self.job, step, group, region, wrap(update), position=position)
 
     async def assert_at(self, step: int) -> None:
         """The newest bytes of every shard and kind are those of torch after `step`, bit for bit."""
