@@ -14,8 +14,8 @@ CODE := paramserver storage trainer_client benchmarks
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo faults fuzz bench-storage bench-commits bench-dataplane proto lock clean \
-  distclean
+.PHONY: help venv test lint format demo faults fuzz bench-storage bench-commits bench-dataplane bench-step bench-scale \
+  bench-moe proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,18 @@ bench-commits: venv ## See what grows over N commits (N=10000); updates benchmar
 bench-dataplane: venv ## Measure leases and streams against echo, memcpy and TCP; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.dataplane --json --results
 
+# DeepSpeed has an environment of its own, build/deepspeed: the first run sets it up (a download of some 100 MB, and
+# minutes of C++). Without it: make bench-step DEEPSPEED=
+DEEPSPEED ?= build/deepspeed
+bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (DEEPSPEED=: without); updates RESULTS.md
+	$(BIN)/python -m benchmarks.step --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
+
+bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of disk); updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.scale --results
+
+bench-moe: venv ## Measure how often prefetching hits, for predictable and unpredictable models; updates RESULTS.md
+	$(BIN)/python -m benchmarks.prefetching --results
+
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \
 	  proto/paramserver/v1/*.proto
@@ -80,7 +92,7 @@ lock: ## Resolve pyproject.toml anew into requirements.lock (with Python 3.11)
 	  echo "the lock is made with Python 3.11: make lock PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --clear build/lock
 	build/lock/bin/python -m pip install --upgrade pip
-	build/lock/bin/python -m pip install --upgrade setuptools 'torch==$(TORCH)' '.[demo,dev]'
+	build/lock/bin/python -m pip install --upgrade setuptools 'torch==$(TORCH)' '.[bench,demo,dev]'
 	{ echo '# Made by `make lock` from pyproject.toml (all extras). Do not edit.'; \
 	  build/lock/bin/python -m pip freeze --all --exclude pip --exclude paramserver \
 	    | grep --invert-match --extended-regexp '^(cuda-|nvidia-|triton==)' \

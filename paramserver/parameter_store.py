@@ -135,7 +135,8 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                 for want in wire.batch(request.wants, "wants")
             ]
             self._engine.prefetch(session.session_id, job, wants)
-            return pb.PrefetchResponse()
+            fetched = self._engine.queue.fetched(job.spec.name)
+            return pb.PrefetchResponse(fetched_bytes=fetched.nbytes, fetch_seconds=fetched.seconds)
 
     async def AcquireLeases(
         self,

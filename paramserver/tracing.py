@@ -14,8 +14,10 @@ from storage.engine import Engine
 from storage.tiers.base import TierCounters
 from storage.tracing import Span, Tracer
 
-# Of one session, between two calls: some 10 MB in memory, and a third of that in the answer.
+# Of one session, between two calls: a third of what a message may have.
 MAX_SPANS = 50_000
+# Of all sessions: some 30 MB.
+MAX_SPANS_OF_ALL = 2 * MAX_SPANS
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +25,6 @@ class _Collection:
     job: str
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
-
-    def add(self, span: Span) -> None:
-        if len(self.spans) < MAX_SPANS:
-            self.spans.append(span)
-        else:
-            self.dropped += 1
 
 
 class Traces:
@@ -65,9 +61,15 @@ class Traces:
 
     def _on_span(self, span: Span) -> None:
         # A copy: the event loop may change it meanwhile.
-        for collection in list(self._collections.values()):
-            if collection.job == span.job:
-                collection.add(span)
+        collections = list(self._collections.values())
+        is_room = sum(len(collection.spans) for collection in collections) < MAX_SPANS_OF_ALL
+        for collection in collections:
+            if collection.job != span.job:
+                continue
+            if is_room and len(collection.spans) < MAX_SPANS:
+                collection.spans.append(span)
+            else:
+                collection.dropped += 1
 
 
 def read_counters(engine: Engine) -> pb.ReadCountersResponse:

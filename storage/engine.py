@@ -339,14 +339,15 @@ class Engine:
     def prefetch(self, owner: str, job: Job, wants: Iterable[tuple[str, Kind, float]]) -> None:
         """Replaces the prefetch window of `owner`: (group, kind, trace position) of what it will need soon.
 
-        What an update under way is about to replace is left out: its old bytes are of no use.
+        What an update under way is about to replace is fetched when that is done: its old bytes are of no use.
 
         Raises:
             NotFoundError: for a slab that the job does not have.
         """
         slabs = [(job.slab(group, kind), position) for group, kind, position in wants]
         writes = job.pending.writes if job.pending else {}
-        self.queue.replace_window(owner, [(s, p) for s, p in slabs if s not in writes or writes[s].done()])
+        later = {slab: write for slab, _ in slabs if (write := writes.get(slab)) is not None and not write.done()}
+        self.queue.replace_window(owner, slabs, later)
 
     def end_prefetch(self, owner: str) -> None:
         """Drops the prefetch window of `owner`."""

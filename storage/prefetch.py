@@ -9,8 +9,11 @@ its trace.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from storage.fair_queue import FairQueue, Share
 from storage.placement import Residents
@@ -21,6 +24,8 @@ from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import NvmeTier
 from storage.tracing import Activity
+
+NOTHING_LATER: Mapping[Slab, asyncio.Future[Any]] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +39,14 @@ class _Fetch:
     @property
     def priority(self) -> Priority:
         return Priority.DEMAND if self.waiters else Priority.PREFETCH
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What was read from NVMe for a job, and the sum of what each read took."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class PrefetchQueue:
@@ -51,12 +64,17 @@ class PrefetchQueue:
         # Prefetches that have not started.
         self._waiting: FairQueue[_Fetch] = FairQueue()
         self._windows: dict[str, dict[Slab, float]] = {}
+        self._fetched: dict[str, Fetched] = {}
         host.on_free = self._pump
 
     @property
     def depth(self) -> int:
         """Fetches waiting or under way."""
         return len(self._fetches)
+
+    def fetched(self, job: str) -> Fetched:
+        """What fetches of a job's slabs have taken since the store was opened."""
+        return self._fetched.setdefault(job, Fetched())
 
     async def fetch(self, slab: Slab, position: float) -> HostCopy:
         """The newest bytes of a slab in the host tier, pinned for the caller; waits for room and for the device.
@@ -87,9 +105,15 @@ class PrefetchQueue:
                 self._drop_if_unwanted(fetch)
             raise
 
-    def replace_window(self, owner: str, wants: Iterable[tuple[Slab, float]]) -> None:
+    def replace_window(
+        self,
+        owner: str,
+        wants: Iterable[tuple[Slab, float]],
+        later: Mapping[Slab, asyncio.Future[Any]] = NOTHING_LATER,
+    ) -> None:
         """Sets what `owner` will need soon. What it wanted before, and nobody else does, is dropped if not started, and
-        becomes the first to be displaced if it is already here."""
+        becomes the first to be displaced if it is already here. Those named in `later` are fetched when that is done,
+        if they are wanted still."""
         window = dict(wants)
         before = self._windows.pop(owner, {})
         if window:
@@ -103,18 +127,33 @@ class PrefetchQueue:
                 fetch.owners.discard(owner)
                 self._drop_if_unwanted(fetch)
         for slab, position in window.items():
-            if slab.current_copy:
+            if (write := later.get(slab)) is not None:
+                # The update works on the copy that is here, if there is one: it must not be displaced meanwhile.
                 self._residents.set_next_use(slab, position)
-                continue
-            fetch = self._fetches.get(slab) or self._add(slab, position)
-            fetch.owners.add(owner)
-            if fetch.position != position or (fetch.task is None and fetch not in self._waiting):
-                fetch.position = position
-                self._leave_queue(fetch)
-                if fetch.task is None:
-                    job = slab.key.job_name
-                    self._waiting.push(fetch, (Share(job, self.weight_of(job)),), order=position)
+                write.add_done_callback(partial(self._want_written, owner, window, slab))
+            else:
+                self._want(owner, slab, position)
         self._pump()
+
+    def _want(self, owner: str, slab: Slab, position: float) -> None:
+        """Queues a slab of a window, unless it is here."""
+        if slab.current_copy:
+            self._residents.set_next_use(slab, position)
+            return
+        fetch = self._fetches.get(slab) or self._add(slab, position)
+        fetch.owners.add(owner)
+        if fetch.position != position or (fetch.task is None and fetch not in self._waiting):
+            fetch.position = position
+            self._leave_queue(fetch)
+            if fetch.task is None:
+                job = slab.key.job_name
+                self._waiting.push(fetch, (Share(job, self.weight_of(job)),), order=position)
+
+    def _want_written(self, owner: str, window: dict[Slab, float], slab: Slab, write: asyncio.Future[Any]) -> None:
+        """A slab of a window has its new bytes, unless its update failed."""
+        if self._windows.get(owner) is window and not write.cancelled() and write.exception() is None:
+            self._want(owner, slab, window[slab])
+            self._pump()
 
     async def close(self) -> None:
         """Drops what has not started and waits for the rest."""
@@ -223,5 +262,9 @@ class PrefetchQueue:
     async def _read(self, slab: Slab, step: int | None, view: memoryview, priority: Priority) -> None:
         if step is None:
             view[:] = bytes(len(view))
-        else:
-            await self._nvme.read_into(slab.source(step), 0, view, priority)
+            return
+        began = time.perf_counter()
+        await self._nvme.read_into(slab.source(step), 0, view, priority)
+        fetched = self.fetched(slab.key.job_name)
+        fetched.nbytes += slab.nbytes
+        fetched.seconds += time.perf_counter() - began

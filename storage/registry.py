@@ -34,14 +34,16 @@ class JobLimits:
 
 UNLIMITED = JobLimits()
 
-# The root, the unit in use and the one before or after it; a client that leases more at once may wait for itself.
-UNITS_LEASED_BY_A_RANK = 3
+# A rank alone shows its units in place: the root, the one in use and the one before or after it. Ranks that share the
+# store copy, and lease the unit that they copy and the next one.
+_UNITS_OF_A_RANK_ALONE = 3
+_UNITS_OF_A_RANK = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
     """What cannot be dropped at the worst moment of a step: copies at home, gradients, and for each rank the units that
-    it has leased: the root, which lasts as long as a step, the one that it uses, and the one before or after it."""
+    it has leased."""
 
     home_bytes: int
     gradient_bytes: int
@@ -353,7 +355,8 @@ def _largest_units(job: Job) -> list[int]:
     """Bytes of the largest parts of units that the ranks of a job can have leased at once, of those that only pass
     through the host tier."""
     passing = (round_up(s.nbytes) for s in job.slabs() if s.key.kind is Kind.PARAM and not s.at_home_in_host)
-    return heapq.nlargest(UNITS_LEASED_BY_A_RANK * job.spec.local_ranks, passing)
+    ranks = job.spec.local_ranks
+    return heapq.nlargest(_UNITS_OF_A_RANK_ALONE if ranks == 1 else _UNITS_OF_A_RANK * ranks, passing)
 
 
 def _has_copies(job: Job) -> bool:

@@ -130,7 +130,8 @@ class Steps:
         dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
         low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
         reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
-        tracer, label = self._nvme.tracer, group.slabs[0].label(step)
+        tracer, key = self._nvme.tracer, group.slabs[0].key
+        label = f"{key.job}/{key.group}/step {step}"
         with tracer.span(Activity.UPDATE, label):
             await self._transformer.run(
                 group,

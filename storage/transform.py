@@ -21,7 +21,7 @@ from storage.errors import BudgetExceededError, DamagedBlockError
 from storage.integrity import BLOCK_BYTES
 from storage.placement import Residents
 from storage.shard import MAX_OPTIMIZER_STATES, Kind
-from storage.slab import Group, HostCopy, Slab
+from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
@@ -167,8 +167,8 @@ class Transformer:
             try:
                 async with self._turns.at(position):
                     for slab in group.slabs:
-                        reading = slab.key.kind in reads
-                        streams.append(await self._open_stream(slab, step, reading, position, undo))
+                        next_use = position if slab.key.kind is Kind.PARAM else NEVER
+                        streams.append(await self._open_stream(slab, step, slab.key.kind in reads, next_use, undo))
                     for start in range(0, group.spec.numel, self._tiles.elements):
                         region = await self._tiles.take()
                         tile = self._tile(region, group, start, streams, gradient, kernel)
@@ -179,9 +179,9 @@ class Transformer:
         for stream in streams:
             self._finish(stream, step)
 
-    async def _open_stream(self, slab: Slab, step: int, reads: bool, position: float, undo: AsyncExitStack) -> _Stream:
+    async def _open_stream(self, slab: Slab, step: int, reads: bool, next_use: float, undo: AsyncExitStack) -> _Stream:
         await self._idle(slab)
-        copy = _copy_to_work_on(slab) or self._copy_for_next_use(slab, position)
+        copy = self._copy_to_work_on(slab, next_use)
         source = None
         if copy is not None:
             if reads and slab.latest is not None and copy.step != slab.latest:
@@ -197,16 +197,19 @@ class Transformer:
             undo.callback(self._nvme.free, target)
         return _Stream(slab=slab, reads=reads, copy=copy, source=source, target=target)
 
-    def _copy_for_next_use(self, slab: Slab, position: float) -> HostCopy | None:
-        """A new copy for a parameter without one, in room that is free or holds what is needed later than `position`:
-        it is used next, and would be read back then."""
-        if slab.key.kind is not Kind.PARAM or slab.copy is not None:
+    def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
+        """The slab's copy, or a new one where there is room that nobody needs sooner: what stays in host memory is not
+        read again. A copy away from home that is in use is left to its readers.
+
+        States have no next use: each update needs all of them once, so that none would take the place of another.
+        """
+        copy = slab.copy
+        if copy is None and (region := self._host.try_allocate(slab.nbytes, next_use)) is not None:
+            copy = slab.copy = HostCopy(region, step=None, at_home=False)
+        elif copy is None or copy.pins or (copy.step is None and not copy.at_home):
             return None
-        region = self._host.try_allocate(slab.nbytes, position)
-        if region is None:
-            return None
-        slab.copy = HostCopy(region, step=None, at_home=slab.at_home_in_host, next_use=position)
-        return slab.copy
+        copy.next_use = next_use
+        return copy
 
     async def _idle(self, slab: Slab) -> None:
         """Waits until the slab may be worked on in place, where it will be."""
@@ -264,14 +267,6 @@ class Transformer:
         elif slab.copy is not None:
             # Read by others while the update ran; what they hold is the old version.
             self._residents.detach(slab)
-
-
-def _copy_to_work_on(slab: Slab) -> HostCopy | None:
-    """The slab's copy, if it is idle. One away from home that is in use is left to its readers."""
-    copy = slab.copy
-    if copy is None or copy.pins or (copy.step is None and not copy.at_home):
-        return None
-    return copy
 
 
 class _Scratch(threading.local):

@@ -37,6 +37,7 @@ from trainer_client.initialization import initialize
 from trainer_client.link.credentials import Credentials
 from trainer_client.optimizers.lion import Lion
 from trainer_client.optimizers.optimizer import StoreOptimizer
+from trainer_client.report.step_report import StepReport
 from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store.client_sync import StoreClientSync
 from trainer_client.store.reader import StoreReaderSync
@@ -68,6 +69,7 @@ __all__ = [
     "SessionEndedError",
     "StateShard",
     "StepAbortedError",
+    "StepReport",
     "StoreBudgetError",
     "StoreClient",
     "StoreClientSync",

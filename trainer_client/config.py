@@ -133,6 +133,20 @@ class DataSection(Section):
     workers: NonNegativeInt = 0
 
 
+class TraceSection(Section):
+    """Of a trace of `steps` steps from the `first_step`-th of this run on (from 1); by default the first ones, which
+    are like no others, are left out. `file` is rank 0's; the others' have their number before the suffix."""
+
+    file: Path
+    first_step: PositiveInt = 3
+    steps: PositiveInt = 2
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"file": value} if isinstance(value, str | Path) else value
+
+
 class ParamserverSection(Section):
     """Where the store is and how the job uses it.
 
@@ -164,6 +178,7 @@ class ParamserverSection(Section):
     gradient_clipping_value: PositiveFloat | None = None
     max_consecutive_skipped_steps: PositiveInt | None = None
     early_updates: bool = True
+    trace: TraceSection | None = None
 
 
 class TrainingConfig(Section):

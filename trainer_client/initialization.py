@@ -41,6 +41,7 @@ from trainer_client.ranks.collectives import Collectives
 from trainer_client.report.recorder import Recorder
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import Part
+from trainer_client.report.step_trace import StepTrace
 from trainer_client.run_state import RunState, Scheduler
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
@@ -57,7 +58,7 @@ SchedulerArgument = LRScheduler | Callable[[torch.optim.Optimizer], Scheduler] |
 _SERVING_SECONDS = 30.0
 
 # Of the store's host tier, all ranks together have this part (1 / it) filled ahead of use.
-_PREFETCH_SHARE = 8
+_PREFETCH_SHARE = 4
 
 
 def initialize(
@@ -199,17 +200,22 @@ def _make_engine(
         early_updates=settings.paramserver.early_updates,
         parameters=len(parameters),
     )
+    trace = None
+    if settings.paramserver.trace is not None:
+        trace = StepTrace(settings.paramserver.trace, recorder, store, collectives.rank)
+        resources.callback(trace.close)
     clock = Clock()
-    for unit in job.units:
-        # Before the session ends: what a unit shows afterwards would keep the store's memory from being freed.
-        resources.callback(unit.abandon)
     residency = Residency(
         job.units,
         store,
         prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
         kept_elements=settings.zero_optimization.stage3_max_live_parameters,
+        is_alone=job.sharers == 1,
         recorder=recorder,
     )
+    for unit in job.units:
+        # Before the session ends: what a unit shows afterwards would keep the store's memory from being freed.
+        resources.callback(unit.abandon)
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
@@ -268,6 +274,7 @@ def _make_engine(
                 sharers=job.sharers,
                 data_plane=store.plane.name,
             ),
+            trace,
         ),
         local_rank=local_rank,
         resources=resources.pop_all(),

@@ -375,8 +375,12 @@ class PrefetchRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., wants: _Optional[_Iterable[_Union[PrefetchRequest.Want, _Mapping]]] = ...) -> None: ...
 
 class PrefetchResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("fetched_bytes", "fetch_seconds")
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fetched_bytes: int
+    fetch_seconds: float
+    def __init__(self, fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ...) -> None: ...
 
 class AcquireLeasesRequest(_message.Message):
     __slots__ = ("session_id", "wants")

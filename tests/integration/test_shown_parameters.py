@@ -3,6 +3,7 @@ the store, and whoever computed with bytes of a session that is over is told so.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from torch import nn
 import trainer_client
 from storage.tiers.arena import NAME as ARENA
 from tests.integration.daemon import MIB, Daemon, tiers
+from tests.integration.gathers import count_gathers
+from tests.integration.ranks import run_ranks
 from tests.integration.waiting import wait_until
 from trainer_client import Engine
 from trainer_client.errors import SessionEndedError
-from trainer_client.step.gather_counters import UnitGathers
 from trainer_client.step.residency import SHOWN_AT_ONCE
 
 WIDTH = 128
@@ -92,18 +94,15 @@ def private_mappings_of_arena() -> list[str]:
     return [line for line in lines if ARENA in line and line.split()[1] == "rw-p"]
 
 
-def gathers(engine: Engine) -> UnitGathers:
-    return engine._hooks._residency.counters.snapshot().total
-
-
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 def test_nothing_is_copied_to_gather_a_unit(daemon: Daemon, home: str) -> None:
     seen: list[str] = []
     with start(daemon, f"copies-{home}", home) as engine:
         for block in engine.module.blocks:
             block.inside = lambda linear: seen.append(mapping_at(linear.weight.data_ptr()))
+        counters = count_gathers(engine)
         train(engine, 2)
-        counted = gathers(engine)
+        counted = counters.snapshot().total
 
     assert len(seen) == 2 * BLOCKS
     assert all(ARENA in line and line.split()[1] == "rw-p" for line in seen), seen
@@ -163,18 +162,19 @@ def test_results_of_a_session_that_is_over_are_not_given_out(daemon: Daemon) -> 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 def test_leases_last_as_long_as_units_are_in_use_and_gathered_holds_none(daemon: Daemon, home: str) -> None:
-    leased: list[int] = []
+    unit_bytes = (WIDTH + 1) * WIDTH * 4
+    page_bytes = 4096
 
     def look(_: nn.Linear) -> None:
-        leased.append(tiers(daemon.address)[0].leased_bytes)
+        # The root and this unit, or the one before and the one after it, too.
+        most = 4 * (unit_bytes + page_bytes)
+        wait_until(lambda: 2 * unit_bytes <= tiers(daemon.address)[0].leased_bytes <= most, seconds=10)
 
     with start(daemon, f"leases-{home}", home) as engine:
         train(engine, 1)
         for block in engine.module.blocks:
             block.inside = look
         train(engine, 1)
-        unit_bytes = (WIDTH + 1) * WIDTH * 4
-        assert all(2 * unit_bytes <= seen <= 4 * (unit_bytes + 4096) for seen in leased), leased
 
         with engine.gathered(engine.module):
             wait_until(lambda: tiers(daemon.address)[0].leased_bytes == 0, seconds=10)
@@ -184,11 +184,25 @@ def test_leases_last_as_long_as_units_are_in_use_and_gathered_holds_none(daemon:
 def test_units_that_stay_gathered_take_no_room_from_those_that_pass(daemon: Daemon) -> None:
     for home in ("cpu", "nvme"):
         with start(daemon, f"stays-{home}", home, stage3_max_live_parameters=10**9) as engine:
+            counters = count_gathers(engine)
             train(engine, 2)
-            counted = gathers(engine)
+            counted = counters.snapshot().total
             # What lives on the host is shown; of the others three at most, and the rest copied when others come.
             copied = counted.fetched_bytes * (BLOCKS + 1 - SHOWN_AT_ONCE) // (BLOCKS + 1)
             assert (counted.gathers, counted.copied_bytes) == (2 * (BLOCKS + 1), copied if home == "nvme" else 0)
+
+
+def test_ranks_that_share_a_store_show_what_lives_in_its_memory(tmp_path: Path) -> None:
+    settings = {"host_budget": 128 * MIB, "nvme_budget": 256 * MIB}
+    with Daemon(tmp_path / "state", settings) as daemon:
+        run_ranks("tests.integration.shown_ranks", 2, daemon.address, tmp_path)
+
+    for rank in range(2):
+        counted = json.loads((tmp_path / f"{rank}.json").read_text())
+        for fqn in ("blocks.0", "blocks.1", "blocks.2"):
+            assert counted["cpu"][fqn]["fetched_bytes"] > 0
+            assert counted["cpu"][fqn]["copied_bytes"] == 0
+            assert counted["nvme"][fqn]["copied_bytes"] == counted["nvme"][fqn]["fetched_bytes"]
 
 
 def test_nothing_of_the_store_is_mapped_after_the_end(daemon: Daemon) -> None:

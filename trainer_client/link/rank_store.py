@@ -92,6 +92,8 @@ class RankStore:
         self.credentials = credentials
         self._recorder = recorder or Recorder()
         self._failure: StoreError | None = None
+        # Bytes that the store has fetched for the job, and the sum of what each fetch took in seconds.
+        self.fetched: tuple[int, float] = 0, 0.0
         self._arena: Arena | None = None
         self._channel = open_channel(address, credentials)
         try:
@@ -151,7 +153,7 @@ class RankStore:
             self._arena.check()
 
     def prefetch(self, wants: Iterable[tuple[Slab, int]]) -> None:
-        """Replaces the prefetch window by slabs with their positions. Does not wait.
+        """Replaces the prefetch window by slabs with their positions. Does not wait; the answer updates `fetched`.
 
         One that is lost with a broken connection is not missed: the next one replaces it.
         """
@@ -162,6 +164,10 @@ class RankStore:
         self._check()
         future = self._sender.begin(self._stub.Prefetch, request, CONTROL_DEADLINE_SECONDS)
         future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.UNAVAILABLE))
+        Pending(future, lambda _: None).on_response(self._note_fetched)
+
+    def _note_fetched(self, response: pb.PrefetchResponse) -> None:
+        self.fetched = response.fetched_bytes, response.fetch_seconds
 
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
         """Read leases on the versions of `as_of_step`, all or none, in the order of the slabs."""
@@ -247,7 +253,8 @@ class RankStore:
     ) -> None:
         """Hands gradients over; returns when the store has accepted them. Consumes their leases."""
         self._flush_gradients(updates)
-        self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
+        with self._recorder.waiting(Cause.HAND_OVER, _units_of(updates)):
+            self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
 
     def start_apply_gradients(
         self,
@@ -260,7 +267,11 @@ class RankStore:
         self._check()
         request = self._apply_request(step, hyper_parameters, updates, provisional=True)
         future = self._hand_overs.submit(self._start_apply, request, updates)
-        return Pending(future, lambda _: None)
+        return Pending(
+            future,
+            lambda _: None,
+            lambda _, began, ended: self._recorder.stalled(Cause.HAND_OVER, _units_of(updates), began, ended),
+        )
 
     def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
         """Undoes updates that `start_apply_gradients` has begun and whose end was waited for; their gradients are this
@@ -373,6 +384,10 @@ class RankStore:
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
     """The unit of a request, whose groups are named by it and the range that they are of it."""
     return _unit_of_group(wants[0].slab.group) if wants else ""
+
+
+def _units_of(updates: Sequence[GroupUpdate]) -> str:
+    return _unit_of_group(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
 
 
 def _unit_of_group(name: str) -> str:

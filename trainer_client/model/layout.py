@@ -5,6 +5,8 @@ starting at a multiple of 16 elements. The buffer is padded so that it divides i
 each a multiple of 16 elements; rank r owns elements [r * chunk, (r + 1) * chunk). An all-gather of the chunks therefore
 *is* the flat buffer, and no copy-out follows. The 16 comes from torch's fused CPU AdamW, which rounds the last
 `numel % 16` elements of a call differently: with every cut at a multiple of 16, any partition gives the same bits.
+Large chunks are whole pages, so that each can be shown in its place of the flat buffer (see flat_memory.py): that is
+0.4 % of padding at most.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 16
+
+# A page of 4 KiB in 16 bits, two in 32; and the elements from which on a chunk consists of such.
+PAGE_ELEMENTS = 2048
+PAGED_CHUNK = 256 * PAGE_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,8 @@ def flat_layout(sizes: Sequence[tuple[str, int]], world_size: int) -> FlatLayout
         position += round_up(numel, ALIGNMENT)
     # A chunk is never empty: parameters without elements are parameters, too.
     chunk = max(round_up(position, ALIGNMENT * world_size) // world_size, ALIGNMENT)
+    if world_size > 1 and chunk >= PAGED_CHUNK:
+        chunk = round_up(chunk, PAGE_ELEMENTS)
     return FlatLayout(slots=tuple(slots), chunk=chunk, world_size=world_size)
 
 

@@ -7,6 +7,7 @@ more. All times are seconds of time.monotonic().
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ class Cause(enum.Enum):
 
     GRADIENT_MEMORY = "gradient memory"
     """Room in the store's host memory for a gradient."""
+
+    HAND_OVER = "hand-over"
+    """The store's word that it has taken gradients over."""
 
     COMMIT = "commit"
     """The commit of the last step, or room for what takes part in it."""
@@ -87,11 +91,12 @@ class StepSums:
 
 
 class Recorder:
-    """One for each rank. Called on the thread that trains, but for `fetched`."""
+    """One for each rank. Called on the thread that trains; `moved` and `fetched` on any."""
 
     def __init__(self) -> None:
         now = time.monotonic()
         self._sums = StepSums(now)
+        self._moving = threading.Lock()
         self._phase = "idle"
         self._phase_began = now
         self._stalled_ever = 0.0
@@ -114,10 +119,12 @@ class Recorder:
         none of it."""
         if self._spans is None:
             return
-        now = time.monotonic()
+        now, name = time.monotonic(), None if part is None else f"{part} {unit or ROOT}"
         if self._computing is not None:
+            if self._computing[0] == name:
+                return
             self._note(COMPUTE_ROW, *self._computing, now)
-        self._computing = None if part is None else (f"{part} {unit or ROOT}", now)
+        self._computing = None if name is None else (name, now)
 
     def stalled(self, cause: Cause, where: str, began: float, ended: float) -> None:
         """This rank has waited."""
@@ -149,8 +156,9 @@ class Recorder:
     def moved(self, link: Link, where: str, nbytes: int, began: float) -> None:
         """Bytes were moved, from then to now."""
         ended = time.monotonic()
-        self._sums.link_bytes[link] += nbytes
-        self._sums.link_seconds[link] += ended - began
+        with self._moving:
+            self._sums.link_bytes[link] += nbytes
+            self._sums.link_seconds[link] += ended - began
         self._note(f"link: {link.value.replace('_', ' ')}", where, began, ended, nbytes)
 
     def fetched(self, unit: str, began: float) -> None:
@@ -160,9 +168,9 @@ class Recorder:
     def end_step(self) -> StepSums:
         """What was noted since the last call; the next step begins."""
         self.enter_phase(self._phase)
-        sums = self._sums
+        with self._moving:
+            sums, self._sums = self._sums, StepSums(self._phase_began)
         sums.ended = self._phase_began
-        self._sums = StepSums(sums.ended)
         return sums
 
     def start_trace(self) -> None:

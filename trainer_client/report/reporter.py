@@ -18,6 +18,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.link.rank_store import RankStore
 from trainer_client.report.recorder import Recorder, StepSums
 from trainer_client.report.step_report import Part, Roofline, StepReport, StoreWork, make_report
+from trainer_client.report.step_trace import StepTrace
 from trainer_client.step.gather_counters import GatherCounters, UnitGathers
 
 log = logging.getLogger(__name__)
@@ -38,12 +39,24 @@ class _Step:
 class Reporter:
     """One for each rank; steps end on the thread that trains."""
 
-    def __init__(self, recorder: Recorder, gathers: GatherCounters, store: RankStore, part: Part) -> None:
-        """Asks the store for its counters as they are before the first step. Does not wait."""
+    def __init__(
+        self,
+        recorder: Recorder,
+        gathers: GatherCounters,
+        store: RankStore,
+        part: Part,
+        trace: StepTrace | None = None,
+    ) -> None:
+        """Asks the store for its counters as they are before the first step. Does not wait.
+
+        Args:
+            trace: is told the steps.
+        """
         self._recorder = recorder
         self._gathers = gathers
         self._store = store
         self._part = part
+        self._trace = trace
         self._roofline = Roofline()
         # What came before is no step's.
         recorder.end_step()
@@ -52,8 +65,8 @@ class Reporter:
         self._last: _Step | None = None
         store.read_counters().add_done_callback(self._begin)
 
-    def end_step(self, number: int, line: Callable[[StepReport], None] | None = None) -> StepSums:
-        """A step is made; what was noted in it.
+    def end_step(self, number: int, line: Callable[[StepReport], None] | None = None) -> None:
+        """A step is made.
 
         Args:
             line: is given the report when it is there, on another thread.
@@ -64,7 +77,8 @@ class Reporter:
         step = _Step(number=number, sums=sums, gathers=gathers, line=line, answered=threading.Event())
         self._last = step
         self._store.read_counters().add_done_callback(lambda future: self._answer(step, future))
-        return sums
+        if self._trace is not None:
+            self._trace.end_step(number, sums)
 
     def last(self) -> StepReport | None:
         """The report of the newest step; None before the first. Waits for the store's answer, which is quick."""

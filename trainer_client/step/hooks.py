@@ -85,7 +85,7 @@ class UnitHooks:
         self._recorder = recorder
         self._phases = Phases(recorder.enter_phase)
         self._training = Trace(clock)
-        self._inference = Trace(clock)
+        self._inference = Trace(clock, amid=self._training)
         self._trace = self._inference
         self._step = 0  # that the gradients of the current backward belong to
         self._running: list[_Frame] = []
@@ -140,6 +140,7 @@ class UnitHooks:
         self._step = step
         self._gradients.begin_backward(reduces=reduces)
         self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._units[i])])
+        self._residency.pause()
         self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
@@ -180,6 +181,7 @@ class UnitHooks:
     def finish_step(self) -> None:
         """The parameters are updated: the next step begins, and with it the uses that the last one saw."""
         self._training.end()
+        self._residency.pause()
         self._residency.prefetch(self._training)
         self._phases.enter(Verb.END_STEP)
 
@@ -235,8 +237,9 @@ class UnitHooks:
         with nullcontext() if frame.has_returned else suppress(SessionEndedError):
             if all(other.unit is not unit for other in self._running):
                 self._release_after_forward(unit, may_release=frame.may_release)
-                self._recorder.compute(*("forward", self._running[-1].unit.fqn) if self._running else (None,))
-            if not self._running:
+            if self._running:
+                self._recorder.compute("forward", self._running[-1].unit.fqn)
+            else:
                 self._end_forward()
                 self._residency.check()
 
@@ -251,10 +254,14 @@ class UnitHooks:
 
     def _end_forward(self) -> None:
         """The outermost forward has ended."""
+        self._recorder.compute(None)
         if self._trace is self._inference:
             self._inference.end()
+        self._residency.pause()
         if self.phase is Phase.INFERENCE:
             self._residency.let_all_go(keep=True)
+            # Another forward of the kind, or training goes on: nobody knows.
+            self._residency.prefetch(self._training, self._inference)
             self._phases.enter(Verb.END_INFERENCE)
 
     def _before_root(self, args: Any, kwargs: Any) -> Any:

@@ -7,18 +7,25 @@ without being held. Must never decide who needs a unit: that is the hooks' busin
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
+from statistics import median
 
-from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.link.rank_store import RankStore
 from trainer_client.model.units import Unit, UnitState
 from trainer_client.report.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
+from trainer_client.step.window import Window
 
 # Of units that only pass through the store's host memory: the root, the one in use and, in backward, the one after it.
 # The store makes sure that there is room for so many (storage/registry.py). Where more are in use, some are copied.
 SHOWN_AT_ONCE = 3
+
+# A grant of leases takes the store some milliseconds of a busy processor's time; a longer wait was one for the device.
+STALL_SECONDS = 0.005
 
 
 class Part(enum.Enum):
@@ -41,7 +48,12 @@ class Residency:
     prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
     kept_elements: how much may stay gathered although nobody holds it, because it is used again in this step; what is
         held counts too. None: nothing stays.
+    is_alone: no other rank uses the store. Ranks that are at different units, and hold leases on what only passes
+        through the store's host memory while they compute, could wait for each other's room.
     recorder: is told what gathers take.
+
+    Attributes:
+        counters: what the gathers of uses cost, for a step report.
     """
 
     def __init__(
@@ -51,6 +63,7 @@ class Residency:
         *,
         prefetch_bytes: int,
         kept_elements: int | None,
+        is_alone: bool,
         recorder: Recorder,
     ) -> None:
         self._units = units
@@ -58,12 +71,20 @@ class Residency:
         self._recorder = recorder
         self._prefetch_bytes = prefetch_bytes
         self._kept_elements = kept_elements
+        self._is_alone = is_alone
         self._holders: list[set[Holder]] = [set() for _ in units]
         self._held_by: dict[Holder, set[int]] = {}
         self.counters = GatherCounters([unit.fqn for unit in units])
         self._passing: list[Unit] = []  # shown, and not at home in the store's host memory
         self._ahead: Unit | None = None  # the one whose leases are asked for before its use
-        self._told: set[int] = set()  # units that the store was told of ahead
+        self._told: set[int] = set()  # units that the store was told of, and that were not used since
+        self._was_gathered: set[int] = set()
+        self._window = Window()
+        self._used_until: float | None = None  # when the last unit had been gathered, on time.perf_counter
+        sizes = [unit.chunk_bytes for unit in units if unit.chunk_bytes]
+        self._usual_bytes = int(median(sizes)) if sizes else 0
+        self._leased_units = len(sizes)
+        self._passes = any(unit.passing_bytes and unit.chunk_bytes for unit in units)
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
         """Gathers the unit if nobody holds it, notes the use in `trace`, and asks for what is used next; keeps the unit
@@ -71,18 +92,21 @@ class Residency:
         if self._holders[unit.index] and unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
             self.share(unit, holder)
             return
+        if self._used_until is not None:
+            self._window.note_compute(time.perf_counter() - self._used_until)
+        predicted = self._is_predicted(unit, trace)
         position = trace.use(unit.index)
         self._make_room(unit, trace)
         with self._recorder.gathering(unit.fqn):
-            self._gather(unit, position, trace.next_use(unit.index))
+            self._gather(unit, position, trace.next_use(unit.index), predicted=predicted)
         self.share(unit, holder)
-        following = trace.next_unit()
-        if following is None:
-            return
-        # The next unit's lease is asked for now, so that its bytes are there when it is used. Never beyond the end of
-        # the step: its version would be the one before the update.
-        self._start_ahead(self._units[following], next(trace.upcoming())[1])
+        following = next(trace.upcoming(), None)
+        if following is not None:
+            # The next unit's lease is asked for now, so that its bytes are there when it is used. Never beyond the end
+            # of the step: its version would be the one before the update.
+            self._start_ahead(self._units[following[0]], following[1])
         self.prefetch(trace)
+        self._used_until = time.perf_counter()
 
     def check(self) -> None:
         """To be called before what was computed is used, while units are gathered.
@@ -116,16 +140,38 @@ class Residency:
             else:
                 unit.release()
 
-    def prefetch(self, trace: Trace) -> None:
-        """Tells the store what comes next."""
-        if wants := list(self._window(trace)):
-            self._store.prefetch(wants)
+    def prefetch(self, *traces: Trace) -> None:
+        """Tells the store what comes next in one of the traces, unless it knows."""
+        if not self._passes and len(self._was_gathered) == self._leased_units:
+            return  # all that is leased is in the store's host memory for good
+        self._window.note_fetches(*self._store.fetched)
+        ahead = self._window.resize(self._usual_bytes)
+        wants: list[tuple[Unit, int]] = []
+        budget = self._prefetch_bytes
+        # Twice as far as necessary: a message then serves for several units.
+        for unit, position in islice(self._told_next(traces), 2 * ahead):
+            budget -= unit.chunk_bytes
+            if budget < 0:
+                break
+            wants.append((unit, position))
+        if any(unit.index not in self._told for unit, _ in wants[:ahead]):
+            self._told = {unit.index for unit, _ in wants}
+            self._store.prefetch((slab, position) for unit, position in wants for slab in unit.slabs())
 
-    def _gather(self, unit: Unit, position: int, next_use: int | None) -> None:
+    def pause(self) -> None:
+        """What is computed until the next use is not a unit's."""
+        self._used_until = None
+
+    def _is_predicted(self, unit: Unit, trace: Trace) -> bool:
+        """Whether the store was told of the next use of the unit, or need not be: it has it in memory for good."""
+        if unit.state is UnitState.FETCHING or unit.index in self._told:
+            return True
+        return not unit.passing_bytes and unit.index in self._was_gathered and trace.expects(unit.index)
+
+    def _gather(self, unit: Unit, position: int, next_use: int | None, *, predicted: bool) -> None:
         """Makes the unit whole, and counts what that took."""
         if unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return
-        predicted = unit.state is UnitState.FETCHING or unit.index in self._told
         if self._ahead is not None and self._ahead is not unit:
             # Another unit came first. There may be no room for the leases of both.
             self._ahead.release()
@@ -133,9 +179,13 @@ class Residency:
         self._told.discard(unit.index)
         self._make_room_in_store(unit)
         unit.start_gather(position)
-        cost = unit.wait_gather(next_use, may_show=True)
+        cost = unit.wait_gather(next_use, may_show=self._is_alone or not unit.passing_bytes)
         if unit.is_shown and unit.passing_bytes:
             self._passing.append(unit)
+        if unit.chunk_bytes:
+            self._was_gathered.add(unit.index)
+        if predicted and unit.passing_bytes:
+            self._window.note_gather(stalled=cost.waited_seconds > STALL_SECONDS)
         if unit.chunk_bytes:
             self.counters.note(
                 unit.index,
@@ -183,17 +233,27 @@ class Residency:
     def _gathered_elements(self) -> int:
         return sum(unit.elements for unit in self._units if unit.state is UnitState.GATHERED)
 
-    def _window(self, trace: Trace) -> Iterator[tuple[Slab, int]]:
-        """What is used next, up to the byte budget."""
-        budget = self._prefetch_bytes
-        wanted: set[int] = set()
+    def _told_next(self, traces: Sequence[Trace]) -> Iterator[tuple[Unit, int]]:
+        """What the traces use next, in turn, each unit once: what the store can make ready."""
+        seen: set[int] = set()
+        for following in zip_longest(*map(self._following, traces)):
+            for unit, position in filter(None, following):
+                if unit.index not in seen:
+                    seen.add(unit.index)
+                    yield unit, position
+
+    def _following(self, trace: Trace) -> Iterator[tuple[Unit, int]]:
+        """The rest of the sequence, then its next repetition, but for what an update is about to replace."""
         for index, position in trace.upcoming():
+            if self._can_be_made_ready(self._units[index]):
+                yield self._units[index], position
+        for index, position in trace.after_end():
             unit = self._units[index]
-            if index in wanted or unit.state is not UnitState.SHARDED:
-                continue
-            wanted.add(index)
-            budget -= unit.chunk_bytes
-            if budget < 0:
-                return
-            self._told.add(index)
-            yield from ((slab, position) for slab in unit.slabs())
+            changes = trace.ends_in_update and any(group.trainable for group in unit.groups)
+            if not changes and self._can_be_made_ready(unit):
+                yield unit, position
+
+    def _can_be_made_ready(self, unit: Unit) -> bool:
+        # What lives in the store's host memory is there for good once it was used.
+        is_elsewhere = unit.passing_bytes > 0 or unit.index not in self._was_gathered
+        return unit.state is UnitState.SHARDED and unit.chunk_bytes > 0 and is_elsewhere

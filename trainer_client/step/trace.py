@@ -1,13 +1,18 @@
-"""The order in which a step uses its units: recorded once, it tells what comes next and when a unit is needed again.
+"""The order in which a step uses its units: recorded, it tells what comes next and when a unit is needed again.
 
 Owns the recorded order. Must never raise or lose its knowledge because a step deviates from the last one: a unit that
-is skipped, repeated or new only shifts the cursor, and what was really used becomes the expectation of the next step.
+is skipped, repeated or new only shifts the cursor, and what was really used becomes the expectation of the next step. A
+unit that was not used at all keeps its place for a while: experts and conditional layers come back.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+
+# After so many repetitions in a row without a use, a unit is not expected any more.
+FORGOTTEN_AFTER = 8
 
 
 class Clock:
@@ -18,14 +23,22 @@ class Clock:
 
 
 class Trace:
-    """The uses of a repeating sequence (a training step, an inference forward), as indices of units."""
+    """The uses of a repeating sequence (a training step, an inference forward), as indices of units.
 
-    def __init__(self, clock: Clock) -> None:
+    Attributes:
+        ends_in_update: whether trainable parameters are other ones in the next repetition.
+    """
+
+    def __init__(self, clock: Clock, *, amid: Trace | None = None) -> None:
+        """`amid`: of a sequence that changes nothing, the one that goes on when it is over."""
+        self.ends_in_update = amid is None
+        self._amid = amid
         self._clock = clock
         self._expected: list[int] = []
         self._places: dict[int, list[int]] = {}  # unit -> its indices in _expected, ascending
         self._cursor = 0  # index of the next expected use
         self._used: list[int] = []
+        self._missed: dict[int, int] = {}  # expected unit -> repetitions in a row without a use
 
     def use(self, unit: int) -> int:
         """Takes note that a unit is used now; its position."""
@@ -40,15 +53,31 @@ class Trace:
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """The expected rest of the sequence as (unit, position). Ends where the sequence ends."""
-        for distance, unit in enumerate(self._expected[self._cursor :], start=1):
+        for index in range(self._cursor, len(self._expected)):
+            yield self._expected[index], self._clock.now + 1 + index - self._cursor
+
+    def after_end(self) -> Iterator[tuple[int, int]]:
+        """The next repetition, once the expected rest of this one is over, as (unit, position)."""
+        rest = len(self._expected) - self._cursor
+        for distance, unit in enumerate(self._expected, start=rest + 1):
             yield unit, self._clock.now + distance
 
     def next_unit(self) -> int | None:
         """The unit expected next in this sequence, if any."""
         return self._expected[self._cursor] if self._cursor < len(self._expected) else None
 
+    def expects(self, unit: int) -> bool:
+        """Whether a unit is used in the expected rest of the sequence."""
+        places = self._places.get(unit, [])
+        return bool(places) and places[-1] >= self._cursor
+
     def next_use(self, unit: int) -> int | None:
-        """The position at which a unit is expected next, in this sequence or in its next repetition."""
+        """The position at which a unit is expected next: in this sequence, in its next repetition, or in the one that
+        goes on afterwards."""
+        uses = [self._own_next_use(unit), self._amid.next_use(unit) if self._amid is not None else None]
+        return min((use for use in uses if use is not None), default=None)
+
+    def _own_next_use(self, unit: int) -> int | None:
         places = self._places.get(unit)
         if not places:
             return None
@@ -60,10 +89,37 @@ class Trace:
         return self._clock.now + distance + 1
 
     def end(self) -> None:
-        """The sequence is over: what was used is what the next repetition is expected to use."""
-        self._expected = self._used
-        self._used = []
+        """The sequence is over: what was used is what the next repetition is expected to use, with what was not used
+        this time at its place."""
+        used, self._used = self._used, []
         self._cursor = 0
+        if not used or used == self._expected:
+            return
+        missed = {unit: self._missed.get(unit, 0) + 1 for unit in self._places.keys() - set(used)}
+        self._missed = {unit: times for unit, times in missed.items() if times < FORGOTTEN_AFTER}
+        self._expected = _with_missed(self._missed.keys(), self._expected, used)
         self._places = {}
         for index, unit in enumerate(self._expected):
             self._places.setdefault(unit, []).append(index)
+
+
+def _with_missed(missed: Set[int], expected: Sequence[int], used: Sequence[int]) -> list[int]:
+    """The uses, with the `missed` units after those that they were expected after."""
+    if not missed:
+        return list(used)
+    uses = Counter(used)
+    seen: Counter[int] = Counter()
+    after: dict[tuple[int, int], list[int]] = {}  # (unit, its how manieth use) -> missed units
+    place = (-1, 0)  # before all uses
+    for unit in expected:
+        if unit in missed:
+            after.setdefault(place, []).append(unit)
+        elif seen[unit] < uses[unit]:
+            seen[unit] += 1
+            place = unit, seen[unit]
+    merged = after.get((-1, 0), [])
+    seen.clear()
+    for unit in used:
+        seen[unit] += 1
+        merged += [unit, *after.get((unit, seen[unit]), [])]
+    return merged

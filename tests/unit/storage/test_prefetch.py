@@ -384,6 +384,25 @@ async def test_a_copy_that_is_being_read_while_its_slab_is_updated_stays_as_it_w
         await training.assert_at(1)
 
 
+async def test_what_an_update_is_about_to_replace_is_fetched_once_when_that_is_done(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        fetched = engine.queue.fetched(LAYOUT.name)
+        for step, wanted in ((1, "abcdefgh"), (2, "cd")):
+            for slab in training.job.slabs():
+                engine.residents.detach(slab)
+            before = fetched.nbytes
+            await training.hand_over()
+            window(training, "abcdefgh")
+            window(training, wanted)
+            await training.commit(step)
+            await idle(training)
+            assert resident(training) == wanted, "the newest window counts"
+            assert fetched.nbytes - before == len(wanted) * UNIT_BYTES, "the old bytes are not read"
+            assert fetched.seconds > 0
+            await training.assert_at(step)
+
+
 async def test_an_unknown_slab_is_refused_and_the_window_stays(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUT).begin()

@@ -15,7 +15,7 @@ from storage.errors import ConflictError
 from storage.shard import DType, Kind, TierName
 from storage.transform import Kernel, Tile
 from storage.turns import Turns
-from tests.unit.storage.builders import Layout, Training, opened
+from tests.unit.storage.builders import MIB, Layout, Training, opened
 
 LAYOUT = Layout(name="withdrawn", groups=("a", "b", "c"))
 PLACES = [(TierName.NVME, TierName.NVME), (TierName.HOST, TierName.HOST), (TierName.HOST, TierName.NVME)]
@@ -198,3 +198,27 @@ async def test_a_turn_that_is_given_to_one_who_has_gone_passes_on() -> None:
     assert order == [2]
     async with turns.at(0):
         order.append(0)
+
+
+async def test_states_that_have_room_in_host_memory_are_not_read_again(tmp_path: Path) -> None:
+    async with opened(tmp_path, host_budget_bytes=16 * MIB) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+        read = engine.nvme.counters.bytes_read
+        await training.step()
+        await training.step()
+        assert engine.nvme.counters.bytes_read == read
+        await training.assert_at(3)
+
+
+async def test_states_never_take_the_room_of_what_is_needed_sooner(tmp_path: Path) -> None:
+    """There is room for a part: it stays the same part, and the rest passes through the tiles."""
+    layout = replace(LAYOUT, groups=tuple("abcdefgh"))
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        await training.step()
+        kept = {slab.key for slab in training.job.slabs() if slab.copy is not None}
+        assert 0 < len(kept) < len(list(training.job.slabs()))
+        for step in (2, 3):
+            await training.step()
+            await training.assert_at(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_client.model.layout import ALIGNMENT, flat_layout
+from trainer_client.model.layout import ALIGNMENT, PAGE_ELEMENTS, PAGED_CHUNK, flat_layout
 
 SIZES = [("a", 5), ("b", 1000), ("c", 16), ("d", 1), ("e", 0), ("f", 333)]
 
@@ -35,6 +35,16 @@ def test_every_cut_is_aligned(world_size: int) -> None:
             assert shard.position % ALIGNMENT == 0
             slot = layout.slots[shard.slot]
             assert slot.position + shard.offset == rank * layout.chunk + shard.position
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_large_chunks_are_whole_pages_at_little_cost(world_size: int) -> None:
+    numel = world_size * PAGED_CHUNK + 5
+    layout = flat_layout([("a", numel), ("b", 1)], world_size)
+
+    assert layout.chunk % PAGE_ELEMENTS == 0
+    assert numel < layout.numel < 1.004 * numel
+    assert flat_layout([("a", numel)], 1).numel == numel + 11, "a rank alone has no other's chunk beside its own"
 
 
 def test_padding_is_less_than_a_chunk_unit_per_rank_and_parameter() -> None:

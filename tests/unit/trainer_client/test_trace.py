@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer_client.step.trace import Clock, Trace
+from trainer_client.step.trace import FORGOTTEN_AFTER, Clock, Trace
 
 STEP = [0, 1, 2, 3, 3, 2, 1]
 
@@ -68,7 +68,75 @@ def test_an_unexpected_unit_leaves_the_expectation_alone() -> None:
     assert upcoming(trace) == []
 
     trace.end()
-    assert upcoming(trace) == [0, 1, 7, 1]
+    assert [unit for unit in upcoming(trace) if unit in (0, 1, 7)] == [0, 1, 7, 1]
+
+
+def test_a_unit_that_is_not_used_in_a_step_keeps_its_place() -> None:
+    trace = trained(STEP, [0, 1, 3, 3, 1])
+    assert upcoming(trace) == STEP
+
+    trace.use(0)
+    trace.use(1)
+    assert trace.next_unit() == 2
+    trace.use(3)
+    assert upcoming(trace) == [3, 2, 1], "2 was skipped once more, and comes back in backward"
+
+
+def test_a_unit_that_comes_back_is_expected_as_it_was_used_last() -> None:
+    trace = trained(STEP, [0, 1, 3, 3, 1], [0, 1, 3, 3, 2, 1])
+
+    assert upcoming(trace) == [0, 1, 3, 3, 2, 1]
+
+
+def test_a_unit_that_is_not_used_any_more_is_forgotten() -> None:
+    without = [0, 1, 3, 3, 1]
+    assert 2 in upcoming(trained(STEP, *[without] * (FORGOTTEN_AFTER - 1)))
+    assert upcoming(trained(STEP, *[without] * FORGOTTEN_AFTER)) == without
+
+
+def test_units_before_all_others_and_alternating_ones_keep_their_places() -> None:
+    trace = trained([5, 0, 1, 2], [0, 1, 3], [0, 1, 2], [0, 1, 3])
+
+    assert upcoming(trace) == [5, 0, 1, 2, 3] or upcoming(trace) == [5, 0, 1, 3, 2]
+
+
+def test_the_next_repetition_follows_the_rest_of_this_one() -> None:
+    trace = trained()
+    now = [trace.use(unit) for unit in STEP[:5]][-1]
+
+    following = [*trace.upcoming(), *trace.after_end()]
+    assert [unit for unit, _ in following] == [2, 1, *STEP]
+    assert [position for _, position in following] == list(range(now + 1, now + 10))
+
+
+def test_a_unit_is_expected_as_long_as_it_comes_in_the_rest() -> None:
+    trace = trained()
+    trace.use(0)
+    assert [trace.expects(unit) for unit in (0, 1, 2, 3, 7)] == [False, True, True, True, False]
+
+
+def test_after_a_sequence_amid_another_one_the_other_goes_on() -> None:
+    clock = Clock()
+    training = Trace(clock)
+    inference = Trace(clock, amid=training)
+    for unit in STEP:
+        training.use(unit)
+    training.end()
+
+    now = inference.use(2)
+    assert (inference.next_use(2), inference.next_use(9)) == (now + 3, None), "in the training step"
+    inference.use(9)
+    inference.end()
+    assert inference.next_use(2) == clock.now + 1, "in another one of its own kind"
+    assert training.next_use(9) is None
+    assert (training.ends_in_update, inference.ends_in_update) == (True, False)
+
+
+def test_a_repetition_without_a_use_changes_nothing() -> None:
+    trace = trained()
+    trace.end()
+
+    assert upcoming(trace) == STEP
 
 
 def test_positions_grow_over_traces_that_share_a_clock() -> None:

@@ -1,0 +1,114 @@
+"""What a process and its children cost: memory, CPU time, and bytes to and from the disks. Only looks."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+SAMPLE_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Proportional memory (PSS), bytes: what is shared counts once, split between those that map it.
+
+    Attributes:
+        main: of the process itself: the trainer.
+        children: of all below it: its store daemon.
+    """
+
+    main: int
+    children: int
+
+    @property
+    def total(self) -> int:
+        return self.main + self.children
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What a process and its children have used since they started; the difference of two is that of a time."""
+
+    main_cpu_seconds: float
+    children_cpu_seconds: float
+    bytes_read: int
+    bytes_written: int
+
+    def since(self, before: Use) -> Use:
+        """What was used after `before` was read."""
+        return Use(
+            main_cpu_seconds=self.main_cpu_seconds - before.main_cpu_seconds,
+            children_cpu_seconds=self.children_cpu_seconds - before.children_cpu_seconds,
+            bytes_read=self.bytes_read - before.bytes_read,
+            bytes_written=self.bytes_written - before.bytes_written,
+        )
+
+
+class ProcessTree:
+    """A process with all its children."""
+
+    def __init__(self, pid: int) -> None:
+        self._main = psutil.Process(pid)
+
+    def memory(self) -> Memory:
+        """As of now. Costs some ms per GiB, in which the process cannot map memory."""
+        return Memory(main=_pss_bytes(self._main), children=sum(map(_pss_bytes, self._children())))
+
+    def use(self) -> Use:
+        """Up to now. The bytes are those that went to a disk or came from one, past the page cache or through it."""
+        children = self._children()
+        moved = [process.io_counters() for process in (self._main, *children)]
+        return Use(
+            main_cpu_seconds=_cpu_seconds(self._main),
+            children_cpu_seconds=sum(map(_cpu_seconds, children)),
+            bytes_read=sum(counters.read_bytes for counters in moved),
+            bytes_written=sum(counters.write_bytes for counters in moved),
+        )
+
+    def _children(self) -> list[psutil.Process]:
+        return self._main.children(recursive=True)
+
+
+class MemoryWatch:
+    """Samples the memory of a process tree from entry to exit, and keeps the largest total."""
+
+    def __init__(self, tree: ProcessTree) -> None:
+        self._tree = tree
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+        self.peak = tree.memory()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            try:
+                self.peak = larger(self.peak, self._tree.memory())
+            except psutil.NoSuchProcess:
+                return  # who waits for its answer says so
+
+
+def larger(one: Memory, other: Memory) -> Memory:
+    """The one with the larger total."""
+    return max(one, other, key=lambda memory: memory.total)
+
+
+def _pss_bytes(process: psutil.Process) -> int:
+    return int(process.memory_full_info().pss)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

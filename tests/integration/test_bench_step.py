@@ -1,0 +1,138 @@
+"""The training benchmarks run, with tiny models and without DeepSpeed, and their JSON has what they promise. No speed
+is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import scale, scale_plot
+from benchmarks.bandwidth import REQUEST_BYTES, StepProbe
+from benchmarks.contestant_process import Block, Entry
+from benchmarks.heat import Standing
+from benchmarks.measure import BenchmarkError, Threads
+from benchmarks.processes import Memory, Use
+from benchmarks.step_result import summaries
+from benchmarks.step_task import TrainingTask
+
+ROOT = Path(__file__).parents[2]
+TASK = TrainingTask(layers=1, hidden=64, vocab=512, batch=1, tokens=10)
+USE = Use(main_cpu_seconds=2.0, children_cpu_seconds=1.0, bytes_read=300, bytes_written=600)
+
+
+def run(module: str, directory: Path, *options: str) -> dict[str, Any]:
+    """The JSON object that a quick run prints; nothing stays in `directory`."""
+    result = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", "--dir", str(directory), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert list(directory.iterdir()) == []
+    value: dict[str, Any] = json.loads(result.stdout)
+    return value
+
+
+@pytest.mark.timeout(240)
+def test_a_heat_states_what_each_contestant_took_and_cost(tmp_path: Path) -> None:
+    result = run("step", tmp_path, "--heat", "nvme", "--clip", "0.5")
+    assert set(result) == {"machine", "provenance", "parameters", "heats", "targets"}
+    assert result["parameters"]["clip"] == 0.5
+    plain, nvme = (result["heats"]["nvme"][name] for name in ("plain", "nvme"))
+    assert plain["losses"] == nvme["losses"] and len(plain["losses"]) == 4
+    for figures in (plain, nvme):
+        assert figures["not_run"] is None
+        # Of each round's two steps, the first does not count; round 0 is the warm-up.
+        assert len(figures["steps"]) == 1 and len(figures["ratios"]) == 1
+        assert figures["memory"]["trainer"] > 0 and figures["cpu_per_step"]["trainer"] > 0
+    assert plain["ratio"] == 1.0 and plain["roofline"]["io"] is None
+    assert nvme["memory"]["daemon"] > 32 << 20, "the arena is in host memory"
+    # Master weights, two moments and the parameters in bf16 are new in each step.
+    assert nvme["written_per_step"] >= 14 * result["parameters"]["parameters"]
+    assert nvme["roofline"]["io"] > 0 and nvme["roofline"]["seconds"] >= plain["median"]
+    assert [target["name"] for target in result["targets"]] == [
+        "nvme: step / max(plain PyTorch's, I/O roofline)",
+        "nvme: memory / plain PyTorch's",
+    ]
+
+
+def block(*seconds: float, losses: list[float] | None = None) -> Block:
+    values = list(seconds)
+    return Block(
+        seconds=values,
+        forward=values,
+        backward=values,
+        update=values,
+        losses=[] if losses is None else losses,
+        settle_seconds=0.0,
+        facts=[{}],
+        use=USE,
+    )
+
+
+def standing(name: str, kind: str, blocks: list[Block], losses: list[float]) -> Standing:
+    return Standing(
+        entry=Entry(name=name, kind=kind), blocks=blocks, losses=losses, memory=Memory(main=30, children=10)
+    )
+
+
+def test_ratios_are_of_the_same_round_and_the_first_step_of_a_block_does_not_count() -> None:
+    plain = standing("plain", "plain", [block(9, 1, 1), block(9, 2, 2), block(9, 4, 4)], [1.0])
+    other = standing("host", "ours", [block(9, 2, 2), block(9, 2, 2), block(9, 2, 2)], [1.0])
+    figures = summaries([plain, other], TASK)["host"]
+    assert figures["steps"] == [2] * 6
+    assert figures["ratios"] == [2.0, 1.0, 0.5] and figures["ratio"] == 1.0
+    assert figures["tokens_per_second"] == 5.0
+    assert (figures["read_per_step"], figures["written_per_step"]) == (100, 200)
+    assert figures["roofline"]["compute"] == 2.0 and figures["roofline"]["fraction"] == 1.0
+
+
+def test_losses_that_are_not_those_of_plain_pytorch_fail_the_benchmark() -> None:
+    plain = standing("plain", "plain", [block(1, 1)], [1.0, 0.5])
+    with pytest.raises(BenchmarkError, match="host: its losses are not those of plain PyTorch"):
+        summaries([plain, standing("host", "ours", [block(1, 1)], [1.0, 0.5000001])], TASK)
+
+
+def test_deepspeed_may_differ_a_little_and_else_does_not_count() -> None:
+    plain = standing("plain", "plain", [block(1, 1)], [1.0, 0.5])
+    near = standing("near", "deepspeed", [block(1, 1)], [1.0, 0.51])
+    far = standing("far", "deepspeed", [block(1, 1)], [1.0, 0.6])
+    absent = Standing(entry=Entry(name="absent", kind="deepspeed"), not_run="no compiler")
+    found = summaries([plain, near, far, absent], TASK)
+    assert found["near"]["not_run"] is None and found["near"]["loss_difference"] == pytest.approx(0.01)
+    assert "differ" in found["far"]["not_run"]
+    assert found["absent"] == {"not_run": "no compiler"}
+
+
+def test_the_probe_moves_whole_requests_and_leaves_nothing(tmp_path: Path) -> None:
+    with StepProbe(tmp_path, REQUEST_BYTES + 1, 1, Threads(read=2, write=1)) as probe:
+        assert probe.nbytes == 3 * REQUEST_BYTES
+        assert probe.run() > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cost_by_size_is_a_table_and_a_plot(tmp_path: Path) -> None:
+    plain = standing("compute", "compute", [block(1, 1)], [1.0])
+    nvme = standing("nvme", "ours", [block(3, 3)], [2.0])
+    about = {"layers": 1, "hidden": 64, "host_budget_bytes": 1 << 30}
+    sizes = [about | {"parameters": millions * 10**6} | summaries([plain, nvme], TASK) for millions in (1, 2)]
+    result = {"parameters": {"batch": 1, "tokens": 8}, "sizes": sizes, "growth": {"seconds": 0.5, "memory": 0.5}}
+    assert "| 1 x 64 | 2 M | 1.00 | 3.00 | 1.00 | 0.00 | 0.33 |" in scale.markdown(result)
+    for name in ("first.svg", "second.svg"):
+        scale_plot.draw(result, tmp_path / name)
+    assert "roofline" in (tmp_path / "first.svg").read_text()
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
+
+
+def test_the_largest_model_has_a_budget_of_4_gib_and_1_3_billion_parameters() -> None:
+    largest = scale.FULL[-1]
+    assert 1.30e9 < largest.gpt2_parameters < 1.32e9
+    assert 3.95 * 2**30 < scale.host_budget_bytes(largest) < 4.05 * 2**30
+    assert TrainingTask(layers=12, hidden=1024, vocab=512, batch=4, tokens=256).gpt2_parameters == 151_943_168

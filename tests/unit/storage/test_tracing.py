@@ -1,0 +1,46 @@
+"""Spans are told to whoever listens, with the job that they belong to; without a listener, work is what it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage.tracing import Activity, Span, Tracer
+
+
+def test_a_span_is_told_when_it_has_ended_also_by_an_error() -> None:
+    spans: list[Span] = []
+    tracer = Tracer()
+    tracer.listener = spans.append
+
+    with tracer.span(Activity.NVME_READ, "a job\nlayout/block.0[0:16]/param at step 3", 4096):
+        assert spans == []
+    with pytest.raises(KeyError), tracer.span(Activity.COMMIT, "a/b/all groups/step 4"):
+        raise KeyError
+
+    read, commit = spans
+    assert (read.activity, read.nbytes, read.job) == (Activity.NVME_READ, 4096, "a job\nlayout")
+    assert read.subject == "block.0[0:16]/param at step 3"
+    assert read.began_seconds <= read.ended_seconds <= commit.began_seconds
+    assert (commit.job, commit.subject) == ("a/b", "all groups/step 4"), "a job's name may have slashes"
+
+
+def test_work_that_nobody_watches_is_the_work_itself() -> None:
+    tracer, done = Tracer(), list[int]()
+
+    assert tracer.traced(Activity.OPTIMIZER, "job/group/step 1", done.append) == done.append
+    with tracer.span(Activity.UPDATE, "job/group/step 1"):
+        done.append(1)
+
+    spans: list[Span] = []
+    tracer.listener = spans.append
+    tracer.traced(Activity.OPTIMIZER, "job/group/step 1", done.append)(2)
+    assert done == [1, 2]
+    assert [span.activity for span in spans] == [Activity.OPTIMIZER]
+
+
+def test_a_listener_that_goes_within_a_span_is_not_called() -> None:
+    tracer = Tracer()
+    tracer.listener = lambda _: pytest.fail("it has gone")
+
+    with tracer.span(Activity.PREFETCH, "job/group/param at step 1"):
+        tracer.listener = None

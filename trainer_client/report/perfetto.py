@@ -1,0 +1,86 @@
+"""Writes spans as a Chrome trace, the JSON that https://ui.perfetto.dev and chrome://tracing open.
+
+Format: "Trace Event Format" (Google, 2016): complete events ("X", microseconds) and metadata events ("M") that name
+processes and rows. Owns nothing. Must never leave half a file under the name that was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer_client.report.recorder import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """Rows under one heading; `spans` are on one clock in all processes of a trace."""
+
+    name: str
+    spans: Sequence[Span]
+
+
+def write_trace(path: Path, processes: Sequence[Process], began: float, rows: Sequence[str]) -> None:
+    """Writes the file, whole or not at all.
+
+    Args:
+        began: the reading of the spans' clock that is the trace's zero, in seconds.
+        rows: in their order on the screen; others follow.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    events = [event for pid, process in enumerate(processes, start=1) for event in _events(pid, process, began, rows)]
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _events(pid: int, process: Process, began: float, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process.name}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    by_row: dict[str, list[Span]] = defaultdict(list)
+    for span in process.spans:
+        by_row[span.row].append(span)
+    order = {row: index for index, row in enumerate(rows)}
+    tid = 0
+    for row in sorted(by_row, key=lambda row: (order.get(row, len(order)), row)):
+        for number, lane in enumerate(_lanes(by_row[row]), start=1):
+            tid += 1
+            name = row if number == 1 else f"{row} ({number})"
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+            for span in lane:
+                event: dict[str, Any] = {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tid,
+                    "cat": row,
+                    "name": span.name,
+                    "ts": (span.began - began) * 1e6,
+                    "dur": (span.ended - span.began) * 1e6,
+                }
+                if span.nbytes:
+                    event["args"] = {"bytes": span.nbytes}
+                yield event
+
+
+def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spans in as few rows as it takes that none overlap in any: events of a row must nest."""
+    lanes: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.began, span.ended)):
+        lane = next((lane for lane in lanes if lane[-1].ended <= span.began), None)
+        if lane is None:
+            lanes.append([span])
+        else:
+            lane.append(span)
+    return lanes

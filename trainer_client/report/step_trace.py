@@ -1,0 +1,210 @@
+"""A trace of some steps of a run: what this rank and the store did, and when, in one file.
+
+Owns which steps are traced, what the store has told of them, and the thread that writes the file. Must never make a
+step wait, nor end the training because the trace cannot be written.
+
+[Note: two clocks] The daemon's spans are on its node's clock. Each answer says when it was given; half-way between
+question and answer on our clock is the same moment, to half of what the round trip took, as with NTP. The quickest
+round trip counts. Where the difference is less than that, both are on one node and its one clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+import grpc
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config import TraceSection
+from trainer_client.errors import ConfigError
+from trainer_client.link.rank_store import RankStore
+from trainer_client.report.perfetto import Process, write_trace
+from trainer_client.report.recorder import (
+    COMPUTE_ROW,
+    FETCHES_ROW,
+    GATHERS_ROW,
+    MAX_SPANS,
+    PHASES_ROW,
+    Recorder,
+    Span,
+    StepSums,
+)
+
+log = logging.getLogger(__name__)
+
+STEPS_ROW = "steps"
+_ROWS = (STEPS_ROW, PHASES_ROW, COMPUTE_ROW, GATHERS_ROW, FETCHES_ROW)
+# For the store's answer at the end of the run.
+_CLOSE_SECONDS = 10.0
+
+
+class _State(enum.Enum):
+    BEFORE = enum.auto()
+    """The first step to be traced is to come."""
+
+    TRACING = enum.auto()
+    """Spans are kept, here and in the store."""
+
+    DRAINING = enum.auto()
+    """The steps are over; what the store began in them may not be."""
+
+    OVER = enum.auto()
+    """The file is being written, or written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ClockSample:
+    """What the daemon's clock is ahead of ours, to within half of the round trip; in seconds."""
+
+    round_trip: float
+    offset: float
+
+
+class StepTrace:
+    """One for each rank. Steps end on the thread that trains.
+
+    Args:
+        rank: of the job; each but the first has its number in its file's name.
+
+    Raises:
+        ConfigError: there is no directory for the file.
+    """
+
+    def __init__(self, section: TraceSection, recorder: Recorder, store: RankStore, rank: int) -> None:
+        self._path = section.file.absolute()
+        if rank:
+            self._path = self._path.with_name(f"{self._path.stem}.rank{rank}{self._path.suffix}")
+        if not self._path.parent.is_dir():
+            raise ConfigError(f"paramserver.trace.file = {str(section.file)!r}: there is no directory for it: make it")
+        self._section = section
+        self._recorder = recorder
+        self._store = store
+        self._rank = rank
+        self._state = _State.BEFORE
+        self._made = 0  # steps of this run
+        self._steps: list[Span] = []
+        self._spans: list[Span] = []
+        self._answers: list[Future[pb.CollectSpansResponse]] = []
+        self._clock: list[_ClockSample] = []
+        self._writer: threading.Thread | None = None
+        self._begin_if_due()
+
+    def end_step(self, number: int, sums: StepSums) -> None:
+        """A step is made: the `number`-th of the job."""
+        self._made += 1
+        if self._state is _State.DRAINING:
+            self._finish()
+        if self._state is _State.TRACING:
+            self._steps.append(Span(row=STEPS_ROW, name=f"step {number}", began=sums.began, ended=sums.ended))
+            if len(self._steps) < self._section.steps:
+                self._collect(ends=False)
+            else:
+                self._spans = self._recorder.stop_trace()
+                self._state = _State.DRAINING
+        self._begin_if_due()
+
+    def close(self) -> None:
+        """The run ends: the file has the traced steps that were made. Waits for it."""
+        if self._state is _State.TRACING:
+            self._spans = self._recorder.stop_trace()
+        if self._state in (_State.TRACING, _State.DRAINING):
+            self._finish()
+        elif self._state is _State.BEFORE:
+            log.warning(
+                "no trace was written: the run made %d steps, and paramserver.trace.first_step is %d",
+                *(self._made, self._section.first_step),
+            )
+            self._state = _State.OVER
+        if self._writer is not None:
+            self._writer.join(_CLOSE_SECONDS)
+
+    def _begin_if_due(self) -> None:
+        if self._state is _State.BEFORE and self._made == self._section.first_step - 1:
+            self._state = _State.TRACING
+            self._recorder.start_trace()
+            self._collect(ends=False)
+
+    def _collect(self, *, ends: bool) -> None:
+        asked = time.monotonic()
+        answer = self._store.collect_spans(ends=ends)
+        self._answers.append(answer)
+        answer.add_done_callback(partial(self._on_answer, asked))
+
+    def _on_answer(self, asked: float, answer: Future[pb.CollectSpansResponse]) -> None:
+        came = time.monotonic()
+        if answer.exception() is None:
+            offset = answer.result().monotonic_seconds - (asked + came) / 2
+            self._clock.append(_ClockSample(came - asked, offset))
+
+    def _finish(self) -> None:
+        self._state = _State.OVER
+        self._collect(ends=True)
+        # A thread, for it takes some tenths of a second.
+        self._writer = threading.Thread(target=self._write, name="paramserver-trace", daemon=True)
+        self._writer.start()
+
+    def _write(self) -> None:
+        if not self._steps:
+            log.warning("no trace was written: the run ended within the first step to be traced")
+            return
+        answers = list(self._responses())
+        offset = _offset(self._clock)
+        store = [_from_store(span, offset) for answer in answers for span in answer.spans]
+        began, ended = self._steps[0].began, self._steps[-1].ended
+        processes = [
+            Process(name=f"rank {self._rank}", spans=[*self._steps, *_within(self._spans, began, ended)]),
+            Process(name=f"store daemon at {self._store.address}", spans=_within(store, began, ended)),
+        ]
+        try:
+            write_trace(self._path, processes, began, _ROWS)
+        except OSError as error:
+            log.error("the trace of %s could not be written to %s: %s", self._named_steps, self._path, error)
+            return
+        log.info("the trace of %s is in %s: open it at https://ui.perfetto.dev", self._named_steps, self._path)
+        dropped = sum(answer.dropped for answer in answers)
+        if dropped or len(self._spans) >= MAX_SPANS:
+            log.warning("%s lacks the last spans, there were too many: trace fewer steps", self._path)
+
+    def _responses(self) -> Iterator[pb.CollectSpansResponse]:
+        for answer in self._answers:
+            try:
+                yield answer.result(_CLOSE_SECONDS)
+            except (grpc.RpcError, grpc.FutureCancelledError, TimeoutError) as error:
+                log.warning("the trace lacks a part of what the store did, which did not answer: %s", error)
+
+    @property
+    def _named_steps(self) -> str:
+        first, last = self._steps[0].name, self._steps[-1].name
+        return first if first == last else f"{first} to {last}"
+
+
+def _offset(samples: Iterable[_ClockSample]) -> float:
+    """What the daemon's clock is ahead; see [Note: two clocks]."""
+    best = min(samples, key=lambda sample: sample.round_trip, default=_ClockSample(0.0, 0.0))
+    return 0.0 if abs(best.offset) <= best.round_trip / 2 else best.offset
+
+
+def _from_store(span: pb.CollectSpansResponse.Span, offset: float) -> Span:
+    return Span(
+        row=span.activity,
+        name=span.subject,
+        began=span.began_seconds - offset,
+        ended=span.ended_seconds - offset,
+        nbytes=span.size_bytes,
+    )
+
+
+def _within(spans: Iterable[Span], began: float, ended: float) -> list[Span]:
+    """What of the spans lies between the two."""
+    return [
+        replace(span, began=max(span.began, began), ended=min(span.ended, ended))
+        for span in spans
+        if span.began < ended and span.ended > began
+    ]
