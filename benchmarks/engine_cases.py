@@ -135,7 +135,9 @@ async def update_streaming(
 
 
 async def _streamed(run: Training) -> tuple[Sample, float]:
-    """One step: its updates, and the seconds of its commit."""
+    """One step, all of whose states are on NVMe only: its updates, and the seconds of its commit."""
+    for slab in run.job.slabs():
+        run.engine.residents.detach(slab)
     counters = run.engine.nvme.counters
     gradients = await run.gradients()
     before = counters.bytes_read + counters.bytes_written

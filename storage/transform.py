@@ -205,7 +205,7 @@ class Transformer:
         """
         copy = slab.copy
         if copy is None and (region := self._host.try_allocate(slab.nbytes, next_use)) is not None:
-            copy = slab.copy = HostCopy(region, step=None, at_home=False)
+            copy = slab.copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
         elif copy is None or copy.pins or (copy.step is None and not copy.at_home):
             return None
         copy.next_use = next_use

@@ -35,6 +35,15 @@ class WatchedLoop(uvloop.Loop):
         return result
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite."""
+    parser.addoption(
+        "--whole-matrix",
+        action="store_true",
+        help="tests/integration/test_matrix.py: each training at each place and world size, not a part of them",
+    )
+
+
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], uvloop.Loop]]:
     """Async tests run on what the daemon runs on."""
     return {"uvloop": WatchedLoop}

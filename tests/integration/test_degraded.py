@@ -13,12 +13,13 @@ from paramserver.admin.cli import app
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind
-from tests.integration.daemon import MIB, Daemon, tiers
+from tests.integration.daemon import Daemon, tiers
 from tests.integration.store_client import Clients, refused
 from tests.integration.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
-LAYOUT = Layout(precision=DType.BFLOAT16)
+# More than the host tier has room for.
+LAYOUT = Layout(precision=DType.BFLOAT16, groups=tuple(f"block.{number}" for number in range(12)))
 SECONDS = 20.0
 
 
@@ -34,6 +35,7 @@ def nvme_when(daemon: Daemon, holds: Callable[[admin_pb.TierInfo], bool]) -> adm
 def test_damage_is_found_by_the_scrubber_shown_and_refused_by_name(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     config = {
+        "host_budget": "4MiB",
         "nvme_budget": "256MiB",
         "scrub_bandwidth": "1GiB",
         "nvme_dirs": [str(directory) for directory in directories],
@@ -49,7 +51,7 @@ def test_damage_is_found_by_the_scrubber_shown_and_refused_by_name(tmp_path: Pat
 
         for device in healthy.devices:
             with Path(device.path).open("r+b") as file:
-                file.write(bytes(MIB))
+                file.write(bytes(Path(device.path).stat().st_size))
         damaged = nvme_when(daemon, lambda nvme: len(nvme.problems) > 0)
         assert damaged.problems[0].startswith("job/block.") and "at step 2 is damaged" in damaged.problems[0]
         assert damaged.bad_bytes > 0 and damaged.damaged_blocks > 0
