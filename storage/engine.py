@@ -26,6 +26,7 @@ from storage.config import EngineConfig
 from storage.directories import open_nvme
 from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, StorageError
 from storage.failpoints import Failpoint, reach
+from storage.fetches import Fetches
 from storage.loose import LooseRanges
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
@@ -70,6 +71,7 @@ class Engine:
         self.nvme = nvme
         self.residents = Residents(host)
         self.queue = PrefetchQueue(host, nvme, self.residents, config.prefetch_bytes)
+        self._fetches = Fetches(host, nvme, self.residents, self.queue)
         self._lock_fd = lock_fd
         self._catalog = catalog
         self._catalog_thread = ThreadPoolExecutor(1, "catalog")
@@ -279,7 +281,8 @@ class Engine:
         """Pins the newest bytes of a slab in the arena; waits for the update that writes them.
 
         Args:
-            as_of: the last committed step, or the pending one: the bytes as that step leaves them. None: the newest.
+            as_of: the last committed step, or the pending one: the bytes as that step leaves them. None: the newest,
+                committed or not. A step before the last committed one counts as that one.
 
         Raises:
             ConflictError: the job has no committed step yet.
@@ -290,51 +293,7 @@ class Engine:
         slab = job.slab(group, kind)
         if job.newest is None:
             raise ConflictError(f"{slab.key} cannot be read yet: commit the initial values as step 0 first")
-        pending = job.pending
-        write = pending.writes.get(slab) if pending else None
-        if write is not None and pending is not None and as_of is not None and as_of < pending.step:
-            return Pin(
-                slab,
-                await self.nvme.watch.unless_stuck(
-                    self._fetch_before(slab, position, as_of), give_back=lambda copy: self.residents.unpin(slab, copy)
-                ),
-            )
-        if write is None and slab.current_copy is not None:
-            return Pin(slab, await self.queue.fetch(slab, position))
-        copy = await self.nvme.watch.unless_stuck(
-            self._fetch(slab, position, write), give_back=lambda copy: self.residents.unpin(slab, copy)
-        )
-        return Pin(slab, copy)
-
-    async def _fetch(self, slab: Slab, position: float, write: asyncio.Task[None] | None) -> HostCopy:
-        if write is not None:
-            await asyncio.wait([write])
-            if write.cancelled() or write.exception() is not None:
-                raise StepAbortedError(
-                    f"the update of group {slab.key.group!r} did not finish; resume from the last committed step"
-                )
-        return await self.queue.fetch(slab, position)
-
-    async def _fetch_before(self, slab: Slab, position: float, as_of: int) -> HostCopy:
-        """The bytes from before a write that is under way, or done and not committed."""
-        if not slab.backed:
-            # The write has not begun: it waits for the seal, and for whoever reads.
-            return await self.queue.fetch(slab, position)
-        version = slab.version_at(as_of)
-        copy = HostCopy(await self.host.allocate(slab.nbytes), step=None, at_home=False)
-        self.residents.pin(copy)
-        try:
-            view = self.host.view(copy.region)
-            if version is None:
-                # Never written before.
-                view[:] = bytes(len(view))
-            else:
-                await self.nvme.read_into(slab.source(version), 0, view)
-        except BaseException:
-            self.residents.unpin(slab, copy)
-            raise
-        copy.step = version
-        return copy
+        return Pin(slab, await self._fetches.fetch(job, slab, position, as_of))
 
     def prefetch(self, owner: str, job: Job, wants: Iterable[tuple[str, Kind, float]]) -> None:
         """Replaces the prefetch window of `owner`: (group, kind, trace position) of what it will need soon.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from storage.catalog.records import CommitRecord
@@ -60,8 +60,7 @@ class Steps:
         if not slabs:
             return
         writes = {pending.writes[slab] for slab in slabs}
-        for write in writes:
-            write.cancel()
+        _stop(writes)
         await asyncio.wait(writes)
         # The end of the step may have come meanwhile, and discards all of it.
         if job.pending is pending and not pending.abandoned:
@@ -186,9 +185,7 @@ class Steps:
         if pending is None:
             return
         if not pending.sealed.is_set() and not pending.abandoned:
-            # Once only: a second cancellation would break into the undoing that the first one began.
-            for write in set(pending.writes.values()):
-                write.cancel()
+            _stop(set(pending.writes.values()))
         await pending.at_rest.wait()
         pending.abandoned = True
         if pending.writes:
@@ -197,3 +194,10 @@ class Steps:
         if job.pending is pending:
             job.pending = None
             self._committer.discard_pending(job)
+
+
+def _stop(writes: Iterable[asyncio.Task[None]]) -> None:
+    for write in writes:
+        # Once only: a second cancellation would break into the undoing that the first one began.
+        if not write.cancelling():
+            write.cancel()

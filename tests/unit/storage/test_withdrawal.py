@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,56 @@ async def test_an_update_is_withdrawn_while_it_runs(layout: Layout, tmp_path: Pa
         await training.assert_at(0)
         await training.step()
         await training.assert_at(1)
+
+
+@IN_EACH_LAYOUT
+async def test_the_step_is_abandoned_while_an_update_is_withdrawn(layout: Layout, tmp_path: Path) -> None:
+    """Both stop the same update, which undoes once what it did."""
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        with held_up() as (begun, go_on):
+            await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
+            await asyncio.to_thread(begun.wait)
+            ends = [asyncio.ensure_future(engine.withdraw(training.job, 1, group)) for group in layout.groups]
+            await asyncio.sleep(0.01)
+            ends.append(asyncio.ensure_future(engine.abandon_pending(training.job)))
+            await asyncio.sleep(0.05)
+            assert not ends[0].done() and not ends[-1].done(), "a kernel still works on a tile of group a"
+            go_on.set()
+            await asyncio.gather(*ends)
+        await training.assert_at(0)
+        await training.step()
+        await training.assert_at(1)
+
+
+@IN_EACH_LAYOUT
+async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked_for(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update is handed over, and done, while the old bytes are on their way from the device."""
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, layout).begin()
+        for slab in training.job.slabs():
+            engine.residents.detach(slab)
+        read, overtaken = engine.nvme.read_into, asyncio.Event()
+
+        async def late(*arguments: Any) -> None:
+            await read(*arguments)
+            await overtaken.wait()
+
+        monkeypatch.setattr(engine.nvme, "read_into", late)
+        reading = asyncio.ensure_future(engine.fetch(training.job, "a", Kind.PARAM, as_of=0))
+        await asyncio.sleep(0.05)
+        monkeypatch.undo()
+        await training.hand_over(["b", "c"])
+        if layout.weights is TierName.NVME:
+            # What is at home is updated in place, which waits for its readers.
+            await training.hand_over(["a"])
+            await finish_writes(training)
+        overtaken.set()
+        pin = await reading
+        assert (pin.copy.step or 0) == 0
+        engine.unpin(pin)
 
 
 async def test_after_a_restart_nothing_of_a_withdrawn_update_is_there(tmp_path: Path) -> None:
