@@ -14,8 +14,8 @@ CODE := paramserver storage trainer_client benchmarks
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo faults fuzz matrix bench-storage bench-commits bench-dataplane bench-step bench-scale \
-  bench-moe proto lock clean distclean
+.PHONY: help venv test lint format demo faults fuzz matrix bench-storage bench-commits bench-dataplane bench-step \
+  bench-scale bench-moe proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -38,7 +38,7 @@ from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.precision import LossScaler, PrecisionPolicy
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.report.recorder import Recorder
+from trainer_client.recorder import Recorder
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import Part
 from trainer_client.report.step_trace import StepTrace

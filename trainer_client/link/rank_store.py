@@ -32,7 +32,7 @@ from trainer_client.link.planes import ArenaPlane, LeasedBytes, Plane, StreamPla
 from trainer_client.link.sender import Sender
 from trainer_client.link.session import Session
 from trainer_client.link.streams import Streams
-from trainer_client.report.recorder import Cause, Link, Recorder
+from trainer_client.recorder import Cause, Link, Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

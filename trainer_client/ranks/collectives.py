@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trainer_client.errors import CollectiveError, CollectiveTimeoutError
 from trainer_client.ranks.watch import Watch
-from trainer_client.report.recorder import Cause, Link, Recorder
+from trainer_client.recorder import Cause, Link, Recorder
 
 # torch 2.13 has new names for these two and warns about the old ones; older versions have only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_client.report.recorder import Span
+from trainer_client.recorder import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.report.recorder import Cause, Link, StepSums
+from trainer_client.recorder import Cause, Link, StepSums
 from trainer_client.step.gather_counters import UnitGathers
 
 NVME_READ = "nvme_read"

@@ -33,15 +33,6 @@ class UnitGathers:
     fetched_bytes: int = 0
     copied_bytes: int = 0
 
-    @property
-    def unpredicted(self) -> int:
-        return self.gathers - self.predicted
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Of all gathers; None before the first."""
-        return self.hits / self.gathers if self.gathers else None
-
     def add(self, other: UnitGathers) -> None:
         self.gathers += other.gathers
         self.hits += other.hits

@@ -12,7 +12,6 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -25,6 +24,7 @@ from trainer_client.model.placement import Home
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.step.early_update import EarlyUpdate
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
 
 
@@ -59,13 +59,6 @@ class GradientNorm:
 
     total: torch.Tensor
     present: Sequence[bool]
-
-
-class EarlyUpdate(Protocol):
-    """An update that began before the step: see updates.py."""
-
-    def withdraw(self) -> None:
-        """Undoes it; the gradient may change again."""
 
 
 class GradientGroup:

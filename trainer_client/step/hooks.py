@@ -38,7 +38,7 @@ from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterErro
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.precision import cast_floating_inputs
-from trainer_client.report.recorder import Recorder
+from trainer_client.recorder import Recorder
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.reduction_order import ReductionOrder

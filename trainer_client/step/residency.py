@@ -15,7 +15,7 @@ from statistics import median
 
 from trainer_client.link.rank_store import RankStore
 from trainer_client.model.units import Unit, UnitState
-from trainer_client.report.recorder import Recorder
+from trainer_client.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
 from trainer_client.step.window import Window

@@ -12,14 +12,13 @@ bits are those of the update after the norm. Until the step is made, reads see t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import update_rules
-from trainer_client.link.channel import Pending
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import GroupUpdate, RankStore
 from trainer_client.model.flat_group import FlatGroup
@@ -28,6 +27,7 @@ from trainer_client.model.placement import Home, Residence
 from trainer_client.model.states import PlacedStates
 from trainer_client.optimizers.hyper_parameters import HyperParameters, HyperParameterTable
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.step.early_update import EarlyUpdate
 from trainer_client.step.gradients import GradientGroup
 
 
@@ -61,25 +61,6 @@ class UpdateRule:
         parameters = gradient.flat_group.parameters
         present = {parameters[slot].index for slot in gradient.present}
         return replace(self, updated=[is_updated and i in present for i, is_updated in enumerate(self.updated)])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EarlyUpdate:
-    """One that the store has begun with, or is about to. `rows`: None for a shard that stays as it is."""
-
-    step: int
-    update: GroupUpdate
-    rows: Sequence[HyperParameters | None]
-    accepted: Pending[None]
-    undo: Callable[[_EarlyUpdate], None]
-
-    def withdraw(self) -> None:
-        self.undo(self)
-
-    def is_as(self, update: GroupUpdate, rows: Sequence[HyperParameters | None]) -> bool:
-        """Whether it is what the step turned out to be."""
-        same = self.update.scale == update.scale and self.update.clip_value == update.clip_value
-        return same and self.rows == rows
 
 
 class Updates:
@@ -121,7 +102,7 @@ class Updates:
         step, rule = self._foreseen
         rule = rule.only(gradient)
         update = self._describe(gradient, leased, rule)
-        gradient.early = _EarlyUpdate(
+        gradient.early = EarlyUpdate(
             step=step,
             update=update,
             rows=rule.rows_of(update),
@@ -130,7 +111,7 @@ class Updates:
         )
         self.begun_early += 1
 
-    def _undo(self, early: _EarlyUpdate) -> None:
+    def _undo(self, early: EarlyUpdate) -> None:
         early.accepted.wait()
         self._store.withdraw_updates(early.step, [early.update.group])
         self.withdrawn += 1
@@ -184,7 +165,7 @@ class Updates:
     def _is_made(self, step: int, gradient: GradientGroup, rule: UpdateRule) -> bool:
         """Whether the update has begun early, as the rule says; if otherwise, it is undone."""
         early = gradient.early
-        if not isinstance(early, _EarlyUpdate):
+        if early is None:
             return False
         early.accepted.wait()
         update = self._describe(gradient, early.update.gradient, rule)

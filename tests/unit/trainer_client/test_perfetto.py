@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from trainer_client.recorder import Span
 from trainer_client.report.perfetto import Process, write_trace
-from trainer_client.report.recorder import Span
 
 SPANS = [
     Span(row="nvme read", name="a", began=1.0, ended=3.0, nbytes=4096),

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from trainer_client.report import recorder as recorder_module
-from trainer_client.report.recorder import Cause, Link, Recorder, StallKey
+from trainer_client import recorder as recorder_module
+from trainer_client.recorder import Cause, Link, Recorder, StallKey
 
 
 def test_the_phases_of_a_step_are_all_of_its_time() -> None:

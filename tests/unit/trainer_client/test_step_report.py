@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.report.recorder import Cause, Link, StallKey, StepSums
+from trainer_client.recorder import Cause, Link, StallKey, StepSums
 from trainer_client.report.step_report import Part, Roofline, StepReport, StoreWork, make_report
 from trainer_client.step.gather_counters import UnitGathers
 

@@ -14,7 +14,7 @@ import pytest
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config import TraceSection
 from trainer_client.errors import ConfigError
-from trainer_client.report.recorder import Cause, Recorder
+from trainer_client.recorder import Cause, Recorder
 from trainer_client.report.step_trace import StepTrace
 
 WRITE_SECONDS = 10.0
