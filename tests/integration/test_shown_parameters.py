@@ -113,6 +113,17 @@ def test_nothing_is_copied_to_gather_a_unit(daemon: Daemon, home: str) -> None:
 
 
 def test_training_with_shown_parameters_gives_the_numbers_of_plain_torch(daemon: Daemon) -> None:
+    assert_numbers_of_plain_torch(daemon)
+
+
+def test_memory_in_huge_pages_is_copied_where_it_cannot_be_shown(tmp_path: Path) -> None:
+    """A mapping of such memory begins at a huge page; where the system has none to give, the daemon goes on without."""
+    settings = {"host_budget": 16 * MIB, "nvme_budget": 256 * MIB, "huge_pages": True}
+    with Daemon(tmp_path / "state", settings) as daemon:
+        assert_numbers_of_plain_torch(daemon)
+
+
+def assert_numbers_of_plain_torch(daemon: Daemon) -> None:
     model = Tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     with start(daemon, "numbers", "nvme") as engine:

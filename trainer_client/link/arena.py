@@ -57,6 +57,8 @@ class Arena:
         self._word = memoryview(mapping.memory)[description.generation_offset :][:_WORD_BYTES].cast("Q")
         self._generation = description.generation
         self._descriptor = mapping.descriptors[0]
+        # In huge pages, a mapping begins and ends at one of them: leases do not.
+        self._has_ordinary_pages = os.fstatvfs(self._descriptor).f_bsize == mmap.PAGESIZE
 
     @classmethod
     def map(cls, description: pb.Arena) -> Arena | None:
@@ -79,9 +81,10 @@ class Arena:
             raise RuntimeError("the arena is closed")
         return self._tensor[offset : offset + size_bytes]
 
-    def file_range(self, offset: int) -> FileRange:
-        """The bytes from `offset` on, as they can be mapped once more as long as somebody holds a view."""
-        return FileRange(descriptor=self._descriptor, offset=offset)
+    def file_range(self, offset: int) -> FileRange | None:
+        """The bytes from `offset` on, as they can be mapped once more as long as somebody holds a view; None: memory
+        in huge pages, where that cannot be."""
+        return FileRange(descriptor=self._descriptor, offset=offset) if self._has_ordinary_pages else None
 
     def check(self) -> None:
         """To be called after bytes of a lease were copied or computed with, before the result is used.

@@ -26,7 +26,7 @@ class LeasedBytes:
     Attributes:
         version: the step of the bytes (read leases).
         data: uint8, 1-D, on the CPU; valid until the lease is released.
-        source: where the bytes can be mapped from, as long as `data` is kept; None: they are in this process only.
+        source: where the bytes can be mapped from, as long as `data` is kept; None: they cannot be.
     """
 
     lease_id: int
