@@ -26,6 +26,7 @@ from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.early_update import EarlyUpdate
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
+from trainer_client.step.norms import Norms
 
 
 class ReductionSchedule(enum.Enum):
@@ -77,6 +78,7 @@ class GradientGroup:
         memory: GradientMemory,
         reduction_dtype: torch.dtype,
         collectives: Collectives,
+        norms: Norms,
     ) -> None:
         self.flat_group = group
         self.memory = memory
@@ -84,6 +86,7 @@ class GradientGroup:
         self.present: set[int] = set()
         self.next_use = 0
         self.early: EarlyUpdate | None = None
+        self._norm = norms
         self._norms: torch.Tensor | None = None  # of `chunk` as it is
         self._reduction_dtype = reduction_dtype
         self._collectives = collectives
@@ -179,10 +182,8 @@ class GradientGroup:
         """The indices [n] of the parameters of which this rank has a shard, and the 2-norm [n] of each in fp32."""
         shards = self.flat_group.shards
         if self._norms is None:
-            norms = [
-                torch.linalg.vector_norm(self.chunk[shard.position : shard.position + shard.numel], dtype=torch.float32)
-                for shard in shards
-            ]
+            chunk = self.chunk
+            norms = [self._norm.of(chunk[shard.position : shard.position + shard.numel]) for shard in shards]
             self._norms = torch.stack(norms).cpu() if norms else torch.empty(0)
         return [self.flat_group.parameters[shard.slot].index for shard in shards], self._norms
 
@@ -221,10 +222,11 @@ class Gradients:
     ) -> None:
         self._collectives = collectives
         homes = {state.group.name: state.placement.gradients for state in states}
+        norms = Norms()
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
-            return GradientGroup(group, memory, reduction_dtype or group.dtype, collectives)
+            return GradientGroup(group, memory, reduction_dtype or group.dtype, collectives, norms)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
