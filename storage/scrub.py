@@ -15,7 +15,8 @@ from storage.errors import DamagedBlockError, DeviceError
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 
-CHUNK_BYTES = 1 << 20
+# A read of it costs the event loop as much as a small one.
+CHUNK_BYTES = 4 << 20
 # Between two passes, and where there is nothing to read.
 PAUSE_SECONDS = 1.0
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+
+_Place = tuple[float, int]
 
 
 class Turns:
@@ -14,31 +16,50 @@ class Turns:
 
     def __init__(self) -> None:
         self._taken = False
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[_Place, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
 
     @asynccontextmanager
-    async def at(self, position: float) -> AsyncIterator[None]:
-        """Waits for the turn, and has it within the context."""
+    async def at(self, position: float) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Waits for the turn, and has it within the context, but while it gives way: what comes is a function that lets
+        those with a lower position go first, and returns when it is this one's turn again."""
+        place, has_turn = (position, next(self._arrivals)), False
+
+        async def give_way() -> None:
+            nonlocal has_turn
+            if self._waiting and self._waiting[0][0] < place:
+                has_turn = False
+                turn = self._queue(place)
+                self._pass_on()
+                await self._wait(turn)
+                has_turn = True
+
         if self._taken:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (position, next(self._arrivals), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._pass_on()
-                raise
-        self._taken = True
+            await self._wait(self._queue(place))
+        self._taken = has_turn = True
         try:
-            yield
+            yield give_way
         finally:
-            self._pass_on()
+            if has_turn:
+                self._pass_on()
+
+    def _queue(self, place: _Place) -> asyncio.Future[None]:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (place, turn))
+        return turn
+
+    async def _wait(self, turn: asyncio.Future[None]) -> None:
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()
+            raise
 
     def _pass_on(self) -> None:
         """To the next one; it stays taken meanwhile, for nobody to come in between."""
         while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
+            _, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 turn.set_result(None)
                 return

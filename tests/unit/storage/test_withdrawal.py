@@ -233,6 +233,41 @@ async def test_the_turn_goes_to_the_lowest_position() -> None:
     assert order == [9, 1, 5.5, 7]
 
 
+async def test_a_turn_gives_way_to_lower_positions_only() -> None:
+    turns, order = Turns(), []
+
+    async def take(name: str, position: float) -> None:
+        async with turns.at(position) as give_way:
+            for number in range(3):
+                await give_way()
+                order.append(f"{name}{number}")
+                await asyncio.sleep(0)
+
+    await asyncio.gather(take("a", 5), take("b", 5), take("c", 9), take("d", 1))
+    assert order == ["a0", "d0", "d1", "d2", "a1", "a2", "b0", "b1", "b2", "c0", "c1", "c2"]
+
+
+async def test_one_that_goes_while_it_gives_way_does_not_pass_on_what_is_anothers() -> None:
+    turns, order = Turns(), []
+
+    async def take(name: str, position: float, rounds: int) -> None:
+        async with turns.at(position) as give_way:
+            for number in range(rounds):
+                await give_way()
+                order.append(f"{name}{number}")
+                await asyncio.sleep(0)
+
+    gone = asyncio.ensure_future(take("a", 5, 9))
+    others = [asyncio.ensure_future(take("b", 1, 3)), asyncio.ensure_future(take("c", 2, 2))]
+    while "b0" not in order:
+        await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, *others, return_exceptions=True)
+    assert order == ["a0", "b0", "b1", "b2", "c0", "c1"]
+    async with turns.at(0):
+        order.append("free")
+
+
 async def test_a_turn_that_is_given_to_one_who_has_gone_passes_on() -> None:
     turns, order = Turns(), []
 
