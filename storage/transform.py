@@ -39,9 +39,13 @@ MAX_TILE_ELEMENTS = 1 << 20
 PART_ELEMENTS = 1 << 18
 # Master weight and optimizer states in fp32, and the parameter in 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
+# One is read, one worked on, two are written; the smallest budgets have to do with fewer.
 TILE_SETS = 4
-# What the tile sets may take of the host budget.
+LEAST_TILE_SETS = 2
+# What the tile sets take of the host budget, as far as that is between the next two.
 TILE_BUDGET_FRACTION = 4
+LEAST_TILE_BYTES = LEAST_TILE_SETS * TILE_QUANTUM * BYTES_PER_TILE_ELEMENT
+MOST_TILE_BYTES = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,30 +79,31 @@ class _Stream:
 
 def host_budget_for(other_bytes: int) -> int:
     """The smallest host budget that leaves `other_bytes` beside the tile buffers, whose share grows with it."""
-    largest_tiles = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
     share = -(-other_bytes // (TILE_BUDGET_FRACTION - 1))
-    return round_up(other_bytes + min(share, largest_tiles))
+    return round_up(other_bytes + max(LEAST_TILE_BYTES, min(share, MOST_TILE_BYTES)))
 
 
 class TilePool:
     """Equal buffers of the arena, taken at start and lent out in turn."""
 
     def __init__(self, host: HostTier) -> None:
-        """Takes up to a quarter of the host budget.
+        """Takes a quarter of the host budget, within limits; of the smallest budgets, half.
 
         Raises:
             BudgetExceededError: the budget is too small for the smallest tiles.
         """
-        self._host = host
-        room = host.budget_bytes // TILE_BUDGET_FRACTION // TILE_SETS // BYTES_PER_TILE_ELEMENT
-        self.elements = min(MAX_TILE_ELEMENTS, room // TILE_QUANTUM * TILE_QUANTUM)
-        if self.elements < TILE_QUANTUM:
-            smallest = TILE_BUDGET_FRACTION * TILE_SETS * BYTES_PER_TILE_ELEMENT * TILE_QUANTUM
+        if host.budget_bytes < 2 * LEAST_TILE_BYTES:
             raise BudgetExceededError(
-                f"host_budget {host.budget_bytes} is too small to run an optimizer; raise it to at least {smallest}"
+                f"host_budget {host.budget_bytes} is too small to run an optimizer; raise it to at least "
+                f"{2 * LEAST_TILE_BYTES}"
             )
+        self._host = host
+        room = max(LEAST_TILE_BYTES, min(host.budget_bytes // TILE_BUDGET_FRACTION, MOST_TILE_BYTES))
+        quanta = room // BYTES_PER_TILE_ELEMENT // TILE_QUANTUM
+        self._sets = min(quanta, TILE_SETS)
+        self.elements = quanta // self._sets * TILE_QUANTUM
         self._free: asyncio.Queue[ArenaRange] = asyncio.Queue()
-        for _ in range(TILE_SETS):
+        for _ in range(self._sets):
             region = host.arena.allocate(self.elements * BYTES_PER_TILE_ELEMENT)
             assert region is not None
             self._free.put_nowait(region)
@@ -106,7 +111,7 @@ class TilePool:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return TILE_SETS * round_up(self.elements * BYTES_PER_TILE_ELEMENT)
+        return self._sets * round_up(self.elements * BYTES_PER_TILE_ELEMENT)
 
     async def take(self) -> ArenaRange:
         """One buffer, when there is one; to be given back with `give`."""

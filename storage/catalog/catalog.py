@@ -260,7 +260,7 @@ class Catalog:
         else:
             self._ledger = read_ledger(self._db, self._path)
             with self.transaction():
-                # In format 2 no job has a layout, and all else is the same.
+                # In format 2 no job has a layout; in 2 and 3 regions have smaller blocks, which their number tells.
                 self._put_version()
         log.info("%s was of format %d and is of format %d now", self._path, version, FORMAT_VERSION)
 

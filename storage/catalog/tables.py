@@ -9,7 +9,7 @@ from pathlib import Path
 
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 REMEDY = "restore the whole state directory from a backup, or use another one"
 
 # After a large commit the log is cut back to this.
@@ -68,8 +68,8 @@ _TABLES = {
     found_at REAL NOT NULL, PRIMARY KEY (file, offset)) STRICT""",
     ),
 }
-# What is new in it is in the names of jobs.
-_TABLES[3] = _TABLES[2]
+# What is new in 3 is in the names of jobs, in 4 in the number of a region's checksums.
+_TABLES[3] = _TABLES[4] = _TABLES[2]
 
 
 def connect(path: Path) -> sqlite3.Connection:

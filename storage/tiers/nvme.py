@@ -55,7 +55,7 @@ class NvmeRegion:
     @property
     def blocks_are_whole(self) -> bool:
         """Whether every checksum's block lies in one extent, as in all regions since format 2."""
-        return all(extent.nbytes % BLOCK_BYTES == 0 for extent in self.extents[:-1])
+        return all(extent.nbytes % self.checksums.block_bytes == 0 for extent in self.extents[:-1])
 
 
 class Transfer(NamedTuple):

@@ -44,11 +44,11 @@ class JobShape:
         return ("param", *(("master",) if self.half else ()), "exp_avg", "exp_avg_sq")
 
 
-# Tiles have 8192 elements under the campaign's host budget: some groups have several, some a fraction of one.
+# Tiles have 65536 elements under the campaign's host budget: one group has several, the others a fraction of one.
 JOBS = (
     JobShape(
         name="steady",
-        groups={"wide": 20_000, **{f"small.{i}": 16 for i in range(4)}},
+        groups={"wide": 80_000, **{f"small.{i}": 16 for i in range(4)}},
         half=True,
         moments_on_host=False,
         every_steps=1,

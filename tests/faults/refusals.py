@@ -34,7 +34,7 @@ from tests.faults.power_loss import Mood, Record, events, lose_power, trim_log
 from tests.faults.worker import Announce, Trainer, engine_config
 
 ROOT = Path(__file__).parents[2]
-# Two tiles and a fraction of one: every kind of call is there, and few of each.
+# Fractions of a tile: every kind of call is there, and few of each.
 SHAPE = JobShape(name="job", groups={"wide": 10_000, "small": 16}, half=True, moments_on_host=False, every_steps=1)
 
 

@@ -35,7 +35,7 @@ def engine_config(state_dir: Path) -> EngineConfig:
     """Budgets so small that tiles are, too."""
     return EngineConfig(
         state_dir=state_dir,
-        host_budget_bytes=4 * MIB,
+        host_budget_bytes=4992 << 10,
         nvme_budget_bytes=32 * MIB,
         io_read_threads=2,
         io_write_threads=2,

@@ -40,7 +40,7 @@ def test_a_budget_too_small_is_refused_with_the_figure_to_set_and_that_figure_wo
     tmp_path: Path, key: str, tier: TierName
 ) -> None:
     layout = Layout(numels=BIG.numels, groups=BIG.groups, with_skips=False, weights=tier, moments=tier)
-    small = 3 * MIB
+    small = 4 * MIB
     with Daemon(tmp_path / "state", {key: small}) as daemon:
         with Clients(daemon.address) as clients:
             told = refusal(clients.rank(layout))
@@ -64,12 +64,12 @@ def test_more_host_memory_than_there_is_is_refused_at_the_start(tmp_path: Path) 
 def test_a_lease_that_others_leave_no_room_for_is_refused_in_time_and_granted_once_one_is_returned(
     tmp_path: Path,
 ) -> None:
-    config = {"host_budget": 5 * MIB, "admission_timeout_seconds": 0.2}
+    config = {"host_budget": 6 * MIB, "admission_timeout_seconds": 0.2}
     with Daemon(tmp_path / "state", config) as daemon, Clients(daemon.address) as clients:
         rank = clients.rank(BIG).begin()
         slabs = [(group, kind) for kind in BIG.kinds for group in BIG.groups]
         leases = []
-        with refused(CODE.RESOURCE_EXHAUSTED, "host_budget 5242880 had no room for", "for 0.2 s", "that are leased"):
+        with refused(CODE.RESOURCE_EXHAUSTED, "host_budget 6291456 had no room for", "for 0.2 s", "that are leased"):
             for group, kind in slabs:
                 leases.append(rank.acquire(group, kind, pb.LEASE_MODE_READ))
         # One that could be granted and one that cannot: both or none.

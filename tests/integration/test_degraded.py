@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from paramserver.admin.cli import app
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
 from tests.integration.daemon import Daemon, tiers
 from tests.integration.store_client import Clients, refused
@@ -35,7 +36,7 @@ def nvme_when(daemon: Daemon, holds: Callable[[admin_pb.TierInfo], bool]) -> adm
 def test_damage_is_found_by_the_scrubber_shown_and_refused_by_name(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     config = {
-        "host_budget": "4MiB",
+        "host_budget": 4992 << 10,
         "nvme_budget": "256MiB",
         "scrub_bandwidth": "1GiB",
         "nvme_dirs": [str(directory) for directory in directories],
@@ -63,7 +64,9 @@ def test_damage_is_found_by_the_scrubber_shown_and_refused_by_name(tmp_path: Pat
             assert notice.startswith("the nvme tier is degraded: some of what it stores is damaged")
         shown = CliRunner().invoke(app, ["tiers", "--address", daemon.address])
         assert "degraded" in shown.output and damaged.problems[0] in shown.output
-        with refused(grpc.StatusCode.DATA_LOSS, "at step 2: bytes 0 to 16384 (block.", "damaged, stale or of another"):
+        with refused(
+            grpc.StatusCode.DATA_LOSS, f"at step 2: bytes 0 to {BLOCK_BYTES} (block.", "damaged, stale or of another"
+        ):
             for group in rank.groups:
                 for kind in (Kind.EXP_AVG, Kind.MASTER):
                     rank.acquire(group, kind, pb.LEASE_MODE_READ)

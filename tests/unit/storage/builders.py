@@ -35,6 +35,9 @@ torch.set_num_threads(1)
 
 MIB = 1 << 20
 GRAD_SCALE = 0.5
+# The shards of a group that is cut into three tiles, the last of them short, by an engine with these budgets.
+TILED = (120_003, 17, 48_000)
+ROOM_FOR_TILED = {"host_budget_bytes": 16 * MIB, "nvme_budget_bytes": 64 * MIB}
 OPTIMIZER_STATES = {Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq"}
 
 States = dict[tuple[str, str, Kind], torch.Tensor]
@@ -42,7 +45,7 @@ States = dict[tuple[str, str, Kind], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A job: `groups` alike, each with shards of `numels` elements, odd on purpose; cut into several tiles."""
+    """A job: `groups` alike, each with shards of `numels` elements, odd on purpose."""
 
     name: str = "job"
     numels: tuple[int, ...] = (30_003, 17, 12_000)
@@ -287,8 +290,8 @@ class Training:
 
 
 def engine_config(state_dir: Path, **changes: Any) -> EngineConfig:
-    """Small enough that groups are cut into several tiles and the data file stays small."""
-    values = {"host_budget_bytes": 4 * MIB, "nvme_budget_bytes": 16 * MIB} | changes
+    """The smallest tiles, 3 MiB beside them, and a data file that stays small."""
+    values = {"host_budget_bytes": 4992 << 10, "nvme_budget_bytes": 16 * MIB} | changes
     return EngineConfig(state_dir=state_dir, **values)
 
 

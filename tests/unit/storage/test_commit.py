@@ -13,7 +13,7 @@ from storage import syscalls
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError, NotFoundError, StepAbortedError
 from storage.shard import DType, Kind, TierName
 from storage.transform import Kernel, Tile
-from tests.unit.storage.builders import Fault, Layout, Training, held, opened, quiesce
+from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Fault, Layout, Training, held, opened, quiesce
 
 ON_HOST: dict[str, Any] = {"weights": TierName.HOST, "moments": TierName.HOST}
 
@@ -358,8 +358,8 @@ def failing_after(tiles: int) -> Any:
 
 @pytest.mark.parametrize("tiles", [0, 1, 4])
 async def test_an_update_in_place_that_fails_never_passes_for_the_step_before(tmp_path: Path, tiles: int) -> None:
-    async with opened(tmp_path) as engine:
-        training = await Training(engine, Layout(every_steps=0, **ON_HOST)).begin()
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, Layout(numels=TILED, every_steps=0, **ON_HOST)).begin()
         await training.step()
         await training.hand_over(wrap=failing_after(tiles))
         with pytest.raises(DeviceError, match="the kernel failed"):
@@ -372,8 +372,8 @@ async def test_an_update_in_place_that_fails_never_passes_for_the_step_before(tm
 
 @pytest.mark.parametrize("tiles", [0, 1, 4])
 async def test_an_update_in_place_that_fails_goes_back_to_the_last_snapshot(tmp_path: Path, tiles: int) -> None:
-    async with opened(tmp_path) as engine:
-        training = await Training(engine, Layout(every_steps=2, **ON_HOST)).begin()
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, Layout(numels=TILED, every_steps=2, **ON_HOST)).begin()
         for _ in range(3):
             await training.step()
         await training.hand_over(wrap=failing_after(tiles))

@@ -12,10 +12,11 @@ import pytest
 from storage import syscalls
 from storage.engine import Engine
 from storage.errors import ConflictError, DeviceError, DiskFullError
+from storage.integrity import BLOCK_BYTES
 from storage.tiers import nvme as nvme_module
 from tests.unit.storage.builders import MIB, Layout, Training, engine_config, opened
 
-LAYOUT = Layout(numels=(60_003, 17))
+LAYOUT = Layout(numels=(120_003, 17))
 
 
 def config(tmp_path: Path, *names: str, **changes: Any) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def config(tmp_path: Path, *names: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_module, "REQUEST_BYTES", 64 << 10)
+    monkeypatch.setattr(nvme_module, "REQUEST_BYTES", BLOCK_BYTES)
 
 
 async def test_bytes_are_spread_in_proportion_to_speed(tmp_path: Path) -> None:

@@ -11,8 +11,12 @@ from storage.integrity import BLOCK_BYTES
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.extents import Extent, ExtentAllocator, overlapping, unused_runs, without
 
+# Of a checksum's block.
+PAGES = BLOCK_BYTES // PAGE_BYTES
+FILE_PAGES = 50 * PAGES
 
-def blocks(first: int, count: int) -> Extent:
+
+def pages(first: int, count: int) -> Extent:
     return Extent(first * PAGE_BYTES, count * PAGE_BYTES)
 
 
@@ -23,61 +27,62 @@ def allocator(*free: Extent) -> ExtentAllocator:
     return space
 
 
-def test_sizes_are_rounded_up_to_blocks_and_no_further() -> None:
-    space = allocator(blocks(0, 10))
-    assert space.allocate(PAGE_BYTES + 1) == (blocks(0, 2),)
+def test_sizes_are_rounded_up_to_pages_and_no_further() -> None:
+    space = allocator(pages(0, 10))
+    assert space.allocate(PAGE_BYTES + 1) == (pages(0, 2),)
     assert space.free_bytes == 8 * PAGE_BYTES
 
 
 def test_the_shortest_run_that_fits_is_taken() -> None:
-    space = allocator(blocks(0, 9), blocks(20, 3), blocks(40, 5))
-    assert space.allocate(3 * PAGE_BYTES) == (blocks(20, 3),)
-    assert space.allocate(4 * PAGE_BYTES) == (blocks(40, 4),)
+    space = allocator(pages(0, 9), pages(20, 3), pages(40, 5))
+    assert space.allocate(3 * PAGE_BYTES) == (pages(20, 3),)
+    assert space.allocate(4 * PAGE_BYTES) == (pages(40, 4),)
 
 
 def test_it_splits_only_where_no_run_is_long_enough_longest_first() -> None:
-    space = allocator(blocks(0, 2), blocks(10, 5), blocks(20, 3))
-    assert space.allocate(6 * PAGE_BYTES) == (blocks(10, 4), blocks(0, 2))
+    space = allocator(pages(0, 2), pages(100, PAGES + 1), pages(200, 3))
+    assert space.allocate(BLOCK_BYTES + 2 * PAGE_BYTES) == (pages(100, PAGES), pages(0, 2))
     assert space.free_bytes == 4 * PAGE_BYTES
 
 
 def test_a_split_never_cuts_the_block_of_a_checksum() -> None:
-    space = allocator(blocks(0, 7), blocks(10, 6), blocks(20, 5), blocks(30, 3))
-    assert space.allocate(13 * PAGE_BYTES) == (blocks(0, 4), blocks(10, 4), blocks(20, 5))
+    space = allocator(pages(0, PAGES + 3), pages(100, PAGES + 2), pages(200, PAGES + 1), pages(300, 3))
+    taken = space.allocate(3 * BLOCK_BYTES + PAGE_BYTES)
+    assert taken == (pages(0, PAGES), pages(100, PAGES), pages(200, PAGES + 1))
     assert space.usable_bytes == 0, "what is left is shorter than a block, and good for a last part only"
     assert space.allocate(4 * PAGE_BYTES) is None
-    assert space.allocate(3 * PAGE_BYTES) == (blocks(4, 3),)
+    assert space.allocate(3 * PAGE_BYTES) == (pages(PAGES, 3),)
 
 
 def test_too_little_space_gives_nothing_and_takes_nothing() -> None:
-    space = allocator(blocks(0, 4), blocks(10, 4))
-    assert space.allocate(9 * PAGE_BYTES) is None
-    assert space.allocate(8 * PAGE_BYTES) == (blocks(0, 4), blocks(10, 4))
+    space = allocator(pages(0, PAGES), pages(100, PAGES))
+    assert space.allocate(2 * BLOCK_BYTES + PAGE_BYTES) is None
+    assert space.allocate(2 * BLOCK_BYTES) == (pages(0, PAGES), pages(100, PAGES))
 
 
 def test_what_is_given_back_joins_its_neighbours() -> None:
-    space = allocator(blocks(0, 2), blocks(4, 2))
-    space.add(blocks(2, 2))
-    assert space.allocate(6 * PAGE_BYTES) == (blocks(0, 6),)
+    space = allocator(pages(0, 2), pages(4, 2))
+    space.add(pages(2, 2))
+    assert space.allocate(6 * PAGE_BYTES) == (pages(0, 6),)
 
 
 def test_what_the_catalog_names_is_used_and_the_rest_is_free() -> None:
-    used = [blocks(6, 2), blocks(1, 2), blocks(3, 1)]
-    assert unused_runs(10 * PAGE_BYTES, used) == [blocks(0, 1), blocks(4, 2), blocks(8, 2)]
+    used = [pages(6, 2), pages(1, 2), pages(3, 1)]
+    assert unused_runs(10 * PAGE_BYTES, used) == [pages(0, 1), pages(4, 2), pages(8, 2)]
     assert unused_runs(0, []) == []
 
 
-@pytest.mark.parametrize("used", [[blocks(0, 2), blocks(1, 1)], [blocks(3, 2)]])
+@pytest.mark.parametrize("used", [[pages(0, 2), pages(1, 1)], [pages(3, 2)]])
 def test_extents_that_overlap_or_leave_the_file_are_refused(used: list[Extent]) -> None:
     with pytest.raises(ValueError, match="overlaps another or leaves the file"):
         unused_runs(4 * PAGE_BYTES, used)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_long_random_campaign_agrees_with_a_set_of_blocks(seed: int) -> None:
+def test_a_long_random_campaign_agrees_with_a_set_of_pages(seed: int) -> None:
     rng = random.Random(seed)
-    free = set(range(200))
-    space = allocator(blocks(0, 200))
+    free = set(range(FILE_PAGES))
+    space = allocator(pages(0, FILE_PAGES))
     live: list[tuple[Extent, ...]] = []
     for _ in range(2000):
         if live and rng.random() < 0.5:
@@ -85,11 +90,11 @@ def test_a_long_random_campaign_agrees_with_a_set_of_blocks(seed: int) -> None:
                 space.add(extent)
                 free |= _numbers(extent)
         else:
-            count = rng.randint(1, 30)
+            count = rng.randint(1, 8 * PAGES)
             longest = _longest_run(free)
             granted = space.allocate(count * PAGE_BYTES)
             if granted is None:
-                assert count > _in_whole_blocks(free)
+                assert count > _in_whole_pages(free)
                 continue
             taken = set().union(*map(_numbers, granted))
             assert len(taken) == count and taken <= free
@@ -106,7 +111,7 @@ def _numbers(extent: Extent) -> set[int]:
 
 
 def _runs(free: set[int]) -> list[int]:
-    breaks = [-1, *(n for n in range(200) if n not in free), 200]
+    breaks = [-1, *(n for n in range(FILE_PAGES) if n not in free), FILE_PAGES]
     return [b - a - 1 for a, b in pairwise(breaks)]
 
 
@@ -114,20 +119,19 @@ def _longest_run(free: set[int]) -> int:
     return max(_runs(free))
 
 
-def _in_whole_blocks(free: set[int]) -> int:
-    per_block = BLOCK_BYTES // PAGE_BYTES
-    return sum(length // per_block * per_block for length in _runs(free))
+def _in_whole_pages(free: set[int]) -> int:
+    return sum(length // PAGES * PAGES for length in _runs(free))
 
 
 def test_the_parts_of_an_extent_outside_of_holes() -> None:
-    holes = [blocks(3, 1), blocks(0, 2), blocks(8, 4), Extent(5 * PAGE_BYTES, PAGE_BYTES, file=1)]
-    assert list(without(blocks(1, 9), holes)) == [blocks(2, 1), blocks(4, 4)]
-    assert list(without(blocks(3, 1), holes)) == []
-    assert list(without(blocks(20, 1), holes)) == [blocks(20, 1)]
+    holes = [pages(3, 1), pages(0, 2), pages(8, 4), Extent(5 * PAGE_BYTES, PAGE_BYTES, file=1)]
+    assert list(without(pages(1, 9), holes)) == [pages(2, 1), pages(4, 4)]
+    assert list(without(pages(3, 1), holes)) == []
+    assert list(without(pages(20, 1), holes)) == [pages(20, 1)]
 
 
 def test_where_a_part_of_a_sequence_of_extents_is() -> None:
-    extents = [blocks(10, 4), blocks(0, 8), blocks(30, 1)]
-    assert list(overlapping(extents, 3 * PAGE_BYTES, 6 * PAGE_BYTES)) == [blocks(13, 1), blocks(0, 5)]
-    assert list(overlapping(extents, 12 * PAGE_BYTES, PAGE_BYTES)) == [blocks(30, 1)]
+    extents = [pages(10, 4), pages(0, 8), pages(30, 1)]
+    assert list(overlapping(extents, 3 * PAGE_BYTES, 6 * PAGE_BYTES)) == [pages(13, 1), pages(0, 5)]
+    assert list(overlapping(extents, 12 * PAGE_BYTES, PAGE_BYTES)) == [pages(30, 1)]
     assert list(overlapping(extents, 13 * PAGE_BYTES, PAGE_BYTES)) == []

@@ -16,8 +16,8 @@ from tests.unit.storage.builders import Fault, Layout, Training, engine_config, 
 
 ERRORS: list[StorageError] = [DiskFullError("the disk is full"), DeviceError("input/output error")]
 # Small, so that each of a step's calls can be failed: two groups of two tiles each.
-LAYOUT = Layout(numels=(10_000, 17), precision=DType.BFLOAT16)
-SMALL: dict[str, Any] = {"host_budget_bytes": 2560 << 10}
+LAYOUT = Layout(numels=(80_000, 17), precision=DType.BFLOAT16)
+SMALL: dict[str, Any] = {"host_budget_bytes": 20 << 20}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["full", "broken"])

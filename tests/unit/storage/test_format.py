@@ -8,7 +8,7 @@ import sqlite3
 import struct
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,17 @@ import pytest
 import torch
 import xxhash
 
-from storage import failpoints
+from storage import failpoints, integrity
 from storage.catalog.catalog import Catalog
-from storage.errors import DataLossError
+from storage.errors import DamagedBlockError, DataLossError
 from storage.failpoints import Failpoint
-from storage.shard import DType, TierName
-from tests.unit.storage.builders import Layout, Training, opened, quiesce, reference_of
+from storage.shard import DType, Kind, TierName
+from storage.tiers import extents
+from storage.tiers.extents import overlapping
+from tests.unit.storage.builders import MIB, TILED, Layout, Training, opened, quiesce, reference_of
 
 FORMAT_1 = Path(__file__).with_name("data") / "format_1.tar.gz"
-PAGE, BLOCK = 4096, 16384
+PAGE, BLOCK, OLD_BLOCK = 4096, 131072, 16384
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,12 +60,14 @@ class StrangersReader:
     slabs: dict[tuple[str, int, str, str], torch.Tensor] = field(default_factory=dict)
     states: dict[tuple[str, int], dict[int, bytes]] = field(default_factory=dict)
     extents: list[tuple[int, int, int]] = field(default_factory=list)
+    # Of each region that is more than one block, by its label.
+    block_sizes: dict[str, int] = field(default_factory=dict)
 
     def read(self) -> StrangersReader:
         with closing(sqlite3.connect(f"file:{self.directory}/catalog.sqlite?mode=ro", uri=True)) as self.db:
             meta = dict(self.db.execute("SELECT key, value FROM meta ORDER BY key"))
             written = meta.pop("digest")
-            assert meta["format_version"] == "3"
+            assert meta["format_version"] == "4"
             files = self.db.execute("SELECT id, directory FROM files ORDER BY id").fetchall()
             self.files = {n: (self.directory / name / f"data.{n}").read_bytes() for n, name in files}
             bad = self.db.execute(
@@ -135,9 +139,12 @@ class StrangersReader:
             self.extents.append((file, offset, nbytes))
         assert len(region) == -(-numel * dtype.itemsize // PAGE) * PAGE
         seed = xxhash.xxh3_64_intdigest(label.encode())
+        size = BLOCK if len(place[1]) == -(-len(region) // BLOCK) else OLD_BLOCK
+        if len(region) > size:
+            self.block_sizes[label] = size
         found = [
-            xxhash.xxh3_64_intdigest(region[start : start + BLOCK], seed=(seed + i) % (1 << 64))
-            for i, start in enumerate(range(0, len(region), BLOCK))
+            xxhash.xxh3_64_intdigest(region[start : start + size], seed=(seed + i) % (1 << 64))
+            for i, start in enumerate(range(0, len(region), size))
         ]
         assert found == place[1], label
         return torch.frombuffer(bytearray(region), dtype=dtype)[:numel]
@@ -170,10 +177,15 @@ async def test_a_reader_written_from_the_page_finds_every_retained_step(
     tmp_path: Path, precision: DType, placements: dict[str, Any]
 ) -> None:
     steps = Layout(
-        name="every \N{SNOWMAN}/step", groups=("a", "idle", "b"), world_size=2, precision=precision, **placements
+        name="every \N{SNOWMAN}/step",
+        numels=TILED,
+        groups=("a", "idle", "b"),
+        world_size=2,
+        precision=precision,
+        **placements,
     )
     snapshots = Layout(name="a snapshot", every_steps=2, groups=("one",), precision=precision, **placements)
-    async with opened(tmp_path, host_budget_bytes=16 << 20, nvme_budget_bytes=64 << 20) as engine:
+    async with opened(tmp_path, host_budget_bytes=32 << 20, nvme_budget_bytes=64 << 20) as engine:
         first = await Training(engine, steps).begin()
         second = await Training(engine, snapshots).begin()
         for step in (1, 2, 3):
@@ -191,6 +203,7 @@ async def test_a_reader_written_from_the_page_finds_every_retained_step(
     reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
     await asyncio.to_thread(assert_reads, reader, steps, [2, 3], idle=["idle"])
     await asyncio.to_thread(assert_reads, reader, snapshots, [2])
+    assert set(reader.block_sizes.values()) == {BLOCK}
 
 
 # What is in format_1.tar.gz, a directory made by the last engine that wrote format 1.
@@ -230,7 +243,7 @@ def test_format_1_is_migrated_and_every_byte_of_every_step_is_there(
     data = (format_1 / "data.0").read_bytes()
     with caplog.at_level("INFO"):
         migrate(format_1)
-    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 3 now" in caplog.text
+    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 4 now" in caplog.text
     reader = StrangersReader(format_1).read()
     assert_reads(reader, OLD_STEPS, [2, 3], idle=["idle"])
     assert_reads(reader, OLD_SNAPSHOTS, [2])
@@ -271,7 +284,7 @@ def test_a_crash_during_the_migration_leaves_format_1(format_1: Path, tmp_path: 
         migrate(format_1)
     finally:
         failpoints.install(None)
-    assert (version_of(format_1), version_of(image)) == ("3", "1")
+    assert (version_of(format_1), version_of(image)) == ("4", "1")
     migrate(image)
     assert_reads(StrangersReader(image).read(), OLD_STEPS, [2, 3], idle=["idle"])
 
@@ -307,13 +320,10 @@ def test_a_damaged_catalog_of_format_1_is_left_as_it_is(
     assert version_of(format_1) == "1"
 
 
-async def test_format_2_is_migrated_where_it_is(tmp_path: Path) -> None:
-    directory = tmp_path / "state"
-    async with opened(directory) as engine:
-        training = await Training(engine, Layout()).begin()
-        await training.step()
+def set_version(directory: Path, version: int) -> None:
+    """Says that the directory is of this format, and digests that."""
     with closing(sqlite3.connect(directory / "catalog.sqlite")) as db:
-        db.execute("UPDATE meta SET value = '2' WHERE key = 'format_version'")
+        db.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(version),))
         rows = [
             db.execute(f"SELECT {columns} FROM {table} ORDER BY {order}").fetchall()
             for columns, table, order in (
@@ -325,9 +335,94 @@ async def test_format_2_is_migrated_where_it_is(tmp_path: Path) -> None:
         ]
         db.execute("UPDATE meta SET value = ? WHERE key = 'digest'", (d(d(flat(part)) for part in rows).hex(),))
         db.commit()
-    migrate(directory)
-    assert version_of(directory) == "3"
-    StrangersReader(directory).read()
-    async with opened(directory) as engine:
+
+
+@contextmanager
+def old_blocks() -> Iterator[None]:
+    """What is written within has the blocks of formats 1 to 3."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (integrity, extents):
+            patch.setattr(module, "BLOCK_BYTES", OLD_BLOCK)
+        yield
+
+
+@pytest.mark.parametrize("version", [2, 3])
+async def test_formats_2_and_3_are_migrated_where_they_are(tmp_path: Path, version: int) -> None:
+    with old_blocks():
+        async with opened(tmp_path) as engine:
+            training = await Training(engine, Layout()).begin()
+            await training.step()
+    set_version(tmp_path, version)
+    migrate(tmp_path)
+    assert version_of(tmp_path) == "4"
+    reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
+    await asyncio.to_thread(assert_reads, reader, Layout(), [1])
+    assert set(reader.block_sizes.values()) == {OLD_BLOCK}
+    async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).open()
         await training.assert_at(1)
+
+
+# Its states are of some blocks each, also of the larger ones.
+MIXED = Layout(name="mixed", precision=DType.BFLOAT16, groups=("trained", "idle"))
+
+
+@pytest.fixture
+async def format_3(tmp_path: Path) -> Path:
+    """A store of format 3, every region of which is in pieces of three blocks; group `idle` is as in step 0."""
+    with old_blocks():
+        async with opened(tmp_path) as engine:
+            pieces = [await engine.nvme.allocate(3 * OLD_BLOCK) for _ in range(16 * MIB // (3 * OLD_BLOCK))]
+            for piece in pieces[::2]:
+                engine.nvme.free(piece)
+            training = await Training(engine, MIXED).begin()
+            await training.hand_over(["trained"])
+            await training.commit(1)
+            for piece in pieces[1::2]:
+                engine.nvme.free(piece)
+    set_version(tmp_path, 3)
+    return tmp_path
+
+
+async def test_old_regions_are_read_and_new_ones_have_larger_blocks(format_3: Path) -> None:
+    async with opened(format_3) as engine:
+        training = await Training(engine, MIXED).open()
+        for slab in training.job.slabs():
+            if slab.latest is not None:
+                region = slab.source(slab.latest)
+                assert region.checksums.block_bytes == OLD_BLOCK and region.blocks_are_whole
+                assert max(extent.nbytes for extent in region.extents) == 3 * OLD_BLOCK
+        await training.hand_over(["trained"])
+        await training.commit(2)
+    reader = await asyncio.to_thread(StrangersReader(format_3).read)
+    await asyncio.to_thread(assert_reads, reader, MIXED, [2], idle=["idle"])
+    assert reader.block_sizes == {
+        "mixed/idle/param at step 0": OLD_BLOCK,
+        "mixed/idle/master at step 0": OLD_BLOCK,
+        **{f"mixed/trained/{kind} at step 2": BLOCK for kind in ("master", "exp_avg", "exp_avg_sq")},
+    }
+    async with opened(format_3) as engine:
+        training = await Training(engine, MIXED).open()
+        await training.hand_over(["trained", "idle"])
+        await training.commit(3)
+    reader = await asyncio.to_thread(StrangersReader(format_3).read)
+    assert set(reader.block_sizes.values()) == {BLOCK}
+
+
+async def test_damage_in_an_old_region_is_found_by_its_blocks(format_3: Path) -> None:
+    async with opened(format_3) as engine:
+        training = await Training(engine, MIXED).open()
+        slab = training.job.slab("idle", Kind.MASTER)
+        (place,) = overlapping(slab.source(0).extents, 5 * OLD_BLOCK + 100, 1)
+        with engine.nvme.files[0].path.open("r+b") as file:
+            file.seek(place.offset)
+            byte = file.read(1)
+            file.seek(place.offset)
+            file.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(DamagedBlockError, match=r"mixed/idle/master at step 0: bytes 81920 to 98304 "):
+            await engine.fetch(training.job, "idle", Kind.MASTER)
+        with pytest.raises(DamagedBlockError, match=r"mixed/idle/master at step 0: bytes 81920 to 98304 "):
+            await training.step()
+        (bad,) = engine.nvme.bad
+        assert bad.nbytes == OLD_BLOCK and bad.offset <= place.offset < bad.end
+        await engine.roll_back(training.job, 1)

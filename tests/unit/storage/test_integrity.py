@@ -22,9 +22,9 @@ from storage.shard import DType, Kind, TierName
 from storage.slab import Slab
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.extents import Extent
-from tests.unit.storage.builders import Layout, Training, engine_config, opened, quiesce
+from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, engine_config, opened, quiesce
 
-LAYOUT = Layout(precision=DType.BFLOAT16)
+LAYOUT = Layout(precision=DType.BFLOAT16, numels=TILED)
 
 
 def pages(slab: Slab) -> list[int]:
@@ -75,7 +75,7 @@ def data_damage(
 async def test_damaged_swapped_and_stale_blocks_are_found_and_their_shard_is_named(tmp_path: Path) -> None:
     rng, old = random.Random(1), list[bytes]()
     async with opened(tmp_path) as engine:
-        training = await Training(engine, Layout(precision=DType.BFLOAT16, numels=(9_003, 17, 4_000))).begin()
+        training = await Training(engine, Layout(precision=DType.BFLOAT16, numels=(72_003, 17, 32_000))).begin()
         for _ in range(4):
             old.append(engine.nvme.files[0].path.read_bytes())
             await training.step()
@@ -104,7 +104,7 @@ async def test_damaged_swapped_and_stale_blocks_are_found_and_their_shard_is_nam
 
 
 async def test_an_update_never_uses_damaged_states(tmp_path: Path) -> None:
-    async with opened(tmp_path) as engine:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.step()
         slab = next(slab for slab in training.job.slabs() if slab.key.kind is Kind.MASTER)
@@ -222,7 +222,7 @@ async def test_a_store_with_a_damaged_catalog_is_refused_or_has_exactly_what_was
 
 
 def test_checksums_that_do_not_fit_their_region_are_data_loss() -> None:
-    with pytest.raises(DataLossError, match="1 checksums for the 32768 bytes of a slab"):
+    with pytest.raises(DataLossError, match=f"1 checksums for the {2 * BLOCK_BYTES} bytes of a slab"):
         Checksums("a slab", 2 * BLOCK_BYTES, bytes(8))
 
 

@@ -25,6 +25,8 @@ from storage.tiers.extents import Extent
 from storage.tiers.nvme import NvmeTier
 
 BUDGET_PAGES = 512
+# Of a checksum's block.
+PAGES = BLOCK_BYTES // PAGE_BYTES
 
 
 @asynccontextmanager
@@ -50,33 +52,33 @@ async def test_bytes_come_back_from_extents_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_bytes: int
 ) -> None:
     monkeypatch.setattr(nvme_module, "REQUEST_BYTES", request_bytes)
-    rng, arena = random.Random(1), Arena(256 * PAGE_BYTES)
-    source, target = arena.allocate(60 * PAGE_BYTES), arena.allocate(60 * PAGE_BYTES)
+    rng, arena = random.Random(1), Arena(64 * BLOCK_BYTES)
+    source, target = arena.allocate(15 * BLOCK_BYTES), arena.allocate(15 * BLOCK_BYTES)
     assert source is not None and target is not None
-    async with tier_at(tmp_path / "data") as tier:
+    async with tier_at(tmp_path / "data", pages=128 * PAGES) as tier:
         # Holes of different sizes, so that the next region is in pieces.
-        pieces = [await tier.allocate(rng.randint(1, 9) * PAGE_BYTES) for _ in range(80)]
+        pieces = [await tier.allocate(rng.randint(1, 9) * BLOCK_BYTES // 4) for _ in range(80)]
         filler = await tier.allocate(tier.budget_bytes - tier.used_bytes)
         for piece in pieces[::3]:
             tier.free(piece)
-        region = await tier.allocate(60 * PAGE_BYTES)
+        region = await tier.allocate(15 * BLOCK_BYTES)
         assert len(region.extents) > 3
 
-        data = rng.randbytes(60 * PAGE_BYTES)
+        data = rng.randbytes(15 * BLOCK_BYTES)
         arena.view(source)[:] = data
         await tier.write_from(region, 0, arena.view(source))
         await tier.sync()
-        for start, count in [(0, 60), (0, 4), (56, 4), (8, 32), (12, 8)]:
-            view = arena.view(target)[: count * PAGE_BYTES]
-            await tier.read_into(region, start * PAGE_BYTES, view)
-            assert bytes(view) == data[start * PAGE_BYTES : (start + count) * PAGE_BYTES]
-        await tier.write_from(region, 4 * PAGE_BYTES, arena.view(source)[: 20 * PAGE_BYTES])
+        for start, count in [(0, 15), (0, 1), (14, 1), (2, 8), (3, 2)]:
+            view = arena.view(target)[: count * BLOCK_BYTES]
+            await tier.read_into(region, start * BLOCK_BYTES, view)
+            assert bytes(view) == data[start * BLOCK_BYTES : (start + count) * BLOCK_BYTES]
+        await tier.write_from(region, BLOCK_BYTES, arena.view(source)[: 5 * BLOCK_BYTES])
         await tier.read_into(region, 0, arena.view(target))
-        assert bytes(arena.view(target)) == data[: 4 * PAGE_BYTES] + data[: 20 * PAGE_BYTES] + data[24 * PAGE_BYTES :]
+        assert bytes(arena.view(target)) == data[:BLOCK_BYTES] + data[: 5 * BLOCK_BYTES] + data[6 * BLOCK_BYTES :]
         for left in [*pieces[1::3], *pieces[2::3], filler, region]:
             tier.free(left)
         assert tier.used_bytes == 0
-        assert tier.counters.bytes_written == 80 * PAGE_BYTES
+        assert tier.counters.bytes_written == 20 * BLOCK_BYTES
     arena.close()
 
 
@@ -120,7 +122,7 @@ async def test_reopened_it_knows_what_is_used_and_reads_it(tmp_path: Path) -> No
     assert buffer is not None
     arena.view(buffer)[:] = b"x" * PAGE_BYTES
     async with tier_at(tmp_path / "data") as tier:
-        await tier.allocate(3 * PAGE_BYTES)
+        await tier.allocate((PAGES - 1) * PAGE_BYTES)
         region = await tier.allocate(PAGE_BYTES)
         await tier.write_from(region, 0, arena.view(buffer))
     async with tier_at(tmp_path / "data", used=region.extents) as tier:

@@ -16,10 +16,11 @@ from storage.slab import Slab
 from tests.unit.storage.builders import Layout, Training, opened
 
 MOMENTS = [TierName.NVME, TierName.HOST]
-PART_ELEMENTS = 8192
+PART_ELEMENTS = 65_536
 PART_BYTES = 4 * PART_ELEMENTS
-# Tiles of 32768 elements: a group has one of four parts and one of two, the last of them short.
-LARGE: dict[str, Any] = {"host_budget_bytes": 8 << 20}
+# Tiles of 262144 elements: a group has one of four parts and one of two, the last of them short.
+NUMELS = (240_003, 17, 96_000)
+LARGE: dict[str, Any] = {"host_budget_bytes": 64 << 20, "nvme_budget_bytes": 64 << 20}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def states(training: Training, kind: Kind) -> Slab:
 
 async def trained(engine: Engine, moments: TierName) -> Training:
     """A job after its first step, with the weights on NVMe only."""
-    training = await Training(engine, Layout(precision=DType.BFLOAT16, moments=moments)).begin()
+    training = await Training(engine, Layout(numels=NUMELS, precision=DType.BFLOAT16, moments=moments)).begin()
     await training.step()
     for slab in training.job.slabs():
         if slab.copy is not None and not slab.copy.at_home:

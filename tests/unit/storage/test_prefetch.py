@@ -58,8 +58,8 @@ async def stored_units(
     state_dir: Path, monkeypatch: pytest.MonkeyPatch, *, units: int = 4, **changes: Any
 ) -> AsyncIterator[tuple[Training, SlowDisk]]:
     """Units on NVMe, none in host memory, with room for `units` of them beside one gradient each."""
-    # Tiles take a quarter; the rest is for gradients, which are not there yet, and units.
-    async with opened(state_dir, io_read_threads=1, host_budget_bytes=4 << 20, **changes) as engine:
+    # What the tiles leave is for gradients, which are not there yet, and units.
+    async with opened(state_dir, io_read_threads=1, **changes) as engine:
         training = await Training(engine, LAYOUT).begin()
         for slab in training.job.slabs():
             engine.residents.detach(slab)

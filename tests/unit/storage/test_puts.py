@@ -270,7 +270,7 @@ async def test_a_full_disk_is_told_at_once_and_by_the_commit_and_the_job_goes_ba
 async def test_more_than_the_host_budget_is_put_in_one_step(tmp_path: Path) -> None:
     """What is on NVMe can be dropped, and makes room for the next."""
     names = tuple(chr(ord("a") + number) for number in range(20))
-    async with opened(tmp_path, host_budget_bytes=4 * MIB) as engine:
+    async with opened(tmp_path) as engine:
         table = await Table(engine, numels=dict.fromkeys(names, 200_000)).begin()
         await table.step(*names)
         await table.assert_at(1)

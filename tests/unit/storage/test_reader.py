@@ -12,9 +12,9 @@ from storage.engine import Engine
 from storage.errors import ConflictError, NotFoundError
 from storage.shard import DType, GroupSpec, Kind, Shard, TierName
 from storage.versions import Job
-from tests.unit.storage.builders import Layout, Training, opened
+from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, opened
 
-LAYOUT = Layout(precision=DType.BFLOAT16, groups=("block.0",))
+LAYOUT = Layout(numels=TILED, precision=DType.BFLOAT16, groups=("block.0",))
 
 
 async def read(engine: Engine, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> torch.Tensor:
@@ -27,7 +27,7 @@ async def read(engine: Engine, job: Job, fqn: str, kind: Kind, offset: int, nume
 @pytest.mark.parametrize("placement", [TierName.NVME, TierName.HOST])
 async def test_every_range_of_every_kind_equals_torch(tmp_path: Path, placement: TierName, resident: bool) -> None:
     layout = replace(LAYOUT, weights=placement, moments=placement)
-    async with opened(tmp_path, host_budget_bytes=4 << 20) as engine:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, layout).begin()
         for _ in range(2):
             await training.step()
@@ -51,7 +51,7 @@ async def test_a_range_that_spans_groups_is_joined(tmp_path: Path) -> None:
         return replace(whole, name=name, numel=-(-numel // 16) * 16, shards=(shard,))
 
     values = torch.arange(3_001, dtype=torch.float32)
-    async with opened(tmp_path) as engine:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         job = await engine.open_job(LAYOUT.job(), may_exist=True, must_exist=False)
         await engine.register(job, [half("w[1600:]", 1600, 1401), half("w[:1600]", 0, 1600)])
         for group, start, stop in (("w[:1600]", 0, 1600), ("w[1600:]", 1600, 3001)):
@@ -63,10 +63,10 @@ async def test_a_range_that_spans_groups_is_joined(tmp_path: Path) -> None:
 
 
 async def test_what_was_never_written_reads_as_zeros(tmp_path: Path) -> None:
-    async with opened(tmp_path) as engine:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, LAYOUT).begin()
-        got = await read(engine, training.job, "block.0.weight.0", Kind.EXP_AVG, 3, 20_000)
-        assert not got.any() and len(got) == 20_000
+        got = await read(engine, training.job, "block.0.weight.0", Kind.EXP_AVG, 3, 80_000)
+        assert not got.any() and len(got) == 80_000
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,18 @@ async def test_what_was_never_written_reads_as_zeros(tmp_path: Path) -> None:
 async def test_elements_that_are_not_here_are_refused(
     tmp_path: Path, fqn: str, offset: int, numel: int, named: str
 ) -> None:
-    async with opened(tmp_path) as engine:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, LAYOUT).begin()
         with pytest.raises(NotFoundError, match=named):
             await read(engine, training.job, fqn, Kind.PARAM, offset, numel)
 
 
 async def test_a_slow_reader_never_gets_a_mixture_of_two_steps(tmp_path: Path) -> None:
-    async with opened(tmp_path, host_budget_bytes=2560 << 10) as engine:
-        training = await Training(engine, replace(LAYOUT, numels=(60_001,))).begin()
-        pieces = engine.reader.read(training.job, "block.0.weight.0", Kind.MASTER, 0, 60_001)
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, replace(LAYOUT, numels=(480_001,))).begin()
+        pieces = engine.reader.read(training.job, "block.0.weight.0", Kind.MASTER, 0, 480_001)
         first = await anext(pieces)
-        assert len(first) < 60_001 * 4
+        assert len(first) < 480_001 * 4
         await training.step()
         with pytest.raises(ConflictError, match=r"changed while 'block\.0\.weight\.0' was read from it; read it again"):
             while await anext(pieces):
@@ -96,9 +96,9 @@ async def test_a_slow_reader_never_gets_a_mixture_of_two_steps(tmp_path: Path) -
 
 
 async def test_a_slow_reader_holds_no_buffer_that_an_optimizer_needs(tmp_path: Path) -> None:
-    async with opened(tmp_path, host_budget_bytes=2560 << 10) as engine:
-        training = await Training(engine, replace(LAYOUT, numels=(60_001,))).begin()
-        readers = [engine.reader.read(training.job, "block.0.weight.0", Kind.MASTER, 0, 60_001) for _ in range(8)]
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, replace(LAYOUT, numels=(480_001,))).begin()
+        readers = [engine.reader.read(training.job, "block.0.weight.0", Kind.MASTER, 0, 480_001) for _ in range(8)]
         for reader in readers:
             await anext(reader)
         await training.step()

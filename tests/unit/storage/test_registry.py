@@ -46,7 +46,7 @@ async def test_a_budget_too_small_is_refused_with_the_figure_that_works(
     if budget == "nvme_budget" and every_steps == 0 and placements:
         return  # nothing of it goes to NVMe
     key = f"{budget}_bytes"
-    small = {"host_budget": 2400 << 10, "nvme_budget": 1 << 20}[budget]
+    small = {"host_budget": 3744 << 10, "nvme_budget": 1 << 20}[budget]
     figures = {"host_budget_bytes": 48 << 20, "nvme_budget_bytes": 96 << 20} | {key: small}
     async with opened(tmp_path / "refused", **figures) as engine:
         with pytest.raises(BudgetExceededError, match=f"{budget} {small} is too small") as caught:
@@ -101,7 +101,7 @@ async def test_ranks_on_other_nodes_cost_one_more_version(tmp_path: Path) -> Non
 
 
 async def test_a_refused_registration_leaves_nothing_registered(tmp_path: Path) -> None:
-    async with opened(tmp_path, host_budget_bytes=4 << 20) as engine:
+    async with opened(tmp_path) as engine:
         training = Training(engine, replace(LAYOUT, groups=("small",), **ON_HOST))
         await training.open(must_exist=False)
         used = engine.host.used_bytes

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from storage.errors import DamagedBlockError
+from storage.integrity import BLOCK_BYTES
 from storage.shard import Kind
-from tests.unit.storage.builders import Layout, Training, opened
+from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, opened
 
-LAYOUT = Layout(numels=(30_003, 17, 12_000))
+# Slabs are whole blocks: when one block is set aside, all the rest can be allocated.
+LAYOUT = Layout(numels=(120_003, 17, 43_792))
 FAST = 1 << 30
 
 
@@ -24,7 +26,7 @@ async def a_pass(training: Training) -> None:
 
 
 async def test_it_reads_everything_and_finds_nothing_wrong_where_nothing_is(tmp_path: Path) -> None:
-    async with opened(tmp_path, scrub_bytes_per_second=FAST) as engine:
+    async with opened(tmp_path, scrub_bytes_per_second=FAST, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.step()
         await a_pass(training)
@@ -33,7 +35,7 @@ async def test_it_reads_everything_and_finds_nothing_wrong_where_nothing_is(tmp_
 
 
 async def test_it_keeps_to_its_bandwidth(tmp_path: Path) -> None:
-    async with opened(tmp_path, scrub_bytes_per_second=1 << 20) as engine:
+    async with opened(tmp_path, scrub_bytes_per_second=1 << 20, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, LAYOUT).begin()
         for step in range(5):
             await training.step()
@@ -43,7 +45,7 @@ async def test_it_keeps_to_its_bandwidth(tmp_path: Path) -> None:
 async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(tmp_path, scrub_bytes_per_second=FAST) as engine:
+    async with opened(tmp_path, scrub_bytes_per_second=FAST, **ROOM_FOR_TILED) as engine:
         training = await Training(engine, LAYOUT).begin()
         await training.step()
         slab = training.job.slab("block.1", Kind.EXP_AVG)
@@ -53,8 +55,8 @@ async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
             file.write(b"damage")
         await a_pass(training)
         assert engine.nvme.problems == ["job/block.1/exp_avg at step 1 is damaged"]
-        assert "bytes 0 to 16384 (block.1.weight.0) on nvme are damaged" in caplog.text
-        assert engine.nvme.bad_bytes == 16384
+        assert f"bytes 0 to {BLOCK_BYTES} (block.1.weight.0) on nvme are damaged" in caplog.text
+        assert engine.nvme.bad_bytes == BLOCK_BYTES
         # A good copy is in host memory still.
         engine.residents.detach(slab)
         with pytest.raises(DamagedBlockError, match=r"block\.1\.weight\.0"):
@@ -66,5 +68,5 @@ async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
         bad = next(iter(engine.nvme.bad))
         assert all(e.end <= bad.offset or e.offset >= bad.end for e in region.extents)
         engine.nvme.free(region)
-    async with opened(tmp_path) as engine:
-        assert engine.nvme.bad_bytes == 16384, "also after a restart"
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        assert engine.nvme.bad_bytes == BLOCK_BYTES, "also after a restart"

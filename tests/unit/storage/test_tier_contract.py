@@ -17,7 +17,7 @@ from storage.tiers.data_file import DataFile
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 
-BUDGET = 1 << 20
+BUDGET = 64 * BLOCK_BYTES
 
 
 def host_tier(_: Path) -> Tier[ArenaRange]:
