@@ -16,6 +16,8 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
+
 from storage import syscalls
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import BadExtent
@@ -26,7 +28,6 @@ from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, S
 from storage.failpoints import Failpoint, reach
 from storage.fetches import Fetches
 from storage.loose import LooseRanges
-from storage.optimizer_threads import OptimizerThreads
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
@@ -35,6 +36,7 @@ from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
 from storage.steps import Steps
+from storage.threads import begin_work
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.extents import Extent
 from storage.tiers.host import HostTier
@@ -76,8 +78,10 @@ class Engine:
         tiles = TilePool(host)
         self.reader = RangeReader(host, nvme, tiles)
         self._registry = Registry(host, nvme, self.residents, tiles.nbytes)
-        self._optimizer_threads = OptimizerThreads(config.optimizer_threads, nice=config.worker_nice)
-        transformer = Transformer(host, nvme, self.residents, tiles, self._optimizer_threads)
+        self._compute = ThreadPoolExecutor(
+            config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
+        )
+        transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
         self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
         self._steps = Steps(host, nvme, self.residents, transformer, self._committer)
         self.loose = LooseRanges(host)
@@ -145,7 +149,7 @@ class Engine:
         await self.nvme.close()
         if self._notes:
             await asyncio.wait(self._notes)
-        self._optimizer_threads.close()
+        self._compute.shutdown()
         self._catalog_thread.shutdown()
         self._catalog.close()
         await self.host.close()
@@ -578,3 +582,8 @@ async def _outcome(write: asyncio.Task[None]) -> None:
             "the step was abandoned while its bytes were written; resume from the last committed one"
         )
     write.result()
+
+
+def _begin_to_compute(nice: int) -> None:
+    begin_work(nice)
+    torch.set_num_threads(1)

@@ -8,11 +8,10 @@ does not depend on the size of the group.
 from __future__ import annotations
 
 import asyncio
-import functools
-import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ import torch
 
 from storage.errors import BudgetExceededError, DamagedBlockError
 from storage.integrity import BLOCK_BYTES
-from storage.optimizer_threads import OptimizerThreads
 from storage.placement import Residents
 from storage.shard import MAX_OPTIMIZER_STATES, Kind
 from storage.slab import NEVER, Group, HostCopy, Slab
@@ -135,13 +133,13 @@ class Transformer:
     """Runs kernels over groups: of those that wait, the next tile is of the one that is needed first. Tiles overlap."""
 
     def __init__(
-        self, host: HostTier, nvme: NvmeTier, residents: Residents, tiles: TilePool, threads: OptimizerThreads
+        self, host: HostTier, nvme: NvmeTier, residents: Residents, tiles: TilePool, executor: Executor
     ) -> None:
         self._host = host
         self._nvme = nvme
         self._residents = residents
         self._tiles = tiles
-        self._threads = threads
+        self._executor = executor
         self._turns = Turns()
         self._scratch = _Scratch()
 
@@ -242,15 +240,13 @@ class Transformer:
             numel = min(self._tiles.elements, group.spec.numel - start)
             parts = _Parts(start, numel, self._map(region, start, numel, streams), gradient, kernel, self._scratch)
             await self._nvme.read_raw(parts.reads(0, numel), Priority.UPDATE)
-            await settle([asyncio.ensure_future(self._work(parts, *s)) for s in parts.shares(self._threads.count)])
+            loop, done = asyncio.get_running_loop(), 0
+            while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
+                # It may not be the disk's mistake: what is wrong is read once more before that counts.
+                await self._nvme.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
             await self._nvme.write_raw(parts.writes(), Priority.UPDATE)
         finally:
             self._tiles.give(region)
-
-    async def _work(self, parts: _Parts, first: int, end: int) -> None:
-        while (first := await self._threads.run(functools.partial(parts.work, first, end))) < end:
-            # It may not be the disk's mistake: what is wrong is read once more before that counts.
-            await self._nvme.read_many(parts.reads(first, parts.end_of(first)), Priority.UPDATE)
 
     def _map(self, region: ArenaRange, start: int, numel: int, streams: Sequence[_Stream]) -> list[_Mapped]:
         """Where each slab's part of the tile is: in its copy, or in the tile's buffer."""
@@ -303,7 +299,7 @@ class _Mapped:
 
 
 class _Parts:
-    """A tile's work on the optimizer's threads, part after part, each while it is in the processor's cache.
+    """A tile's work on the optimizer's thread, part after part, each while it is in the processor's cache.
 
     The bytes of all kinds are verified before the kernel touches a part, so that a part is done or as it was.
     """
@@ -324,13 +320,6 @@ class _Parts:
         self._kernel = kernel
         self._scratch = scratch
 
-    def shares(self, threads: int) -> list[tuple[int, int]]:
-        """The tile's elements as ranges [first, end) of whole parts, one for each thread, as even as they can be; none
-        is empty."""
-        parts = -(-self._numel // PART_ELEMENTS)
-        bounds = [min(parts * i // threads * PART_ELEMENTS, self._numel) for i in range(threads + 1)]
-        return [(first, end) for first, end in itertools.pairwise(bounds) if first < end]
-
     def end_of(self, first: int) -> int:
         """Where the part that begins at element `first` of the tile ends."""
         return min(first + PART_ELEMENTS, self._numel)
@@ -345,10 +334,9 @@ class _Parts:
         stop = end if end is not None and end < self._numel else None
         return [m.transfer(m.stream.target, first, stop) for m in self._mapped if m.stream.target is not None]
 
-    def work(self, first: int, last: int) -> int:
-        """Does the parts of elements `[first, last)`. Returns the element where one with wrong bytes begins, or
-        `last`."""
-        while first < last:
+    def work(self, first: int) -> int:
+        """Does the parts from element `first` on. Returns the element where one with wrong bytes begins, or `numel`."""
+        while first < self._numel:
             end = self.end_of(first)
             try:
                 for region, offset, buffer in self.reads(first, end):
@@ -372,4 +360,4 @@ class _Parts:
             for region, offset, buffer in self.writes(first, end):
                 region.checksums.record(offset, buffer)
             first = end
-        return last
+        return self._numel

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from storage.integrity import BLOCK_BYTES
 from storage.tiers.base import round_up
 from storage.tiers.free_runs import FreeRuns
+
+# Less than a checksum's block, for little to be lost of a run that is split: see NvmeRegion.blocks_are_whole.
+SPLIT_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,7 @@ class Extent:
 class ExtentAllocator:
     """The free extents of one file.
 
-    Allocation is best fit, and splits only where no run is long enough: then at multiples of a checksum's block, so
-    that every block lies in one piece.
+    Allocation is best fit, and splits only where no run is long enough: then at multiples of SPLIT_BYTES.
     """
 
     def __init__(self, file: int = 0) -> None:
@@ -46,8 +47,8 @@ class ExtentAllocator:
 
     @property
     def usable_bytes(self) -> int:
-        """What one allocation can get at most: runs shorter than a block can only be the last part of one."""
-        return self._free.whole_units(BLOCK_BYTES) * BLOCK_BYTES
+        """What one allocation can get at most: runs shorter than SPLIT_BYTES can only be the last part of one."""
+        return self._free.whole_units(SPLIT_BYTES) * SPLIT_BYTES
 
     def add(self, extent: Extent) -> None:
         """Makes an extent free."""
@@ -68,7 +69,7 @@ class ExtentAllocator:
         return tuple(taken)
 
     def _take(self, need: int) -> Extent | None:
-        """`need` from the shortest run that holds it, else all whole blocks of the longest one."""
+        """`need` from the shortest run that holds it, else all of the longest one that a split may take."""
         shortest = self._free.shortest_fit(need)
         if shortest is not None:
             return Extent(self._free.cut(shortest, need), need, self._file)
@@ -76,7 +77,7 @@ class ExtentAllocator:
         if longest is None:
             return None
         start, end = self._free[longest]
-        whole = (end - start) // BLOCK_BYTES * BLOCK_BYTES
+        whole = (end - start) // SPLIT_BYTES * SPLIT_BYTES
         return Extent(self._free.cut(longest, whole), whole, self._file) if whole else None
 
 

@@ -54,7 +54,8 @@ class NvmeRegion:
 
     @property
     def blocks_are_whole(self) -> bool:
-        """Whether every checksum's block lies in one extent, as in all regions since format 2."""
+        """Whether every checksum's block lies in one extent, so that requests can be checked one by one. Where free
+        space was in short pieces only, a block may lie in several."""
         return all(extent.nbytes % self.checksums.block_bytes == 0 for extent in self.extents[:-1])
 
 
@@ -278,13 +279,22 @@ class NvmeTier:
         try:
             with self.counters.reading, self._span(Activity.NVME_READ, transfers):
                 await self._move(transfers, priority, write=False, checked=verified)
-            for region, offset, buffer in transfers:
-                if verified and not region.blocks_are_whole:
-                    await asyncio.to_thread(region.checksums.verify, offset, buffer)
+            for transfer in transfers:
+                if verified and not transfer.region.blocks_are_whole:
+                    await self._verify(transfer, priority)
             self.counters.bytes_read += sum(len(transfer.buffer) for transfer in transfers)
         finally:
             for transfer in transfers:
                 self.free(transfer.region)
+
+    async def _verify(self, transfer: Transfer, priority: Priority) -> None:
+        verify = functools.partial(transfer.region.checksums.verify, transfer.offset, transfer.buffer)
+        try:
+            await asyncio.to_thread(verify)
+        except DamagedBlockError:
+            # It may not be the disk's mistake: read once more.
+            await self._move([transfer], priority, write=False, checked=False)
+            await asyncio.to_thread(verify)
 
     async def write_many(self, transfers: Sequence[Transfer], priority: Priority) -> None:
         """Writes the buffers and takes their checksums; neighbours on a device are written together. Durable only after
@@ -301,6 +311,9 @@ class NvmeTier:
             transfer.region.writers += 1
             self._unsynced.add(transfer.region)
         try:
+            for region, offset, buffer in transfers:
+                if not recorded and not region.blocks_are_whole:
+                    await asyncio.to_thread(region.checksums.record, offset, buffer)
             with self.counters.writing, self._span(Activity.NVME_WRITE, transfers):
                 await self._move(transfers, priority, write=True, checked=not recorded)
             self.counters.bytes_written += sum(len(transfer.buffer) for transfer in transfers)

@@ -7,12 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from storage.integrity import BLOCK_BYTES
 from storage.tiers.base import PAGE_BYTES
-from storage.tiers.extents import Extent, ExtentAllocator, overlapping, unused_runs, without
+from storage.tiers.extents import SPLIT_BYTES, Extent, ExtentAllocator, overlapping, unused_runs, without
 
-# Of a checksum's block.
-PAGES = BLOCK_BYTES // PAGE_BYTES
+PAGES = SPLIT_BYTES // PAGE_BYTES
 FILE_PAGES = 50 * PAGES
 
 
@@ -41,23 +39,23 @@ def test_the_shortest_run_that_fits_is_taken() -> None:
 
 def test_it_splits_only_where_no_run_is_long_enough_longest_first() -> None:
     space = allocator(pages(0, 2), pages(100, PAGES + 1), pages(200, 3))
-    assert space.allocate(BLOCK_BYTES + 2 * PAGE_BYTES) == (pages(100, PAGES), pages(0, 2))
+    assert space.allocate(SPLIT_BYTES + 2 * PAGE_BYTES) == (pages(100, PAGES), pages(0, 2))
     assert space.free_bytes == 4 * PAGE_BYTES
 
 
-def test_a_split_never_cuts_the_block_of_a_checksum() -> None:
+def test_a_split_is_at_a_multiple() -> None:
     space = allocator(pages(0, PAGES + 3), pages(100, PAGES + 2), pages(200, PAGES + 1), pages(300, 3))
-    taken = space.allocate(3 * BLOCK_BYTES + PAGE_BYTES)
+    taken = space.allocate(3 * SPLIT_BYTES + PAGE_BYTES)
     assert taken == (pages(0, PAGES), pages(100, PAGES), pages(200, PAGES + 1))
-    assert space.usable_bytes == 0, "what is left is shorter than a block, and good for a last part only"
+    assert space.usable_bytes == 0, "what is left is too short to be split, and good for a last part only"
     assert space.allocate(4 * PAGE_BYTES) is None
     assert space.allocate(3 * PAGE_BYTES) == (pages(PAGES, 3),)
 
 
 def test_too_little_space_gives_nothing_and_takes_nothing() -> None:
     space = allocator(pages(0, PAGES), pages(100, PAGES))
-    assert space.allocate(2 * BLOCK_BYTES + PAGE_BYTES) is None
-    assert space.allocate(2 * BLOCK_BYTES) == (pages(0, PAGES), pages(100, PAGES))
+    assert space.allocate(2 * SPLIT_BYTES + PAGE_BYTES) is None
+    assert space.allocate(2 * SPLIT_BYTES) == (pages(0, PAGES), pages(100, PAGES))
 
 
 def test_what_is_given_back_joins_its_neighbours() -> None:
@@ -99,7 +97,7 @@ def test_a_long_random_campaign_agrees_with_a_set_of_pages(seed: int) -> None:
             taken = set().union(*map(_numbers, granted))
             assert len(taken) == count and taken <= free
             assert (len(granted) == 1) == (count <= longest)
-            assert all(extent.nbytes % BLOCK_BYTES == 0 for extent in granted[:-1])
+            assert all(extent.nbytes % SPLIT_BYTES == 0 for extent in granted[:-1])
             free -= taken
             live.append(granted)
         assert space.free_bytes == len(free) * PAGE_BYTES

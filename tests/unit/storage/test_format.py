@@ -23,7 +23,6 @@ from storage.catalog.catalog import Catalog
 from storage.errors import DamagedBlockError, DataLossError
 from storage.failpoints import Failpoint
 from storage.shard import DType, Kind, TierName
-from storage.tiers import extents
 from storage.tiers.extents import overlapping
 from tests.unit.storage.builders import MIB, TILED, Layout, Training, opened, quiesce, reference_of
 
@@ -341,8 +340,7 @@ def set_version(directory: Path, version: int) -> None:
 def old_blocks() -> Iterator[None]:
     """What is written within has the blocks of formats 1 to 3."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (integrity, extents):
-            patch.setattr(module, "BLOCK_BYTES", OLD_BLOCK)
+        patch.setattr(integrity, "BLOCK_BYTES", OLD_BLOCK)
         yield
 
 

@@ -21,7 +21,7 @@ from storage.tiers import nvme as nvme_module
 from storage.tiers.arena import Arena
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.data_file import DataFile
-from storage.tiers.extents import Extent
+from storage.tiers.extents import SPLIT_BYTES, Extent
 from storage.tiers.nvme import NvmeTier
 
 BUDGET_PAGES = 512
@@ -122,7 +122,7 @@ async def test_reopened_it_knows_what_is_used_and_reads_it(tmp_path: Path) -> No
     assert buffer is not None
     arena.view(buffer)[:] = b"x" * PAGE_BYTES
     async with tier_at(tmp_path / "data") as tier:
-        await tier.allocate((PAGES - 1) * PAGE_BYTES)
+        await tier.allocate(3 * PAGE_BYTES)
         region = await tier.allocate(PAGE_BYTES)
         await tier.write_from(region, 0, arena.view(buffer))
     async with tier_at(tmp_path / "data", used=region.extents) as tier:
@@ -262,3 +262,40 @@ async def test_a_nearly_full_disk_gives_what_is_needed_if_not_what_is_wanted(
             await tier.allocate(9 * PAGE_BYTES)
         # What was allocated in vain was given back.
         assert path_of(tier).stat().st_size == tier.used_bytes == 12 * PAGE_BYTES
+
+
+async def test_a_block_that_lies_in_two_extents_is_recorded_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(8 * BLOCK_BYTES)
+    source, target = arena.allocate(2 * BLOCK_BYTES), arena.allocate(2 * BLOCK_BYTES)
+    assert source is not None and target is not None
+    async with tier_at(tmp_path / "data", pages=3 * PAGES) as tier:
+        pieces = [await tier.allocate(SPLIT_BYTES) for _ in range(3 * BLOCK_BYTES // SPLIT_BYTES)]
+        for piece in pieces[1:-1]:
+            if piece is not pieces[9]:
+                tier.free(piece)
+        region = await tier.allocate(2 * BLOCK_BYTES)
+        assert not region.blocks_are_whole
+        arena.view(source)[:] = random.Random(5).randbytes(2 * BLOCK_BYTES)
+        await tier.write_from(region, 0, arena.view(source))
+        await tier.read_into(region, 0, arena.view(target))
+        assert bytes(arena.view(target)) == bytes(arena.view(source))
+
+        real, wrong = syscalls.read_exact, [1]
+
+        def read(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+            real(fd, buffers, offset, path)
+            if wrong and wrong.pop():
+                buffers[0][3] ^= 1
+
+        monkeypatch.setattr(syscalls, "read_exact", read)
+        await tier.read_into(region, 0, arena.view(target))
+        assert bytes(arena.view(target)) == bytes(arena.view(source)), "what was wrong once is read once more"
+        with path_of(tier).open("r+b") as file:
+            file.seek(region.extents[1].offset + 7)
+            file.write(b"damage")
+        with pytest.raises(DataLossError, match="damaged"):
+            await tier.read_into(region, 0, arena.view(target))
+        assert tier.damaged_blocks == 1
+    arena.close()
