@@ -82,8 +82,8 @@ PART: Cells = {
     },
     2: {
         "fp32": FEW,
-        "fp32, each micro-batch": list(PLACES),
-        "fp32, boundary": SOME,
+        "fp32, each micro-batch": SOME,
+        "fp32, boundary": FEW,
         "fp32, no_sync": FEW,
         "fp32, poisoned": [*FEW, "zero-3 + parameters nvme"],
         "bf16": FEW,
@@ -92,11 +92,9 @@ PART: Cells = {
         "mixed": SOME,
     },
     3: {
-        "fp32": FEW,
         "fp32, each micro-batch": FEW,
-        "fp32, boundary": SOME,
+        "fp32, boundary": FEW,
         "bf16": FEW,
-        "fp16": FEW,
         "mixed, fp32 sums": FEW,
     },
 }
