@@ -150,8 +150,9 @@ class Engine:
         if self._notes:
             await asyncio.wait(self._notes)
         self._compute.shutdown()
+        # SQLite brings its journal into the file here, which a busy disk makes slow.
+        await self._in_catalog_thread(self._catalog.close)
         self._catalog_thread.shutdown()
-        self._catalog.close()
         await self.host.close()
         os.close(self._lock_fd)
 
