@@ -35,6 +35,7 @@ _FLOCK = "hhqqi0q"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_COLLAPSE = 25
 # In one call: each makes all processors drain their lists of pages first, which takes as long as some MiB (measured for
@@ -192,12 +193,33 @@ def create_huge_shared_memory(name: str, size: int) -> int:
     return fd
 
 
+def map_shared_memory(fd: int, size: int) -> memoryview:
+    """All `size` bytes of shared memory, at a multiple of HUGE_PAGE_BYTES; it stays mapped as long as somebody has a
+    view of it.
+
+    Only there the processor sees a huge page as one. In ordinary pages of 4 KiB, an update of states that other work
+    has pushed out of the processor's caches takes twice as long, for the addresses of their pages have to be fetched,
+    too (AdamW, 151 million parameters: 0.50 and 0.24 CPU seconds, measured).
+
+    Raises:
+        DeviceError: there are not as many free addresses.
+    """
+    try:
+        reserved = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError as error:
+        raise DeviceError(f"cannot map {size} bytes of shared memory: {error.strerror}") from error
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+    lead = -begin % HUGE_PAGE_BYTES
+    _map(begin + lead, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+    return memoryview(reserved)[lead : lead + size]
+
+
 def collapse_pages(fd: int, size: int) -> Iterator[int]:
     """Moves shared memory into huge pages, in place and piece by piece: the contents stay, and may be in use.
 
     Direct I/O then gets a buffer in a few segments, not in one for each page: devices take a large request in one go,
-    not in several. Yields the bytes of each piece for which it was done: not where the kernel is too old (6.1 is the
-    first that can), or its pages are under I/O just now.
+    not in several. `map_shared_memory` says what the processor has of it. Yields the bytes of each piece for which it
+    was done: not where the kernel is too old (6.1 is the first that can), or its pages are under I/O just now.
     """
     reserved = _map(None, _COLLAPSE_BYTES + HUGE_PAGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     # The kernel collapses what is mapped at a multiple of a huge page; the mapping can go again, the huge page stays.
@@ -222,7 +244,7 @@ def _map(address: int | None, size: int, protection: int, flags: int, fd: int, o
     return int(mapped)
 
 
-def lock_memory(memory: mmap.mmap) -> None:
+def lock_memory(memory: memoryview) -> None:
     """Keeps the pages of a mapping from being swapped out, until it goes.
 
     Raises:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import mmap
 import os
 import secrets
 import threading
@@ -67,9 +66,8 @@ class Arena:
         self.size_bytes = _round_down(size_bytes, syscalls.HUGE_PAGE_BYTES if self.huge_pages else PAGE_BYTES)
         self.path = path
         self.fd = self._create(path) if huge_fd is None else huge_fd
-        self._map = mmap.mmap(self.fd, self.size_bytes)
-        self.locked = lock_memory and _lock(self._map)
-        self._view = memoryview(self._map)
+        self._view = syscalls.map_shared_memory(self.fd, self.size_bytes)
+        self.locked = lock_memory and _lock(self._view)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._view[:NONCE_BYTES] = self.nonce
         self.header_bytes = round_up(FIRST_SLOT_BYTE + slots * SLOT_BYTES)
@@ -154,7 +152,7 @@ def _create_in_huge_pages(size_bytes: int) -> int | None:
         return None
 
 
-def _lock(memory: mmap.mmap) -> bool:
+def _lock(memory: memoryview) -> bool:
     try:
         syscalls.lock_memory(memory)
     except DeviceError as error:

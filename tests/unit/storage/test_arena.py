@@ -330,14 +330,36 @@ def test_pages_become_huge_in_the_background_and_keep_what_is_in_them() -> None:
         data = random.Random(1).randbytes(whole.nbytes)
         arena.view(whole)[:] = data
         # Old kernels cannot: then they stay as they are.
-        assert arena.finish_collapse() in (0, 6 * MIB)
+        huge_bytes = arena.finish_collapse()
+        assert huge_bytes in (0, 6 * MIB)
         assert arena.view(whole) == data
+        # What was looked at since then is not all of it, but is mapped as it is.
+        assert (mapped_in_huge_pages(arena.view(whole)) > 0) == (huge_bytes > 0)
+
+
+def mapped_in_huge_pages(memory: memoryview) -> int:
+    """Bytes that this process's page table holds as huge pages, of the mapping that `memory` is in."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    is_it, found = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            first, end = (int(part, 16) for part in name.split("-"))
+            is_it = first <= address < end
+        elif is_it and name in ("ShmemPmdMapped:", "FilePmdMapped:"):
+            found += int(values[0]) << 10
+    return found
 
 
 def test_where_memory_cannot_be_mapped_pages_stay_ordinary_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(syscalls._libc, "mmap", lambda *_: syscalls._MAP_FAILED)
+    mmap_ = syscalls._libc.mmap
+
+    def refusing(address: ctypes.c_void_p, *others: object) -> object:
+        return syscalls._MAP_FAILED if address.value is None else mmap_(address, *others)
+
+    monkeypatch.setattr(syscalls._libc, "mmap", refusing)
     with arena_of(1024) as arena:
         assert arena.finish_collapse() == 0
     (warning,) = caplog.messages
