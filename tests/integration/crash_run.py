@@ -63,7 +63,11 @@ def run_rank(plan: Plan) -> None:
             torch.save(weights, plan.weights_file)
 
 
-if __name__ == "__main__":
+def main() -> None:
     dist.init_process_group("gloo")
     run_rank(Plan(**json.loads(Path(sys.argv[1]).read_text())))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

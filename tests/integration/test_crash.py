@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +15,7 @@ import pytest
 import torch
 
 from tests.integration.crash_run import Plan
-from tests.integration.daemon import ROOT
-from tests.integration.ranks import environments
+from tests.integration.ranks import Launch
 from tests.integration.training import store_config
 
 STEPS = 12
@@ -29,54 +26,24 @@ END_SECONDS = 60.0
 pytestmark = pytest.mark.timeout(180)
 
 
-class Launch:
-    """The ranks of one launch."""
-
-    def __init__(self, plan: Plan) -> None:
-        directory = Path(plan.directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.plan = plan
-        plan_file = directory / "plan.json"
-        plan_file.write_text(json.dumps(asdict(plan)))
-        self.logs = [directory / f"rank-{rank}.log" for rank in range(WORLD_SIZE)]
-        self.ranks = []
-        for log, environment in zip(self.logs, environments(WORLD_SIZE), strict=True):
-            with log.open("w") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.integration.crash_run", str(plan_file)],
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            self.ranks.append(process)
-
-    def wait_for_step(self, step: int) -> None:
-        """Returns when every rank is about to hand over the gradients of `step`."""
-        deadline = time.monotonic() + END_SECONDS
-        files = [self.plan.progress_file(rank) for rank in range(WORLD_SIZE)]
-        while not all(file.exists() and f"{step}\n" in file.read_text() for file in files):
-            assert all(rank.poll() is None for rank in self.ranks), self.output()
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.001)
-
-    def wait(self) -> list[int]:
-        """The exit codes."""
-        return [rank.wait(END_SECONDS) for rank in self.ranks]
-
-    def output(self) -> str:
-        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs)
-
-
 @contextmanager
 def launched(plan: Plan) -> Iterator[Launch]:
-    launch = Launch(plan)
-    try:
+    directory = Path(plan.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    plan_file = directory / "plan.json"
+    plan_file.write_text(json.dumps(asdict(plan)))
+    with Launch("tests.integration.crash_run", WORLD_SIZE, (plan_file,), directory) as launch:
         yield launch
-    finally:
-        for rank in launch.ranks:
-            rank.kill()
-            rank.wait()
+
+
+def wait_for_step(launch: Launch, plan: Plan, step: int) -> None:
+    """Returns when every rank is about to hand over the gradients of `step`."""
+    deadline = time.monotonic() + END_SECONDS
+    files = [plan.progress_file(rank) for rank in range(WORLD_SIZE)]
+    while not all(file.exists() and f"{step}\n" in file.read_text() for file in files):
+        assert launch.is_whole, launch.output()
+        assert time.monotonic() < deadline, launch.output()
+        time.sleep(0.001)
 
 
 def make_plan(directory: Path, device: str) -> Plan:
@@ -85,7 +52,7 @@ def make_plan(directory: Path, device: str) -> Plan:
 
 def run_to_the_end(plan: Plan) -> dict[str, torch.Tensor]:
     with launched(plan) as launch:
-        assert launch.wait() == [0] * WORLD_SIZE, launch.output()
+        assert launch.wait(END_SECONDS) == [0] * WORLD_SIZE, launch.output()
     weights: dict[str, torch.Tensor] = torch.load(plan.weights_file)
     return weights
 
@@ -94,22 +61,22 @@ def daemon_of(plan: Plan) -> int:
     return int((Path(plan.directory) / "state" / "lock").read_text())
 
 
-def kill_one_trainer(launch: Launch) -> None:
+def kill_one_trainer(launch: Launch, plan: Plan) -> None:
     launch.ranks[1].kill()
 
 
-def kill_all_trainers(launch: Launch) -> None:
+def kill_all_trainers(launch: Launch, plan: Plan) -> None:
     for rank in launch.ranks:
         rank.kill()
 
 
-def kill_daemon(launch: Launch) -> None:
-    os.kill(daemon_of(launch.plan), signal.SIGKILL)
+def kill_daemon(launch: Launch, plan: Plan) -> None:
+    os.kill(daemon_of(plan), signal.SIGKILL)
 
 
-def kill_everything(launch: Launch) -> None:
-    kill_daemon(launch)
-    kill_all_trainers(launch)
+def kill_everything(launch: Launch, plan: Plan) -> None:
+    kill_daemon(launch, plan)
+    kill_all_trainers(launch, plan)
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +89,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
     [(kill_one_trainer, "nvme"), (kill_all_trainers, "cpu"), (kill_daemon, "nvme"), (kill_everything, "cpu")],
 )
 def test_a_run_killed_in_mid_step_ends_with_the_bits_of_the_uninterrupted_one(
-    tmp_path: Path, uninterrupted: dict[str, torch.Tensor], kill: Callable[[Launch], None], device: str
+    tmp_path: Path, uninterrupted: dict[str, torch.Tensor], kill: Callable[[Launch, Plan], None], device: str
 ) -> None:
     plan = make_plan(tmp_path, device)
     with launched(plan) as launch:
-        launch.wait_for_step(KILLED_AT)
-        kill(launch)
+        wait_for_step(launch, plan, KILLED_AT)
+        kill(launch, plan)
         # Nobody hangs: the survivors notice, and end with an error.
-        assert all(launch.wait()), launch.output()
+        assert all(launch.wait(END_SECONDS)), launch.output()
 
     weights = run_to_the_end(plan)
 
