@@ -25,7 +25,7 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import SessionEndedError
-from trainer_client.link.mapping import FileRange
+from trainer_client.link.mapping import FileRange, map_file
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _Mapping:
     """A mapped arena and the sessions that use it; see [Note: one mapping for an arena]."""
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        self.memory = mmap.mmap(descriptor, size_bytes)
+        self.memory = map_file(descriptor, size_bytes)
         self.descriptors = [descriptor]
         self.users = 0
 

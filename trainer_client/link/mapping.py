@@ -11,8 +11,10 @@ import mmap
 import os
 from dataclasses import dataclass
 
-# Of all Linux systems; Python's mmap module does not name it.
+# Of Linux on all processors that torch is built for; Python's mmap module does not name them.
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_HUGE_PAGE_BYTES = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,6 +38,25 @@ class FileRange:
 
     descriptor: int
     offset: int
+
+
+def map_file(descriptor: int, nbytes: int) -> memoryview:
+    """The first bytes of a file, shared with whoever has mapped it; mapped as long as somebody has a view of them.
+
+    At a multiple of _HUGE_PAGE_BYTES: only there the processor sees a huge page as one (storage/syscalls.py has what
+    that is worth).
+
+    Raises:
+        OSError: the kernel refuses.
+        ValueError: the file is shorter.
+    """
+    if (there := os.fstat(descriptor).st_size) < nbytes:
+        raise ValueError(f"the file has {there} bytes, and {nbytes} are to be mapped")
+    reserved = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+    lead = -begin % _HUGE_PAGE_BYTES
+    _map(begin + lead, nbytes, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    return memoryview(reserved)[lead : lead + nbytes]
 
 
 def show_file(address: int, nbytes: int, source: FileRange) -> None:
