@@ -27,7 +27,7 @@ LEAST_PROBED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A run of the I/O probe beside a block: `seconds` for `nbytes`."""
+    """The I/O probe right before and right after a block: the fewer `seconds` of both, for `nbytes`."""
 
     nbytes: int
     seconds: float
@@ -128,11 +128,14 @@ class Heat:
             self._probes[name] = stack.enter_context(StepProbe(own, read, written, self._threads))
 
     def _make(self, name: str, steps: int) -> None:
-        standing, block = self._standings[name], self._running[name].make(steps)
+        standing, probe = self._standings[name], self._probes.get(name)
+        before = probe.run() if probe else 0.0
+        block = self._running[name].make(steps)
         standing.blocks.append(block)
         standing.losses += block.losses
-        if probe := self._probes.get(name):
-            standing.probes.append(Probe(nbytes=probe.nbytes, seconds=probe.run(), direct=probe.direct))
+        if probe:
+            # The better one: it is to say what the disk can do.
+            standing.probes.append(Probe(nbytes=probe.nbytes, seconds=min(before, probe.run()), direct=probe.direct))
 
     def _give_up(self, entry: Entry, error: ContestantError) -> None:
         if not entry.optional:

@@ -120,8 +120,8 @@ def markdown(result: dict[str, Any]) -> str:
             f"GPT-2 with a vocabulary of 50257, {shape['batch']} x {shape['tokens']} tokens, bf16 with fp32 master "
             "weights and moments, AdamW; everything on NVMe, each step durable, built under `zero.Init`. `compute` is "
             "forward and backward alone, in memory; `I/O` the disk alone with the bytes of a step, in both directions "
-            "at once; T_roof the larger one, measured in the same rounds. Memory is proportional (PSS), the largest "
-            "that was seen.",
+            "at once, the better of what it took right before and right after a turn; T_roof the larger one. Memory is "
+            "proportional (PSS), the largest that was seen.",
             report.table(header, rows),
             f"From the smallest to the largest, seconds grow {result['growth']['seconds']:.2f} times as much as the "
             f"parameters, memory {result['growth']['memory']:.2f} times.",

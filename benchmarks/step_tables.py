@@ -27,7 +27,7 @@ def markdown(result: dict[str, Any]) -> str:
         "T_roof is the larger one of plain PyTorch's step and the time that the disk alone takes for the bytes of a "
         "step, in both directions at once, with "
         f"{task['probe_threads']['read']} threads that read and {task['probe_threads']['write']} that write 4 MiB each "
-        "past the page cache; measured in each round."
+        "past the page cache; measured before and after each turn, the better of the two."
     )
     return "\n\n".join((introduction, _steps(result), roofline, _costs(result), *_targets(result), *_absent(result)))
 
