@@ -1,12 +1,14 @@
 """Measures how often what a unit needs is there when it is needed, for models whose order of units can be predicted and
-for models whose order changes from step to step. Everything is on NVMe, with a host budget that holds a part of it.
+for models whose order changes from step to step. Everything is on NVMe, with a host budget that holds the gradients,
+the optimizer's tiles and half of the parameters.
 
 - `gpt2`: all layers, always in the same order
 - `mixtral`: a mixture of experts; a unit is a layer with all of its experts, in the same order
 - `mixtral_experts`: the same with each expert a unit; which ones run depends on the tokens
 - `opt_layer_drop`: a quarter of the layers, drawn anew for each step, do not run
 
-The result is one JSON object: `machine`, `provenance`, `parameters`, and `models`: by name, `predictable`, `gathers`,
+The result is one JSON object: `machine`, `provenance`, `parameters`, and `models`: by name, `predictable`, `parameters`
+(its elements), `host_budget_bytes`, `gathers`,
 `hits` (the bytes were there), `predicted` (the store had been told of them ahead), `hit_rate`, `predicted_rate`,
 `hidden_fetch_fraction` (the part of the fetch time that nobody waited for; median over steps, null: nothing was
 fetched), `stall_fraction` and `seconds` (medians over steps).
@@ -23,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
@@ -30,10 +33,15 @@ from benchmarks import machine, report
 from benchmarks.heat import Heat, Standing
 from benchmarks.measure import BenchmarkError, Progress, Threads
 from benchmarks.step_entries import ours
+from benchmarks.step_models import build
 from benchmarks.step_task import HEAD_WIDTH, ModelKind, TrainingTask
 
 DEFAULT_DIRECTORY = Path(__file__).parents[1] / "build" / "bench"
 MIB = 1 << 20
+# Two of each gradient, a quarter of all for tiles; the rest holds half of the parameters.
+HOST_BYTES_PER_PARAMETER = 4
+# For the smallest models.
+LEAST_HOST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,6 @@ def measure(
     task_of: Mapping[ModelKind, TrainingTask],
     directory: Path,
     *,
-    budget: int,
     rounds: int,
     steps: int,
     progress: Progress,
@@ -68,10 +75,12 @@ def measure(
     models: dict[str, Any] = {}
     for model in MODELS:
         task = task_of[model.kind]
+        size = _parameters(task)
+        budget = max(LEAST_HOST_BYTES, size * HOST_BYTES_PER_PARAMETER)
         entry = ours(
             model.kind,
             task,
-            _most_parameters(task),
+            size,
             "nvme",
             durability="step",
             host_budget_bytes=budget,
@@ -80,19 +89,20 @@ def measure(
         )
         heat = Heat(task, directory, threads=Threads(), progress=progress)
         (standing,) = heat.run([entry], rounds=rounds, steps=steps)
-        models[model.kind] = {"predictable": model.predictable} | _figures(standing)
+        about = {"predictable": model.predictable, "parameters": size, "host_budget_bytes": budget}
+        models[model.kind] = about | _figures(standing)
     return {
         "machine": machine.describe(directory),
         "provenance": machine.provenance(),
-        "parameters": {kind: asdict(task) for kind, task in task_of.items()}
-        | {"host_budget_bytes": budget, "rounds": rounds, "steps": steps},
+        "parameters": {kind: asdict(task) for kind, task in task_of.items()} | {"rounds": rounds, "steps": steps},
         "models": models,
     }
 
 
-def _most_parameters(task: TrainingTask) -> int:
-    """More elements than any of the models of this shape has: a Mixtral's layer has 8 experts of 6 x hidden^2."""
-    return task.gpt2_parameters + 48 * task.layers * task.hidden**2 + task.vocab * task.hidden
+def _parameters(task: TrainingTask) -> int:
+    """Elements of the task's model."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(task).parameters())
 
 
 def _figures(standing: Standing) -> dict[str, Any]:
@@ -124,6 +134,8 @@ def markdown(result: dict[str, Any]) -> str:
         [
             f"`{name}`",
             "same in each step" if figures["predictable"] else "changes",
+            f"{figures['parameters'] / 1e6:.0f} M",
+            figures["host_budget_bytes"] // MIB,
             figures["gathers"],
             f"{figures['hit_rate']:.0%}",
             f"{figures['predicted_rate']:.0%}",
@@ -135,12 +147,24 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         (
-            f"Everything on NVMe, {result['parameters']['host_budget_bytes'] // MIB} MiB of host memory. A hit is a "
-            "gather whose bytes are there when they are wanted; a predicted one is one that the store had been told of "
-            "ahead. `mixtral_experts` has each expert as a unit of its own, chosen by the tokens; `opt_layer_drop` "
-            "leaves out a quarter of its layers, other ones in each step.",
+            "Everything on NVMe, with host memory for the gradients, the optimizer's tiles and half of the "
+            "parameters. A hit is a gather whose bytes are there when they are wanted; a predicted one is one that the "
+            "store had been told of ahead. `mixtral_experts` has each expert as a unit of its own, chosen by the "
+            "tokens; `opt_layer_drop` leaves out a quarter of its layers, other ones in each step.",
             report.table(
-                ("model", "order", "gathers", "hits", "predicted", "fetch time hidden", "stalled", "s/step"), rows
+                (
+                    "model",
+                    "order",
+                    "parameters",
+                    "budget, MiB",
+                    "gathers",
+                    "hits",
+                    "predicted",
+                    "fetch time hidden",
+                    "stalled",
+                    "s/step",
+                ),
+                rows,
             ),
         )
     )
@@ -149,19 +173,18 @@ def markdown(result: dict[str, Any]) -> str:
 @app.command(help=__doc__)
 def main(
     directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = DEFAULT_DIRECTORY,
-    layers: Annotated[int, typer.Option(min=1)] = 6,
-    hidden: Annotated[int, typer.Option(min=HEAD_WIDTH, help=f"A multiple of {HEAD_WIDTH}.")] = 256,
+    layers: Annotated[int, typer.Option(min=1)] = 8,
+    hidden: Annotated[int, typer.Option(min=HEAD_WIDTH, help=f"A multiple of {HEAD_WIDTH}.")] = 512,
     tokens: Annotated[int, typer.Option(min=1, help="Of a sequence; a step has 4.")] = 256,
-    host_budget_mib: Annotated[int, typer.Option(min=1)] = 96,
-    rounds: Annotated[int, typer.Option(min=1, help="After a warm-up.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="In a row; the first of them does not count.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="After a warm-up.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="In a row; the first of them does not count.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, one round: to see that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
     console = Console(stderr=True)
     if quick:
-        layers, hidden, tokens, host_budget_mib, rounds, steps = 2, HEAD_WIDTH, 16, 32, 1, 2
+        layers, hidden, tokens, rounds, steps = 2, HEAD_WIDTH, 16, 1, 2
     task_of = {
         model.kind: TrainingTask(model=model.kind, layers=layers, hidden=hidden, batch=4, tokens=tokens, vocab=512)
         for model in MODELS
@@ -171,7 +194,6 @@ def main(
         result = measure(
             task_of,
             directory,
-            budget=host_budget_mib * MIB,
             rounds=rounds,
             steps=steps,
             progress=console.print,
