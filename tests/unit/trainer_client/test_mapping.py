@@ -28,7 +28,7 @@ def test_a_file_is_shared_in_both_directions_from_a_multiple_of_a_huge_page_on(d
     memory[-3:] = b"end"
     assert os.pread(descriptor, 10, 5 * MIB - 3) == b"end"
     os.pwrite(descriptor, b"begin", 0)
-    assert memory[:5] == b"begin"
+    assert bytes(memory[:5]) == b"begin"
 
 
 def test_the_mapping_stays_as_long_as_a_view_of_it(descriptor: int) -> None:
@@ -36,7 +36,7 @@ def test_the_mapping_stays_as_long_as_a_view_of_it(descriptor: int) -> None:
 
     os.pwrite(descriptor, b"later", 4 * MIB)
 
-    assert view[:5] == b"later"
+    assert bytes(view[:5]) == b"later"
 
 
 def test_more_than_there_is_is_refused(descriptor: int) -> None:
