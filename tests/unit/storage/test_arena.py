@@ -333,8 +333,9 @@ def test_pages_become_huge_in_the_background_and_keep_what_is_in_them() -> None:
         huge_bytes = arena.finish_collapse()
         assert huge_bytes in (0, 6 * MIB)
         assert arena.view(whole) == data
-        # What was looked at since then is not all of it, but is mapped as it is.
-        assert (mapped_in_huge_pages(arena.view(whole)) > 0) == (huge_bytes > 0)
+        # What was looked at since then is not all of it, but is mapped as it is. (Of a piece that is not counted, some
+        # pages may have become huge.)
+        assert mapped_in_huge_pages(arena.view(whole)) > 0 or huge_bytes == 0
 
 
 def mapped_in_huge_pages(memory: memoryview) -> int:
