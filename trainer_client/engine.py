@@ -233,7 +233,10 @@ class Engine:
         return self.train(False)
 
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of the last step's gradient over all ranks, before clipping; None before the first step."""
+        """The 2-norm of the last step's gradient over all ranks, before clipping; None before the first step.
+
+        Without clipping by norm, that of bf16 gradients on the CPU is rounded: right within 0.1 %.
+        """
         return self._step.gradient_norm
 
     @property

@@ -189,14 +189,17 @@ def _make_engine(
 ) -> Engine:
     """An engine at the job's newest step, or at step 0 of a new job. A collective."""
     policy = PrecisionPolicy.of(settings)
-    gradients = Gradients(job.units, job.states, policy.reduction_dtype, store, collectives)
+    clipping = Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value)
+    gradients = Gradients(
+        job.units, job.states, policy.reduction_dtype, store, collectives, exact_norms=clipping.norm > 0
+    )
     scaler = LossScaler(settings.fp16)
     step = TrainingStep(
         gradients=gradients,
         updates=Updates(job.states, store, collectives),
         optimizer=optimizer,
         scaler=scaler,
-        clipping=Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value),
+        clipping=clipping,
         early_updates=settings.paramserver.early_updates,
         parameters=len(parameters),
     )

@@ -210,6 +210,7 @@ class Gradients:
     Args:
         states: of all groups.
         reduction_dtype: None: each group's own.
+        exact_norms: see Norms.
     """
 
     def __init__(
@@ -219,10 +220,12 @@ class Gradients:
         reduction_dtype: torch.dtype | None,
         store: RankStore,
         collectives: Collectives,
+        *,
+        exact_norms: bool,
     ) -> None:
         self._collectives = collectives
         homes = {state.group.name: state.placement.gradients for state in states}
-        norms = Norms()
+        norms = Norms(exact=exact_norms)
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
@@ -344,7 +347,8 @@ class Gradients:
         return next((found for found in self._groups if found.flat_group is group), None)
 
     def norm(self) -> GradientNorm:
-        """The global norm, bit for bit that of `torch.nn.utils.clip_grad_norm_` at world size 1. A collective."""
+        """The global norm; with exact norms bit for bit that of `torch.nn.utils.clip_grad_norm_` at world size 1. A
+        collective."""
         norms = torch.zeros(self._parameters, dtype=torch.float32)
         present = torch.zeros(self._parameters, dtype=torch.float32)
         for group in self._groups:
