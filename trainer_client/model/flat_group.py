@@ -197,11 +197,15 @@ class FlatGroup:
         """Copies what is shown: no lease need be held any more."""
         self._memory.own()
 
-    def free(self) -> None:
+    def hide(self) -> None:
+        """Releases the parameters; their memory stays until `free`, and `allocate` shows it again."""
         self._point_to(self._released)
-        self._memory.give_back()
         for parameter in self.parameters:
             release(parameter.tensor, partial(self._want, parameter))
+
+    def free(self) -> None:
+        self.hide()
+        self._memory.give_back()
 
     def contains(self, tensor: nn.Parameter) -> bool:
         return any(parameter.tensor is tensor for parameter in self.parameters)

@@ -29,6 +29,9 @@ class UnitState(enum.Enum):
     GATHERED = enum.auto()
     """The whole parameters of the unit are in the flat buffers, or are shown there: then read leases are held."""
 
+    SET_ASIDE = enum.auto()
+    """As GATHERED, with nobody who uses the parameters: they are released, and their bytes stay."""
+
     RESIDENT = enum.auto()
     """As GATHERED, for good (stages 0 to 2): nothing is gathered and nothing released."""
 
@@ -74,6 +77,7 @@ class Unit:
         self.passing_bytes = 0
         self._pending: Pending[list[LeasedBytes]] | None = None
         self._shown: list[LeasedBytes] = []
+        self._copied = False  # whether any part of the gathered parameters is
         self._next_use: int | None = None
         self._holders = 0
         self._release_owed = False  # once nobody holds it any more
@@ -114,6 +118,12 @@ class Unit:
         """Whether the parameters are the store's own bytes: leases are held as long as the unit is gathered."""
         return bool(self._shown)
 
+    @property
+    def takes_no_memory(self) -> bool:
+        """Whether, being gathered, it needs no memory that it would not need otherwise: neither here nor in the store's
+        host memory, where its parameters live."""
+        return self.is_shown and not self._copied and not self.passing_bytes
+
     def wait_gather(self, next_use: int | None, *, may_show: bool = False) -> GatherCost:
         """Makes the parameters whole, after `start_gather`. A collective, unless gathers are one-sided.
 
@@ -121,6 +131,10 @@ class Unit:
             next_use: the position at which the unit is needed again, for the store's placement.
             may_show: leases may be held until the release, instead of copying their bytes.
         """
+        if self.state is UnitState.SET_ASIDE:
+            for group in self.groups:
+                group.allocate()
+            self.state = UnitState.GATHERED
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return GatherCost()
         began = time.perf_counter()
@@ -131,6 +145,7 @@ class Unit:
         shown = {leased.lease_id for leased in self._shown}
         copied = [leased for leased in leases if leased.lease_id not in shown]
         self.state = UnitState.GATHERED
+        self._copied = bool(copied)
         self._return(copied)
         return GatherCost(waited_seconds=waited, copied_bytes=sum(leased.data.nbytes for leased in copied))
 
@@ -162,6 +177,13 @@ class Unit:
         if self._release_owed:
             self.release()
 
+    def set_aside(self) -> None:
+        """Releases the parameters and keeps what is gathered, for the next `wait_gather`; not where they are held."""
+        if self.state is UnitState.GATHERED and not self.is_held:
+            for group in self.groups:
+                group.hide()
+            self.state = UnitState.SET_ASIDE
+
     def release(self) -> None:
         """Gives the memory back, unless it is resident or held, or the leases of a gather that nobody waited for."""
         if self.state is UnitState.RESIDENT:
@@ -169,7 +191,7 @@ class Unit:
         if self.is_held:
             self._release_owed = True
             return
-        was_gathered = self.state is UnitState.GATHERED
+        was_gathered = self.state in (UnitState.GATHERED, UnitState.SET_ASIDE)
         self.state = UnitState.SHARDED
         if was_gathered:
             for group in self.groups:

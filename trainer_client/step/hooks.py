@@ -248,9 +248,7 @@ class UnitHooks:
             return
         if not may_release:
             self._hold_gathered(unit, Part.BACKWARD)
-        # A unit that is used again at once (the last of the forward is the first of the backward) stays.
-        again = unit.index if self._trace.next_unit() == unit.index else None
-        self._residency.let_go(Holder(unit.index, Part.FORWARD), stays=again)
+        self._residency.let_go(Holder(unit.index, Part.FORWARD), self._trace)
 
     def _end_forward(self) -> None:
         """The outermost forward has ended."""
@@ -343,7 +341,7 @@ class UnitHooks:
             self._recorder.compute("backward", self._root.fqn)
             # First: the update that a reduction may begin works on what is in the store's host memory, if it is idle.
             self._in_backward.discard(unit.index)
-            self._residency.let_go(Holder(unit.index, Part.BACKWARD))
+            self._residency.let_go(Holder(unit.index, Part.BACKWARD), self._trace)
         for index in over:
             self._reduce(index)
 

@@ -121,12 +121,13 @@ class Residency:
         self._holders[unit.index].add(holder)
         self._held_by.setdefault(holder, set()).add(unit.index)
 
-    def let_go(self, holder: Holder, *, stays: int | None = None) -> None:
-        """What nobody else holds is released; but not the unit `stays`, which is used again at once."""
+    def let_go(self, holder: Holder, trace: Trace) -> None:
+        """What nobody else holds is put away, but for what is used again at once: the last unit of the forward is the
+        first of the backward."""
         for index in self._held_by.pop(holder, ()):
             self._holders[index].discard(holder)
-            if index != stays:
-                self._release_if_idle(self._units[index])
+            if trace.next_unit() != index:
+                self._put_away_if_idle(self._units[index], trace)
 
     def let_all_go(self, *, keep: bool = False) -> None:
         """Nobody holds anything any more; what is gathered stays only with `keep`, and within the limit. Leases of
@@ -136,7 +137,7 @@ class Residency:
             holders.clear()
         for unit in self._units:
             if keep and unit.state is UnitState.GATHERED:
-                self._release_if_idle(unit)
+                self._put_away_if_idle(unit, None)
             else:
                 unit.release()
 
@@ -170,6 +171,8 @@ class Residency:
 
     def _gather(self, unit: Unit, position: int, next_use: int | None, *, predicted: bool) -> None:
         """Makes the unit whole, and counts what that took."""
+        if unit.state is UnitState.SET_ASIDE:
+            unit.wait_gather(next_use)
         if unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return
         if self._ahead is not None and self._ahead is not unit:
@@ -213,22 +216,30 @@ class Residency:
             smallest.own()
             self.counters.note(smallest.index, UnitGathers(copied_bytes=smallest.leased_bytes))
 
-    def _release_if_idle(self, unit: Unit) -> None:
+    def _put_away_if_idle(self, unit: Unit, trace: Trace | None) -> None:
         if not self._holders[unit.index] and not (
             self._kept_elements is not None and self._gathered_elements() <= self._kept_elements
         ):
+            self._put_away(unit, trace)
+
+    def _put_away(self, unit: Unit, trace: Trace | None) -> None:
+        """Releases the unit, or sets it aside: what takes no memory, if it is used again in this repetition of the
+        trace."""
+        if trace is not None and unit.takes_no_memory and trace.expects(unit.index):
+            unit.set_aside()
+        else:
             unit.release()
 
     def _make_room(self, unit: Unit, trace: Trace) -> None:
-        """Releases what is idle, the last needed first, until `unit` fits. What is held stays: one unit that is larger
+        """Puts away what is idle, the last needed first, until `unit` fits. What is held stays: one unit that is larger
         than the limit is admitted, alone with what is held."""
-        if unit.state is UnitState.GATHERED:
+        if unit.state in (UnitState.GATHERED, UnitState.SET_ASIDE):
             return
         limit = (self._kept_elements or 0) - unit.elements
         idle = [u for u in self._units if u.state is UnitState.GATHERED and not self._holders[u.index]]
         idle.sort(key=lambda u: trace.next_use(u.index) or 0)
         while idle and self._gathered_elements() > limit:
-            idle.pop().release()
+            self._put_away(idle.pop(), trace)
 
     def _gathered_elements(self) -> int:
         return sum(unit.elements for unit in self._units if unit.state is UnitState.GATHERED)

@@ -91,6 +91,24 @@ def fill(group: FlatGroup, chunk: torch.Tensor) -> None:
     group.flat.copy_(chunk)
 
 
+def test_what_is_hidden_is_released_and_its_memory_stays() -> None:
+    model = nn.Linear(4, 2)
+    group = flat_group(model, torch.float32)
+    group.take_over()
+    fill(group, torch.arange(group.layout.chunk, dtype=torch.float32))
+    weight, saved = model.weight.detach().clone(), model.weight.detach()
+
+    group.hide()
+    with pytest.raises(ReleasedParameterError):
+        model.weight.sum()
+    assert torch.equal(saved, weight), "what autograd has kept can be computed with"
+
+    group.allocate()
+    assert torch.equal(model.weight, weight)
+    group.free()
+    assert saved.isnan().any(), "nobody computes unnoticed with memory that was given back"
+
+
 def private_bytes() -> int:
     """Of this process, by the kernel's count."""
     lines = Path("/proc/self/status").read_text().splitlines()
