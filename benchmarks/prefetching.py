@@ -8,10 +8,9 @@ the optimizer's tiles and half of the parameters.
 - `opt_layer_drop`: a quarter of the layers, drawn anew for each step, do not run
 
 The result is one JSON object: `machine`, `provenance`, `parameters`, and `models`: by name, `predictable`, `parameters`
-(its elements), `host_budget_bytes`, `gathers`,
-`hits` (the bytes were there), `predicted` (the store had been told of them ahead), `hit_rate`, `predicted_rate`,
-`hidden_fetch_fraction` (the part of the fetch time that nobody waited for; median over steps, null: nothing was
-fetched), `stall_fraction` and `seconds` (medians over steps).
+(its elements), `host_budget_bytes`, `gathers`, `hits` (the bytes were there), `predicted` (the store had been told of
+them ahead), `hit_rate`, `predicted_rate`, `hidden_fetch_fraction` (the part of the fetch time that nobody waited for;
+median over steps, null: nothing was fetched), `stall_fraction` and `seconds` (medians over steps).
 
 Run as a module from the root of the repository: `python -m benchmarks.prefetching`.
 """
@@ -38,7 +37,7 @@ from benchmarks.step_task import HEAD_WIDTH, ModelKind, TrainingTask
 
 DEFAULT_DIRECTORY = Path(__file__).parents[1] / "build" / "bench"
 MIB = 1 << 20
-# Two of each gradient, a quarter of all for tiles; the rest holds half of the parameters.
+# Two for each gradient, a quarter of all for tiles; the rest holds half of the parameters.
 HOST_BYTES_PER_PARAMETER = 4
 # For the smallest models.
 LEAST_HOST_BYTES = 32 << 20

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,7 +32,7 @@ def free_port() -> int:
         return port
 
 
-def environments(world_size: int) -> list[Mapping[str, str]]:
+def _environments(world_size: int) -> list[Mapping[str, str]]:
     """The environment of each rank of one launch."""
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -55,18 +56,20 @@ class Launch:
         context.set_forkserver_preload(_PRELOADED)
         self.ranks = [
             context.Process(target=_run, args=(module, [*map(str, arguments)], environment, log))
-            for log, environment in zip(self._logs, environments(world_size), strict=True)
+            for log, environment in zip(self._logs, _environments(world_size), strict=True)
         ]
 
     def __enter__(self) -> Launch:
-        for rank in self.ranks:
-            rank.start()
+        with ExitStack() as started:
+            for rank in self.ranks:
+                rank.start()
+                started.callback(rank.join)
+                started.callback(rank.kill)
+            self._started = started.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.join()
+        self._started.close()
 
     @property
     def is_whole(self) -> bool:
