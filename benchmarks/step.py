@@ -1,8 +1,8 @@
 """Measures a training step: plain PyTorch in memory, this project on each placement, and DeepSpeed, taking turns.
 
 All train the same GPT-2 on the same data, in bf16 with fp32 master weights and moments, with AdamW. Memory would not
-hold all of them at once, so that they run in heats, each beside plain PyTorch: `nvme`, `host` and `device`. The result
-is one JSON object:
+hold all of them at once, so that they run in heats, each beside plain PyTorch: `nvme`, `host`, `device`, and `malloc`:
+with glibc's malloc as it is, and as docs/performance.md has it. The result is one JSON object:
 
 - `machine`, `provenance`, `parameters`
 - `heats`: by name, the figures of each contestant (`benchmarks.step_result`)
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +31,7 @@ from benchmarks.contestant_process import Entry
 from benchmarks.deepspeed_environment import DeepSpeedEnvironment, DeepSpeedUnavailableError, prepare
 from benchmarks.heat import Heat
 from benchmarks.measure import BenchmarkError, Progress, Threads
-from benchmarks.step_entries import PLAIN, deepspeed, ours
+from benchmarks.step_entries import PLAIN, TUNED_MALLOC, deepspeed, ours
 from benchmarks.step_result import summaries, targets
 from benchmarks.step_task import HEAD_WIDTH, TrainingTask
 
@@ -50,15 +50,18 @@ class HeatName(StrEnum):
     NVME = "nvme"
     HOST = "host"
     DEVICE = "device"
+    MALLOC = "malloc"
 
 
 def entries_of(heat: HeatName, task: TrainingTask, nvme_host_budget_bytes: int) -> list[Entry]:
     """The contestants that need nothing but this project."""
     size = task.gpt2_parameters
+    nvme = ours("nvme", task, size, "nvme", durability="step", host_budget_bytes=nvme_host_budget_bytes)
     match heat:
         case HeatName.NVME:
-            budget = nvme_host_budget_bytes
-            return [PLAIN, ours("nvme", task, size, "nvme", durability="step", host_budget_bytes=budget)]
+            return [PLAIN, nvme]
+        case HeatName.MALLOC:
+            return [PLAIN, nvme, *(_with_tuned_malloc(entry) for entry in (PLAIN, nvme))]
         case HeatName.HOST:
             return [PLAIN, ours("host", task, size, "host", durability="none")]
         case HeatName.DEVICE:
@@ -69,6 +72,10 @@ def entries_of(heat: HeatName, task: TrainingTask, nvme_host_budget_bytes: int) 
             ]
 
 
+def _with_tuned_malloc(entry: Entry) -> Entry:
+    return replace(entry, name=f"{entry.name}, tuned malloc", environment=TUNED_MALLOC)
+
+
 def peers_of(
     heat: HeatName, task: TrainingTask, environment: DeepSpeedEnvironment | str | None
 ) -> tuple[list[Entry], dict[str, Any]]:
@@ -77,7 +84,7 @@ def peers_of(
     Args:
         environment: or why there is none; None: not asked for.
     """
-    if environment is None or heat is HeatName.DEVICE:
+    if environment is None or heat in (HeatName.DEVICE, HeatName.MALLOC):
         return [], {}
     home: Literal["cpu", "nvme"] = "nvme" if heat is HeatName.NVME else "cpu"
     name = f"DeepSpeed {home}"

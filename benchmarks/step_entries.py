@@ -13,6 +13,9 @@ from benchmarks.step_task import TrainingTask
 PLAIN = Entry(name="plain", kind="plain")
 COMPUTE = Entry(name="compute", kind="compute")
 
+# Of docs/performance.md: large blocks are mapped, in huge pages, and given back.
+TUNED_MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"}
+
 Home = Literal["device", "host", "nvme"]
 Durability = Literal["none", "step"]
 
