@@ -1,5 +1,5 @@
-"""The 2-norm of gradients in fp32: torch's, bit for bit, without new memory each time; or
-nearly that, in a fifth of the time.
+"""The 2-norm of gradients in fp32: torch's, bit for bit, without new memory each time; or nearly that, in a third of
+the time.
 
 Where gradients are clipped by their norm, the bits of the update depend on it. Elsewhere it is looked at by people, and
 asked whether it is finite.
