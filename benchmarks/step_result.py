@@ -135,11 +135,6 @@ def targets(heats: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[s
         lambda: heats["nvme"]["nvme"]["ratio"] / heats["nvme"]["DeepSpeed nvme"]["ratio"],
     )
     add("nvme: memory / plain PyTorch's", 0.55, lambda: heats["nvme"]["nvme"]["memory"]["ratio"])
-    add(
-        "nvme, tuned malloc: memory / plain PyTorch's",
-        0.55,
-        lambda: heats["malloc"]["nvme, tuned malloc"]["memory"]["ratio"],
-    )
     return found
 
 

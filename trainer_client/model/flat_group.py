@@ -204,6 +204,7 @@ class FlatGroup:
             release(parameter.tensor, partial(self._want, parameter))
 
     def free(self) -> None:
+        """Releases the parameters, and gives their memory back."""
         self.hide()
         self._memory.give_back()
 

@@ -30,7 +30,7 @@ class UnitState(enum.Enum):
     """The whole parameters of the unit are in the flat buffers, or are shown there: then read leases are held."""
 
     SET_ASIDE = enum.auto()
-    """As GATHERED, with nobody who uses the parameters: they are released, and their bytes stay."""
+    """As GATHERED and shown, with nobody who uses the parameters: they are released, and the leases stay."""
 
     RESIDENT = enum.auto()
     """As GATHERED, for good (stages 0 to 2): nothing is gathered and nothing released."""
@@ -125,7 +125,8 @@ class Unit:
         return self.is_shown and not self._copied and not self.passing_bytes
 
     def wait_gather(self, next_use: int | None, *, may_show: bool = False) -> GatherCost:
-        """Makes the parameters whole, after `start_gather`. A collective, unless gathers are one-sided.
+        """Makes the parameters whole, after `start_gather`, or usable again, after `set_aside`. A collective, unless
+        gathers are one-sided.
 
         Args:
             next_use: the position at which the unit is needed again, for the store's placement.
@@ -134,6 +135,7 @@ class Unit:
         if self.state is UnitState.SET_ASIDE:
             for group in self.groups:
                 group.allocate()
+            self._next_use = next_use
             self.state = UnitState.GATHERED
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return GatherCost()

@@ -122,11 +122,12 @@ class Residency:
         self._held_by.setdefault(holder, set()).add(unit.index)
 
     def let_go(self, holder: Holder, trace: Trace) -> None:
-        """What nobody else holds is put away, but for what is used again at once: the last unit of the forward is the
-        first of the backward."""
+        """What nobody else holds is put away; but not a unit whose forward is over and that is used again at once: the
+        last one of the forward is the first of the backward."""
+        stays = holder.user if holder.part is Part.FORWARD and trace.next_unit() == holder.user else None
         for index in self._held_by.pop(holder, ()):
             self._holders[index].discard(holder)
-            if trace.next_unit() != index:
+            if index != stays:
                 self._put_away_if_idle(self._units[index], trace)
 
     def let_all_go(self, *, keep: bool = False) -> None:
@@ -171,9 +172,8 @@ class Residency:
 
     def _gather(self, unit: Unit, position: int, next_use: int | None, *, predicted: bool) -> None:
         """Makes the unit whole, and counts what that took."""
-        if unit.state is UnitState.SET_ASIDE:
+        if unit.state in (UnitState.GATHERED, UnitState.SET_ASIDE, UnitState.RESIDENT):
             unit.wait_gather(next_use)
-        if unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return
         if self._ahead is not None and self._ahead is not unit:
             # Another unit came first. There may be no room for the leases of both.
