@@ -56,9 +56,15 @@ class Residents:
         if slab.copy is not copy or (slab.current_copy is None and not copy.at_home):
             self._drop(slab, copy)
         elif not copy.at_home:
-            self._evictable[copy] = slab
-            self._rank(copy)
-            self._host.room_made()
+            self._offer(slab, copy)
+
+    def lend(self, slab: Slab, copy: HostCopy) -> None:
+        """Takes back the only pin of a copy away from home that is being written, for whoever needs the room: until it
+        is pinned again, it can be dropped, and is not the slab's any more then."""
+        copy.pins -= 1
+        copy.idle.set()
+        self._pinned.discard(copy)
+        self._offer(slab, copy)
 
     def surrender(self, slab: Slab, copy: HostCopy) -> ArenaRange:
         """Takes back the only pin of a copy that holds nothing, and the copy from its slab; the range is the
@@ -90,6 +96,12 @@ class Residents:
             copy.next_use = position
             if copy in self._evictable:
                 self._rank(copy)
+
+    def _offer(self, slab: Slab, copy: HostCopy) -> None:
+        """Lets a copy be dropped from now on."""
+        self._evictable[copy] = slab
+        self._rank(copy)
+        self._host.room_made()
 
     def _rank(self, copy: HostCopy) -> None:
         """Makes a copy that can be dropped known by its next use."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -64,7 +65,7 @@ class Tile:
 Kernel = Callable[[Tile], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Stream:
     """How one slab passes through: where its old bytes come from and its new ones go."""
 
@@ -73,6 +74,7 @@ class _Stream:
     copy: HostCopy | None  # worked on in place, where there is one
     source: NvmeRegion | None  # read from, where there is no usable copy
     target: NvmeRegion | None  # new extents
+    lent: bool = False  # while the update waits, the copy may be dropped
 
 
 def host_budget_for(other_bytes: int) -> int:
@@ -172,7 +174,8 @@ class Transformer:
                 async with self._turns.at(position) as give_way:
                     streams = [await self._open_stream(slab, step, reads, position, undo) for slab in group.slabs]
                     for start in range(0, group.spec.numel, self._tiles.elements):
-                        await give_way()
+                        await give_way(partial(self._lend, streams, tasks))
+                        self._take_back(streams)
                         region = await self._tiles.take()
                         tile = self._tile(region, group, start, streams, gradient, kernel)
                         tasks.append(asyncio.ensure_future(tile))
@@ -188,20 +191,42 @@ class Transformer:
         await self._idle(slab)
         reads = slab.key.kind in kinds_read
         copy = self._copy_to_work_on(slab, position if slab.key.kind is Kind.PARAM else NEVER)
-        source = None
+        stream = _Stream(slab=slab, reads=reads, copy=copy, source=None, target=None)
+        if copy is None or copy.step != slab.latest:
+            stream.source = _source(stream)
         if copy is not None:
-            if reads and slab.latest is not None and copy.step != slab.latest:
-                source = slab.source(slab.latest)
             self._residents.pin(copy)
             copy.step = None
-            undo.callback(self._residents.unpin, slab, copy)
-        elif reads and slab.latest is not None:
-            source = slab.source(slab.latest)
-        target = None
+            undo.callback(self._drop_copy, stream)
         if slab.backed:
-            target = await self._nvme.allocate(slab.nbytes, slab.label(step))
-            undo.callback(self._nvme.free, target)
-        return _Stream(slab=slab, reads=reads, copy=copy, source=source, target=target)
+            stream.target = await self._nvme.allocate(slab.nbytes, slab.label(step))
+            undo.callback(self._nvme.free, stream.target)
+        return stream
+
+    async def _lend(self, streams: Sequence[_Stream], tasks: Sequence[asyncio.Task[None]]) -> None:
+        """While a group waits for one that is needed sooner, its copies give their room to whoever needs it: there may
+        be many such groups. What they hold is on NVMe, too, tile by tile as it was or as it is now."""
+        if tasks:
+            await asyncio.wait(tasks)
+        for stream in streams:
+            if stream.copy is not None and not stream.copy.at_home:
+                self._residents.lend(stream.slab, stream.copy)
+                stream.lent = True
+
+    def _take_back(self, streams: Sequence[_Stream]) -> None:
+        """What is left of what was lent; the rest passes through tiles from here on."""
+        for stream in streams:
+            if stream.lent:
+                stream.lent = False
+                if stream.copy is not None and stream.slab.copy is stream.copy:
+                    self._residents.pin(stream.copy)
+                else:
+                    stream.copy, stream.source = None, _source(stream)
+
+    def _drop_copy(self, stream: _Stream) -> None:
+        self._take_back([stream])
+        if stream.copy is not None:
+            self._residents.unpin(stream.slab, stream.copy)
 
     def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
         """The slab's copy, or a new one where there is room that nobody needs sooner: what stays in host memory is not
@@ -273,6 +298,12 @@ class Transformer:
         elif slab.copy is not None:
             # Read by others while the update ran; what they hold is the old version.
             self._residents.detach(slab)
+
+
+def _source(stream: _Stream) -> NvmeRegion | None:
+    """Where the old bytes are on NVMe, if they are needed and there are any."""
+    slab = stream.slab
+    return slab.source(slab.latest) if stream.reads and slab.latest is not None else None
 
 
 class _Scratch(threading.local):

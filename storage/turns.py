@@ -8,6 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+GiveWay = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
 _Place = tuple[float, int]
 
 
@@ -20,18 +21,19 @@ class Turns:
         self._arrivals = itertools.count()
 
     @asynccontextmanager
-    async def at(self, position: float) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    async def at(self, position: float) -> AsyncIterator[GiveWay]:
         """Waits for the turn, and has it within the context, but while it gives way: what comes is a function that lets
-        those with a lower position go first, and returns when it is this one's turn again."""
+        those with a lower position go first, and returns when it is this one's turn again. Only if there are any, it
+        awaits what it is given, once they may go."""
         place, has_turn = (position, next(self._arrivals)), False
 
-        async def give_way() -> None:
+        async def give_way(meanwhile: Callable[[], Awaitable[None]]) -> None:
             nonlocal has_turn
             if self._waiting and self._waiting[0][0] < place:
                 has_turn = False
                 turn = self._queue(place)
                 self._pass_on()
-                await self._wait(turn)
+                await self._wait(turn, meanwhile)
                 has_turn = True
 
         if self._taken:
@@ -48,11 +50,13 @@ class Turns:
         heapq.heappush(self._waiting, (place, turn))
         return turn
 
-    async def _wait(self, turn: asyncio.Future[None]) -> None:
+    async def _wait(self, turn: asyncio.Future[None], meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
         try:
+            if meanwhile is not None:
+                await meanwhile()
             await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+        except BaseException:
+            if not turn.cancel() and not turn.cancelled():
                 self._pass_on()
             raise
 

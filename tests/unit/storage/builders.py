@@ -26,8 +26,9 @@ from storage.config import EngineConfig
 from storage.engine import Engine
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.slab import NEVER
+from storage.tiers.base import PAGE_BYTES
 from storage.tiers.extents import unused_runs, without
-from storage.transform import Kernel
+from storage.transform import Kernel, Tile
 from storage.versions import Job
 
 # OpenMP's threads wait for each other in a loop: on a busy machine a step of the reference would take seconds.
@@ -287,6 +288,40 @@ class Training:
     def version_bytes(self) -> int:
         """Bytes of one version of every slab, in whole pages."""
         return sum(-(-slab.nbytes // 4096) * 4096 for slab in self.job.slabs())
+
+
+@contextmanager
+def held_up() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Two events: kernels that wait for them have begun; they may go on, at the end in any case."""
+    begun, go_on = threading.Event(), threading.Event()
+    try:
+        yield begun, go_on
+    finally:
+        go_on.set()
+
+
+def waiting_for(begun: threading.Event, go_on: threading.Event, kernel: Kernel) -> Kernel:
+    """The kernel, once it may go on."""
+
+    def wait(tile: Tile) -> None:
+        begun.set()
+        go_on.wait()
+        kernel(tile)
+
+    return wait
+
+
+@contextmanager
+def room_taken(engine: Engine, later_than: float = NEVER) -> Iterator[None]:
+    """Nobody else gets what is free, nor what copies hold whose next use is after `later_than`."""
+    taken = []
+    while region := engine.host.try_allocate(PAGE_BYTES, later_than):
+        taken.append(region)
+    try:
+        yield
+    finally:
+        for region in taken:
+            engine.host.free(region)
 
 
 def engine_config(state_dir: Path, **changes: Any) -> EngineConfig:

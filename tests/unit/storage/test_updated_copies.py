@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,7 @@ import pytest
 from storage.engine import Engine
 from storage.shard import DType, Kind
 from storage.slab import Slab
-from storage.tiers.base import PAGE_BYTES
-from tests.unit.storage.builders import Layout, Training, opened
+from tests.unit.storage.builders import Layout, Training, opened, room_taken
 
 PRECISIONS = [DType.BFLOAT16, DType.FLOAT32]
 POSITION = 2.0
@@ -30,18 +27,6 @@ async def without_copies(engine: Engine, precision: DType) -> Training:
 
 def parameters(training: Training) -> list[Slab]:
     return [training.job.slab(group, Kind.PARAM) for group in training.layout.groups]
-
-
-@contextmanager
-def no_free_room(engine: Engine) -> Iterator[None]:
-    taken = []
-    while region := engine.arena.allocate(PAGE_BYTES):
-        taken.append(region)
-    try:
-        yield
-    finally:
-        for region in taken:
-            engine.host.free(region)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -71,7 +56,7 @@ async def test_in_the_room_of_what_is_needed_later_only(
         engine.unpin(await engine.fetch(training.job, other.key.group, Kind.PARAM), next_use=needed_at)
         step = training.job.next_step
         await training.hand_over([updated.key.group], position=POSITION)
-        with no_free_room(engine):
+        with room_taken(engine):
             await asyncio.gather(*training.job.open_pending(step).writes.values())
             assert (other.copy is None, updated.copy is not None) == (displaced, displaced)
         await training.hand_over([other.key.group])

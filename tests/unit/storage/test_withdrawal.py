@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ import pytest
 
 from storage.errors import ConflictError
 from storage.shard import DType, Kind, TierName
-from storage.transform import Kernel, Tile
 from storage.turns import Turns
-from tests.unit.storage.builders import MIB, Layout, Training, opened
+from tests.unit.storage.builders import MIB, Layout, Training, held_up, opened, waiting_for
 
 LAYOUT = Layout(name="withdrawn", groups=("a", "b", "c"))
 PLACES = [(TierName.NVME, TierName.NVME), (TierName.HOST, TierName.HOST), (TierName.HOST, TierName.NVME)]
@@ -33,25 +30,6 @@ IN_EACH_LAYOUT = pytest.mark.parametrize(
 async def finish_writes(training: Training) -> None:
     assert training.job.pending is not None
     await asyncio.wait(set(training.job.pending.writes.values()))
-
-
-@contextmanager
-def held_up() -> Iterator[tuple[threading.Event, threading.Event]]:
-    """(kernels have begun, kernels may go on)"""
-    begun, go_on = threading.Event(), threading.Event()
-    try:
-        yield begun, go_on
-    finally:
-        go_on.set()
-
-
-def waiting_for(begun: threading.Event, go_on: threading.Event, kernel: Kernel) -> Kernel:
-    def wait(tile: Tile) -> None:
-        begun.set()
-        go_on.wait()
-        kernel(tile)
-
-    return wait
 
 
 @IN_EACH_LAYOUT
@@ -218,6 +196,10 @@ async def test_an_update_in_host_memory_only_does_not_keep_readers_of_the_last_s
         await training.assert_at(1)
 
 
+async def nothing() -> None:
+    """Nothing is to be done meanwhile."""
+
+
 async def test_the_turn_goes_to_the_lowest_position() -> None:
     turns, order = Turns(), []
 
@@ -239,12 +221,46 @@ async def test_a_turn_gives_way_to_lower_positions_only() -> None:
     async def take(name: str, position: float) -> None:
         async with turns.at(position) as give_way:
             for number in range(3):
-                await give_way()
+                await give_way(partial(note, f"{name} waits"))
                 order.append(f"{name}{number}")
                 await asyncio.sleep(0)
 
+    async def note(what: str) -> None:
+        order.append(what)
+
     await asyncio.gather(take("a", 5), take("b", 5), take("c", 9), take("d", 1))
-    assert order == ["a0", "d0", "d1", "d2", "a1", "a2", "b0", "b1", "b2", "c0", "c1", "c2"]
+    assert order == ["a0", "a waits", "d0", "d1", "d2", "a1", "a2", "b0", "b1", "b2", "c0", "c1", "c2"]
+
+
+@pytest.mark.parametrize("returns_first", [False, True])
+async def test_one_that_fails_while_it_gives_way_does_not_hold_up_the_rest(returns_first: bool) -> None:
+    turns, order = Turns(), []
+    has_passed = asyncio.Event()
+
+    async def fail() -> None:
+        if returns_first:
+            # Its turn comes back meanwhile.
+            await has_passed.wait()
+        raise ValueError("a mistake")
+
+    async def take(position: float) -> None:
+        async with turns.at(position):
+            order.append(position)
+        has_passed.set()
+
+    async def give_way() -> None:
+        async with turns.at(5) as give_way:
+            others.extend(asyncio.ensure_future(take(position)) for position in (1, 9))
+            await asyncio.sleep(0)
+            await give_way(fail)
+
+    others: list[asyncio.Future[None]] = []
+    with pytest.raises(ValueError, match="a mistake"):
+        await give_way()
+    await asyncio.gather(*others)
+    assert order == [1, 9]
+    async with turns.at(0):
+        order.append(0)
 
 
 async def test_one_that_goes_while_it_gives_way_does_not_pass_on_what_is_anothers() -> None:
@@ -253,7 +269,7 @@ async def test_one_that_goes_while_it_gives_way_does_not_pass_on_what_is_another
     async def take(name: str, position: float, rounds: int) -> None:
         async with turns.at(position) as give_way:
             for number in range(rounds):
-                await give_way()
+                await give_way(nothing)
                 order.append(f"{name}{number}")
                 await asyncio.sleep(0)
 
