@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -16,17 +17,17 @@ import uvloop
 
 from paramserver import loop_watch
 from paramserver.loop_watch import LoopWatch, StallLog
-from tests.conftest import BLOCKED_SECONDS, WatchedLoop
+from tests.conftest import REPORTED_SECONDS, WatchedLoop
 
 BUSY = "while True: pass"
 
 
-def watched(main: Coroutine[Any, Any, None]) -> tuple[LoopWatch, list[str]]:
+def watched(main: Callable[[LoopWatch], Coroutine[Any, Any, None]]) -> tuple[LoopWatch, list[str]]:
     """Runs `main` on a loop of its own; the watch, and the stacks that it reported."""
     stacks: list[str] = []
     loop = uvloop.new_event_loop()
     with LoopWatch(loop, stacks.append) as watch:
-        loop.run_until_complete(main)
+        loop.run_until_complete(main(watch))
     loop.close()
     return watch, stacks
 
@@ -38,8 +39,17 @@ def spin(seconds: float) -> None:
         pass
 
 
-async def sleep_on_the_loop(seconds: float) -> None:
-    time.sleep(seconds)
+async def sleep_on_the_loop(watch: LoopWatch) -> None:
+    """Until that is seen: on a busy machine, nobody can say when."""
+    before = watch.stalls
+    while watch.stalls == before:
+        time.sleep(0.01)
+
+
+async def spin_on_the_loop(watch: LoopWatch) -> None:
+    before = watch.stalls
+    while watch.stalls == before:
+        spin(0.01)
 
 
 async def work_in_pieces(seconds: float) -> None:
@@ -50,25 +60,25 @@ async def work_in_pieces(seconds: float) -> None:
 
 
 def test_each_stall_is_counted_and_reported_once_with_what_blocked() -> None:
-    async def stall_twice() -> None:
-        await sleep_on_the_loop(0.3)
+    async def stall_twice(watch: LoopWatch) -> None:
+        await sleep_on_the_loop(watch)
         await asyncio.sleep(0.1)
-        spin(0.3)
+        await spin_on_the_loop(watch)
         await asyncio.sleep(0.1)
 
-    watch, stacks = watched(stall_twice())
+    watch, stacks = watched(stall_twice)
     assert watch.stalls == len(stacks) == 2
-    assert watch.longest_stall_seconds >= 0.15
-    assert "time.sleep(seconds)" in stacks[0] and "sleep_on_the_loop" in stacks[0]
+    assert watch.longest_stall_seconds >= loop_watch.STALL_SECONDS
+    assert "time.sleep(0.01)" in stacks[0] and "sleep_on_the_loop" in stacks[0]
     assert "in spin" in stacks[1]
 
 
 def test_waiting_and_working_in_pieces_are_no_stalls() -> None:
-    async def main() -> None:
+    async def main(watch: LoopWatch) -> None:
         await asyncio.sleep(0.3)
         await work_in_pieces(0.3)
 
-    watch, stacks = watched(main())
+    watch, stacks = watched(main)
     assert (watch.stalls, watch.longest_stall_seconds, stacks) == (0, 0.0, [])
 
 
@@ -78,8 +88,8 @@ def test_a_machine_that_is_short_of_cpu_is_no_blocked_loop() -> None:
     os.sched_setaffinity(0, {min(cpus)})
     crowd = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(16)]
     try:
-        watch, stacks = watched(work_in_pieces(0.1))
-        late, _ = watched(sleep_on_the_loop(0.5))
+        watch, stacks = watched(lambda watch: work_in_pieces(0.1))
+        late, _ = watched(sleep_on_the_loop)
     finally:
         for process in crowd:
             process.kill()
@@ -89,18 +99,31 @@ def test_a_machine_that_is_short_of_cpu_is_no_blocked_loop() -> None:
     assert late.stalls == 1
 
 
-def test_the_detector_of_the_tests_fails_what_blocks_its_loop() -> None:
-    loop = WatchedLoop()
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)was blocked for 0\.\d+ s.*in sleep_on_the_loop"):
-        loop.run_until_complete(sleep_on_the_loop(2 * BLOCKED_SECONDS))
-    loop.run_until_complete(asyncio.sleep(2 * BLOCKED_SECONDS))
+def test_the_detector_of_the_tests_reports_what_blocks_its_loop_and_fails_what_does_for_very_long() -> None:
+    reports: list[str] = []
+    patient, impatient = WatchedLoop(reports), WatchedLoop(reports, failed_seconds=REPORTED_SECONDS)
+    patient.run_until_complete(block(patient))
+    assert len(reports) == 1
+    assert re.search(
+        r"test_the_detector_of_the_tests(?s:.*)was blocked for 0\.\d+ s(?s:.*)in sleep_on_the_loop", reports[0]
+    )
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)was blocked for \d+\.\d+ s.*in sleep_on_the_loop"):
+        impatient.run_until_complete(block(impatient))
+    impatient.run_until_complete(asyncio.sleep(2 * REPORTED_SECONDS))
     with pytest.raises(ZeroDivisionError):
-        loop.run_until_complete(fail_after_blocking())
-    loop.close()
+        impatient.run_until_complete(fail_after_blocking(impatient))
+    assert len(reports) == 1
+    patient.close()
+    impatient.close()
 
 
-async def fail_after_blocking() -> None:
-    await sleep_on_the_loop(2 * BLOCKED_SECONDS)
+async def block(loop: WatchedLoop) -> None:
+    assert loop.watch is not None
+    await sleep_on_the_loop(loop.watch)
+
+
+async def fail_after_blocking(loop: WatchedLoop) -> None:
+    await block(loop)
     raise ZeroDivisionError
 
 
