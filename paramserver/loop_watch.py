@@ -76,8 +76,8 @@ class LoopWatch:
             self.longest_stall_seconds = max(self.longest_stall_seconds, stalled_ticks * TICK_SECONDS)
             if not noted:
                 noted = True
-                self.stalls += 1
                 self._on_stall(self._stack())
+                self.stalls += 1
 
     def _stack(self) -> str:
         frames = traceback.extract_stack(sys._current_frames()[self._loop_ident])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from asyncio import Future
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from typing import TypeVar
@@ -21,7 +20,8 @@ REPORTED_SECONDS = 0.5
 # A loop that is held for so long hangs, as does a test that takes longer than pytest's timeout.
 FAILED_SECONDS = 20.0
 
-_reports: list[str] = []
+BLOCKED = "blocked"  # of what a test's report says
+_reports: list[str] = []  # of the phase of a test that runs
 
 
 class WatchedLoop(uvloop.Loop):
@@ -52,16 +52,31 @@ class WatchedLoop(uvloop.Loop):
             )
             if watch.longest_stall_seconds >= self._failed_seconds:
                 pytest.fail(report, pytrace=False)
-            self._reports.append(f"{os.environ.get('PYTEST_CURRENT_TEST')}: {report}")
+            self._reports.append(report)
         return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Passes the reports on with those of the test, which may run in another process than the one that prints."""
+    item.user_properties.extend((BLOCKED, report) for report in _reports)
+    _reports.clear()
+    return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says which tests held their event loop."""
-    if _reports:
+    ended = [
+        report
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "teardown"
+    ]
+    blocked = [(test.nodeid, text) for test in ended for name, text in test.user_properties if name == BLOCKED]
+    if blocked:
         terminalreporter.section("event loops that were blocked")
-        for report in _reports:
-            terminalreporter.write_line(report)
+    for test, text in blocked:
+        terminalreporter.write_line(f"{test}: {text}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
