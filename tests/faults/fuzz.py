@@ -252,7 +252,7 @@ def daemon_to_try() -> Iterator[Daemon]:
     """A daemon of the campaign's own."""
     with (
         tempfile.TemporaryDirectory(prefix="paramserver-fuzz-") as directory,
-        Daemon(Path(directory) / "state", DAEMON_CONFIG) as daemon,
+        Daemon(Path(directory) / "state", DAEMON_CONFIG, fresh=True) as daemon,
     ):
         yield daemon
 

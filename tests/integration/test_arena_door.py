@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.daemon import ROOT, Daemon, run_serve, tiers
+from tests.integration.daemon import Daemon, run_serve, tiers
+from tests.integration.forked import ROOT
 from tests.integration.ranks import free_port
 
 IS_ROOT = os.geteuid() == 0

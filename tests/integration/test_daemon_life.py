@@ -20,7 +20,7 @@ from tests.unit.storage.builders import Layout
 
 def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committed_one(tmp_path: Path) -> None:
     layout = Layout()
-    with Daemon(tmp_path / "state", flags=["--log-format", "json"]) as daemon:
+    with Daemon(tmp_path / "state", flags=["--log-format", "json"], fresh=True) as daemon:
         rank = Rank(daemon.address, layout).begin()
         rank.train(1, 2)
         rank.hand_over(3)
@@ -42,15 +42,14 @@ def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committe
 
 
 def test_a_second_daemon_is_refused_by_the_pid_of_the_first_which_goes_on(tmp_path: Path) -> None:
-    with Daemon(tmp_path / "state", flags=["--exit-with-stdin"]) as daemon:
+    with Daemon(tmp_path / "state", flags=["--exit-with-stdin"], fresh=True) as daemon:
         second = run_serve("--state-dir", str(tmp_path / "state"), "--host-budget", "16MiB")
         assert second.returncode == 1
         assert f"in use by the daemon with pid {daemon.process.pid}; stop that one" in second.stderr
         assert "Traceback" not in second.stderr
         assert daemon.is_serving()
         # The end of its parent closes its standard input.
-        assert daemon.process.stdin is not None
-        daemon.process.stdin.close()
+        daemon.close_stdin()
         assert daemon.wait() == 0
     with Daemon(tmp_path / "state") as daemon:
         assert daemon.stop() == 0

@@ -121,7 +121,7 @@ def test_the_daemon_stays_within_its_budget_and_the_stated_overhead(tmp_path: Pa
         numels=(150_000,), groups=tuple(f"block.{i}" for i in range(80)), precision=DType.BFLOAT16, with_skips=False
     )
     assert sum(layout.group(g).numel for g in layout.groups) * 14 > 5 * budget
-    with Daemon(tmp_path / "state", {"host_budget": budget, "nvme_budget": "512MiB"}) as daemon:
+    with Daemon(tmp_path / "state", {"host_budget": budget, "nvme_budget": "512MiB"}, fresh=True) as daemon:
         idle = daemon.overhead_bytes
         with Clients(daemon.address) as clients:
             rank = clients.rank(layout).begin()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.security.quotas import JobQuota, Quota
-from tests.integration.daemon import ROOT
+from tests.integration.forked import ROOT
 from tests.integration.ranks import free_port
 from trainer_client.link.channel import wait_until_serving
 from trainer_client.link.credentials import Credentials

@@ -23,7 +23,8 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import Kind
 from tests.integration.conftest import GRACE_SECONDS
 from tests.integration.cutter import Cutter
-from tests.integration.daemon import CHANNEL_OPTIONS, ROOT, Daemon, admin_of, tiers
+from tests.integration.daemon import CHANNEL_OPTIONS, Daemon, admin_of, tiers
+from tests.integration.forked import ROOT
 from tests.integration.store_client import Clients, refused
 from tests.integration.waiting import wait_until
 from tests.unit.storage.builders import Layout

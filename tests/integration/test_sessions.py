@@ -17,7 +17,8 @@ import pytest
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind, TierName
 from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
-from tests.integration.daemon import ROOT, Daemon, tiers
+from tests.integration.daemon import Daemon, tiers
+from tests.integration.forked import ROOT
 from tests.integration.store_client import Clients, refused
 from tests.integration.waiting import wait_until
 from tests.unit.storage.builders import Layout

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import Kind
 from storage.tiers.base import PAGE_BYTES
 from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
-from tests.integration.daemon import ROOT, Daemon, tiers
+from tests.integration.daemon import Daemon, tiers
+from tests.integration.forked import ROOT
 from tests.integration.store_client import Clients
 from tests.integration.waiting import wait_until
 from tests.unit.storage.builders import Layout
@@ -75,7 +75,6 @@ def stopped_clients(count: int, daemon: Daemon, job: str) -> Iterator[list[Stopp
             client.process.communicate()
 
 
-@pytest.mark.timeout(120)
 def test_late_writes_of_a_client_that_was_stopped_reach_nobody(clients: Clients, daemon: Daemon, job: str) -> None:
     layouts = [Layout(name=f"{job}-{i}") for i in range(2)]
     for layout in layouts:
