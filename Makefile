@@ -34,8 +34,10 @@ $(INSTALLED): requirements.lock pyproject.toml
 	$(BIN)/python -m pip check
 	@touch $@
 
-test: lint ## Check style and types, then run the tests
-	$(BIN)/python -m pytest
+# So many at a time: most wait for a process that they started, and two keep two cores busy.
+TESTS_AT_A_TIME ?= 2
+test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=2)
+	$(BIN)/python -m pytest --numprocesses $(TESTS_AT_A_TIME) --dist loadfile --no-loadscope-reorder
 
 lint: venv ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check .

@@ -119,7 +119,7 @@ class DaemonConfig(BaseModel):
         if len(str(self.arena_socket_path).encode()) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(
                 f"socket: the path {self.arena_socket_path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that the "
-                "kernel allows; set `socket` to a shorter one"
+                "kernel allows; choose a shorter state_dir, or set `socket` to a shorter path"
             )
         if self.arena_file is not None and self.huge_pages:
             raise ValueError(

@@ -27,7 +27,6 @@ def campaign(keep: Path, *flags: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.timeout(180)
 def test_no_kill_and_no_power_loss_leaves_anything_but_whole_committed_steps(tmp_path: Path) -> None:
     report = campaign(tmp_path / "kept", "--rounds=25", "--seed=1")
     assert report["failures"] == []
@@ -40,7 +39,6 @@ def test_no_kill_and_no_power_loss_leaves_anything_but_whole_committed_steps(tmp
     assert report["commits"] > 25
 
 
-@pytest.mark.timeout(180)
 def test_the_campaign_fails_an_engine_that_does_not_sync_its_data(tmp_path: Path) -> None:
     report = campaign(tmp_path / "kept", "--rounds=12", "--seed=1", "--sync-lies")
     assert report["failures"]

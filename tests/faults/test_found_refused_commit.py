@@ -17,7 +17,6 @@ from tests.faults.refusals import Way, refusals
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no `cc` on the PATH to compile the shim")
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.__getitem__)
 def test_a_refused_and_rolled_back_step_does_not_come_back_when_the_process_is_killed(
     tmp_path: Path, error: int

@@ -40,7 +40,6 @@ def drawn(seed: int, count: int) -> list[bytes]:
     return [requests.spoiled(method.input_type) for _ in range(count) for method in METHODS.values()]
 
 
-@pytest.mark.timeout(180)
 def test_two_thousand_requests_do_no_harm(tmp_path: Path) -> None:
     status, output = fuzz("--calls=2000", "--seed=1", "--json", f"--keep={tmp_path}")
     report: dict[str, Any] = json.loads(output)

@@ -12,8 +12,6 @@ from tests.faults.refusals import Result, Way, refusals
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="there is no `cc` on the PATH to compile the shim"),
-    # Each call has a process of its own, and another one that checks.
-    pytest.mark.timeout(180),
 ]
 
 DATA = "data."

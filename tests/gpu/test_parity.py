@@ -12,7 +12,6 @@ from tests.integration.training import Run, assert_bit_equal, store_config, trai
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
 

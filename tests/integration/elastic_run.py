@@ -196,7 +196,7 @@ def launch(parts: Sequence[Part], world_size: int, directory: Path, exit_code: i
     plan, result = directory / "parts.json", directory / "results.pt"
     plan.write_text(json.dumps([asdict(part) for part in parts]))
     result.unlink(missing_ok=True)
-    run_ranks("tests.integration.elastic_run", world_size, plan, result, exit_code=exit_code, timeout_seconds=150)
+    run_ranks("tests.integration.elastic_run", world_size, plan, result, exit_code=exit_code)
     return [PartResult(**content) for content in torch.load(result)] if result.exists() else []
 
 

@@ -167,6 +167,5 @@ def test_misuse_is_refused_with_what_to_do(tmp_path: Path) -> None:
         trainer_client.utils.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2)))
 
 
-@pytest.mark.timeout(240)
 def test_two_ranks_see_and_change_one_state(tmp_path: Path) -> None:
     run_ranks("tests.integration.access_ranks", 2, tmp_path)

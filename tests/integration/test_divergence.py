@@ -14,15 +14,13 @@ from tests.integration.daemon import Daemon
 from tests.integration.diverging import TIMEOUT_SECONDS, TOKENS, Chooser
 from tests.integration.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank reports, by scene."""
     directory = tmp_path_factory.mktemp("diverging")
     with Daemon(directory / "state", {"host_budget": "32MiB"}) as daemon:
-        run_ranks("tests.integration.diverging", 2, daemon.address, directory, timeout_seconds=150)
+        run_ranks("tests.integration.diverging", 2, daemon.address, directory)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -38,8 +38,6 @@ from trainer_client.link.rank_store import RankStore, Slab
 # The parts of a run: ranks, and the global step to which they train. An epoch has five steps.
 PARTS = ((2, 3), (1, 4), (3, 7), (2, 9))
 STEPS = PARTS[-1][1]
-# Any of them may be the one for which all launches are made.
-pytestmark = pytest.mark.timeout(300)
 CONFIG = {"host_budget": "48MiB", "nvme_budget": "128MiB"}
 
 

@@ -55,7 +55,6 @@ def test_between_steps_and_with_gradients_handed_over(tmp_path: Path) -> None:
         assert daemon.stop() == 0
 
 
-@pytest.mark.timeout(120)
 def test_at_any_instant_while_steps_are_committed(tmp_path: Path) -> None:
     """The daemon is killed at random instants of a client that trains without a pause."""
     rng = random.Random(5)

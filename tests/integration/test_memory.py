@@ -18,7 +18,6 @@ from tests.integration.ranks import run_ranks
 OVERHEAD_BYTES = 40 * MIB
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("world_size", [1, 2], ids=["recipes", "files"])
 def test_no_rank_holds_more_than_the_root_two_units_and_one_units_gradients(tmp_path: Path, world_size: int) -> None:
     assert MODEL_UNITS * UNIT_BYTES == 8 * HOST_BUDGET

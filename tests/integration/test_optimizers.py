@@ -273,10 +273,9 @@ def test_groups_that_come_later_and_what_is_frozen_and_thawed(store: Daemon, nam
     assert_same_weights(weights, weights_expected)
 
 
-@pytest.mark.timeout(180)
 def test_two_ranks_change_groups_as_one_process_does_to_rounding(store: Daemon, tmp_path: Path) -> None:
     results = tmp_path / "results.pt"
-    run_ranks("tests.integration.test_optimizers", 2, store.address, results, timeout_seconds=150)
+    run_ranks("tests.integration.test_optimizers", 2, store.address, results)
 
     for name, (seen, weights) in torch.load(results).items():
         expected, weights_expected = changed_plainly(CASES[name].make)

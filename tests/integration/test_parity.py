@@ -52,7 +52,6 @@ def test_streams_carry_the_same_bits_as_the_arena(tmp_path: Path, plain_results:
     assert_bit_equal(result, plain_results["clipped"])
 
 
-@pytest.mark.timeout(180)
 def test_world_2_equals_ddp_to_rounding_and_placements_equal_each_other(tmp_path: Path) -> None:
     run = Run(steps=10, clipping=0.5, accumulation=2, schedule=True, two_groups=True)
     placed = [replace(run, config=store_config(tmp_path / device, device)) for device in ("nvme", "cpu")]

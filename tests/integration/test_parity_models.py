@@ -32,7 +32,6 @@ def test_skipped_reused_frozen_and_partly_used_units_equal_plain_pytorch(tmp_pat
     assert_bit_equal(train_through_store(run), train_plain(run))
 
 
-@pytest.mark.timeout(180)
 def test_ranks_that_use_different_experts_equal_ddp_to_rounding(tmp_path: Path) -> None:
     run = replace(CONDITIONAL, config=store_config(tmp_path / "store"))
 

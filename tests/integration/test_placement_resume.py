@@ -58,7 +58,6 @@ def train(engine: trainer_client.Engine, until: int) -> None:
         engine.step()
 
 
-@pytest.mark.timeout(120)
 def test_each_leg_of_a_run_may_have_another_stage_and_placement(address: str, tmp_path: Path) -> None:
     legs: list[tuple[int, dict[str, Any]]] = [
         (0, {}),

@@ -185,7 +185,6 @@ async def test_a_watcher_is_told_each_commit_and_the_end_of_the_job(
         await waiting
 
 
-@pytest.mark.timeout(90)
 def test_every_get_equals_the_reference_of_its_step_while_a_trainer_trains(
     daemon: Daemon, clients: Clients, job: str
 ) -> None:

@@ -23,7 +23,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_what_the_page_shows_runs(tmp_path: Path) -> None:
+def test_its_scripts_run(tmp_path: Path) -> None:
     assert len(SCRIPTS) == 2
     with Daemon(tmp_path / "state", {"host_budget": "64MiB"}) as daemon:
         for number, script in enumerate(SCRIPTS):

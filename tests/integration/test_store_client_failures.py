@@ -143,7 +143,6 @@ def test_a_token_opens_its_jobs_and_no_others() -> None:
                     refused()
 
 
-@pytest.mark.timeout(120)
 async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(
     tmp_path: Path, cleanup: ExitStack
 ) -> None:
@@ -183,7 +182,6 @@ async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(
         assert await asyncio.to_thread(daemon.stop) == 0
 
 
-@pytest.mark.timeout(120)
 def test_a_commit_that_the_daemon_does_not_survive_is_resolved(tmp_path: Path, cleanup: ExitStack) -> None:
     """Killed around a commit and started again, the store and its writer agree on whether the step is there."""
     daemon = Daemon(tmp_path / "state")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], *, seconds: float = 30.0) -> None:
     """Returns when the condition holds; fails if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():

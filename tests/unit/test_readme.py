@@ -69,7 +69,6 @@ def run_example(directory: Path) -> tuple[int, int, float]:
     return int(resumed), int(steps), float(loss)
 
 
-@pytest.mark.timeout(120)
 def test_the_example_trains_and_its_second_run_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     resumed, steps, loss = run_example(tmp_path)
 

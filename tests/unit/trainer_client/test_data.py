@@ -143,7 +143,6 @@ def test_loading_uses_no_random_number_of_the_training_loop() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.timeout(120)
 def test_workers_fetch_ahead_without_moving_the_cursor() -> None:
     loader = loader_of(section=DataSection(workers=1))
     batches = iter(loader)
