@@ -68,6 +68,14 @@ def test_a_heat_states_what_each_contestant_took_and_cost(directory: Path) -> No
     ]
 
 
+def test_in_fp32_there_are_no_master_weights(directory: Path) -> None:
+    result = run("step", directory, "--heat", "nvme", "--precision", "fp32")
+    plain, nvme = (result["heats"]["nvme"][name] for name in ("plain", "nvme"))
+    assert plain["losses"] == nvme["losses"]
+    parameters = result["parameters"]["parameters"]
+    assert 12 * parameters <= nvme["written_per_step"] < 14 * parameters
+
+
 def block(*seconds: float, losses: list[float] | None = None) -> Block:
     values = list(seconds)
     return Block(
