@@ -170,14 +170,15 @@ class Pending(Generic[T]):
     def __init__(
         self, future: Any, finish: Callable[[Any], T], waited: Callable[[Any, float, float], None] = _ignore
     ) -> None:
-        """`waited` is told the response and from when to when it was waited for, in seconds of time.monotonic()."""
+        """`waited` is told the response and from when to when it was waited for, in seconds of time.monotonic(), less
+        what this thread has computed meanwhile: to unpack what came is no wait."""
         self._future = future
         self._finish = finish
         self._waited = waited
 
     def wait(self) -> T:
         """Raises StoreError."""
-        began = time.monotonic()
+        began, computed = time.monotonic(), time.thread_time()
         try:
             response = self._future.result()
         except grpc.RpcError as error:
@@ -185,7 +186,7 @@ class Pending(Generic[T]):
         except grpc.FutureCancelledError as error:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from error
         result = self._finish(response)
-        self._waited(response, began, time.monotonic())
+        self._waited(response, began, max(began, time.monotonic() - (time.thread_time() - computed)))
         return result
 
     def on_response(self, act: Callable[[Any], None]) -> None:

@@ -41,7 +41,7 @@ class GatherCost:
     """What a gather took.
 
     Attributes:
-        waited_seconds: for the store's grant of the leases.
+        waited_seconds: for the store's grant of the leases, less what this thread computed meanwhile.
         copied_bytes: of those leased; the others are shown where they are.
     """
 
@@ -139,9 +139,9 @@ class Unit:
             self.state = UnitState.GATHERED
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return GatherCost()
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.thread_time()
         leases = self._take_leases()
-        waited = time.perf_counter() - began
+        waited = max(0.0, time.perf_counter() - began - (time.thread_time() - computed))
         self._next_use = next_use
         self._shown = self._gather.finish(self.groups, leases, may_show=may_show)
         shown = {leased.lease_id for leased in self._shown}

@@ -21,7 +21,8 @@ class UnitGathers:
         hits: of them, those whose bytes were there when they were waited for.
         predicted: of them, those that the store had been told of before the use, or that were expected and at home in
             its memory.
-        waited_seconds: between the use of a unit and the grant of its leases: stall time.
+        waited_seconds: between the use of a unit and the grant of its leases, less what was computed meanwhile: stall
+            time.
         fetched_bytes: that this rank leased.
         copied_bytes: of them, those that were copied to where the unit uses them, on the CPU; the others were mapped.
     """
