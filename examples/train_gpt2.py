@@ -69,6 +69,14 @@ class Corpus:
         return float(torch.special.entr(share).sum())
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The config, in fp32 where the processor has no instructions for bf16: it would take a hundred times as long."""
+    config: dict[str, Any] = json.loads(path.read_text())
+    if not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        config["bf16"] = {"enabled": False}
+    return config
+
+
 def build_model() -> GPT2LMHeadModel:
     """About 10 million parameters. Dropout is on, so a resume is exact only if the random states are restored."""
     config = GPT2Config(
@@ -194,7 +202,8 @@ def main() -> None:
     torch.manual_seed(SEED)
     model = build_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine, *_ = trainer_client.initialize(model=model, config=arguments.config, lr_scheduler=schedule(arguments.steps))
+    config = read_config(arguments.config)
+    engine, *_ = trainer_client.initialize(model=model, config=config, lr_scheduler=schedule(arguments.steps))
     with engine:
         journal = Journal(arguments.journal, dist.get_rank())
         if engine.resumed_step == 0:
