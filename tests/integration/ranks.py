@@ -13,6 +13,9 @@ from tempfile import TemporaryDirectory
 
 from tests.integration.forked import Forked
 
+# For the ranks of a launch to end: less than pytest's timeout, so that what they have written is shown.
+END_SECONDS = 400.0
+
 
 def free_port() -> int:
     with socket.socket() as listener:
@@ -76,7 +79,7 @@ class Launch:
 
 
 def run_ranks(
-    module: str, world_size: int, *arguments: str | Path, exit_code: int = 0, timeout_seconds: float = 400.0
+    module: str, world_size: int, *arguments: str | Path, exit_code: int = 0, timeout_seconds: float = END_SECONDS
 ) -> None:
     """Runs the `main` of `module` on `world_size` ranks, which must all end with `exit_code`."""
     with TemporaryDirectory() as directory, Launch(module, world_size, arguments, Path(directory)) as launch:

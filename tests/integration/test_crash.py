@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from tests.integration.crash_run import Plan
-from tests.integration.ranks import Launch
+from tests.integration.ranks import END_SECONDS, Launch
 from tests.integration.training import store_config
 
 STEPS = 12
 KILLED_AT = 5
 WORLD_SIZE = 2
-END_SECONDS = 300.0
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import trainer_client
 from paramserver.v1 import parameter_store_pb2 as pb
-from tests.integration.ranks import run_ranks
+from tests.integration.ranks import END_SECONDS, run_ranks
 from tests.integration.zoo import ZOO
 
 VOCABULARY = 257
@@ -395,7 +395,7 @@ def train(run: Run) -> Result:
     return train_with_masters(run) if run.with_masters else train_plain(run)
 
 
-def launch(runs: Sequence[Run], world_size: int, directory: Path, timeout_seconds: float = 400.0) -> list[Result]:
+def launch(runs: Sequence[Run], world_size: int, directory: Path, timeout_seconds: float = END_SECONDS) -> list[Result]:
     """Makes one run after the other on `world_size` ranks, which are processes of their own; rank 0's results."""
     plan, result = directory / "runs.json", directory / "results.pt"
     plan.write_text(json.dumps([asdict(run) for run in runs]))

@@ -165,13 +165,18 @@ def _ignore(response: Any, began: float, ended: float) -> None:
 
 
 class Pending(Generic[T]):
-    """A call under way: `wait` gives its result, as often as it is asked."""
+    """A call under way: `wait` gives its result, as often as it is asked.
+
+    Attributes:
+        waited_seconds: that the last `wait` took, less what its thread computed: to unpack what came is no wait.
+    """
 
     def __init__(
         self, future: Any, finish: Callable[[Any], T], waited: Callable[[Any, float, float], None] = _ignore
     ) -> None:
-        """`waited` is told the response and from when to when it was waited for, in seconds of time.monotonic(), less
-        what this thread has computed meanwhile: to unpack what came is no wait."""
+        """`waited` is told the response and from when to when it was waited for, in seconds of time.monotonic(): for
+        `waited_seconds`."""
+        self.waited_seconds = 0.0
         self._future = future
         self._finish = finish
         self._waited = waited
@@ -186,7 +191,8 @@ class Pending(Generic[T]):
         except grpc.FutureCancelledError as error:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from error
         result = self._finish(response)
-        self._waited(response, began, max(began, time.monotonic() - (time.thread_time() - computed)))
+        self.waited_seconds = max(0.0, time.monotonic() - began - (time.thread_time() - computed))
+        self._waited(response, began, began + self.waited_seconds)
         return result
 
     def on_response(self, act: Callable[[Any], None]) -> None:

@@ -6,7 +6,6 @@ Owns each unit's state. Must never decide when to gather: that is the hooks' bus
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -139,9 +138,8 @@ class Unit:
             self.state = UnitState.GATHERED
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return GatherCost()
-        began, computed = time.perf_counter(), time.thread_time()
-        leases = self._take_leases()
-        waited = max(0.0, time.perf_counter() - began - (time.thread_time() - computed))
+        pending, self._pending = self._pending, None
+        leases = pending.wait() if pending else []
         self._next_use = next_use
         self._shown = self._gather.finish(self.groups, leases, may_show=may_show)
         shown = {leased.lease_id for leased in self._shown}
@@ -149,6 +147,7 @@ class Unit:
         self.state = UnitState.GATHERED
         self._copied = bool(copied)
         self._return(copied)
+        waited = pending.waited_seconds if pending else 0.0
         return GatherCost(waited_seconds=waited, copied_bytes=sum(leased.data.nbytes for leased in copied))
 
     @property
@@ -221,7 +220,3 @@ class Unit:
         if leases:
             self._store.check_leases()
             self._store.release(leases, self._next_use)
-
-    def _take_leases(self) -> list[LeasedBytes]:
-        pending, self._pending = self._pending, None
-        return pending.wait() if pending else []

@@ -156,10 +156,8 @@ def test_a_socket_path_that_the_kernel_cannot_hold_is_refused_before_anything_st
     room = MAX_SOCKET_PATH_BYTES - len("/paramserver.sock.arena")
     fits = "/" + "d" * (room - 1)
     assert len(str(load_config(None, {"state_dir": fits}).arena_socket_path)) == MAX_SOCKET_PATH_BYTES
-    with pytest.raises(
-        ConfigError,
-        match="107 bytes that the kernel allows; choose a shorter state_dir, or set `socket`",
-    ):
+    refusal = "longer than the 107 bytes that the kernel allows; choose a shorter state_dir, or set `socket`"
+    with pytest.raises(ConfigError, match=refusal):
         load_config(None, {"state_dir": fits + "d"})
     assert load_config(None, {"state_dir": fits + "d", "socket": "/run/s"})
     with pytest.raises(ConfigError, match="longer than"):
