@@ -74,21 +74,17 @@ bench-commits: venv ## See what grows over N commits (N=10000); updates benchmar
 bench-dataplane: venv ## Measure leases and streams against echo, memcpy and TCP; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.dataplane --json --results
 
-# Of bench-step and bench-moe. Processors without instructions for bf16 compute in it a hundred times slower:
-# make bench-step PRECISION=fp32
-PRECISION ?= bf16
-
 # DeepSpeed has an environment of its own, build/deepspeed: the first run sets it up (a download of some 100 MB, and
 # minutes of C++). Without it: make bench-step DEEPSPEED=
 DEEPSPEED ?= build/deepspeed
 bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (DEEPSPEED=: without); updates RESULTS.md
-	$(BIN)/python -m benchmarks.step --results --precision $(PRECISION) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
+	$(BIN)/python -m benchmarks.step --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
 
 bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of disk); updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.scale --results
 
 bench-moe: venv ## Measure how often prefetching hits, for predictable and unpredictable models; updates RESULTS.md
-	$(BIN)/python -m benchmarks.prefetching --results --precision $(PRECISION)
+	$(BIN)/python -m benchmarks.prefetching --results
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \

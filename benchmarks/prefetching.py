@@ -28,17 +28,17 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks import machine, report
+from benchmarks import machine, products, report
 from benchmarks.heat import Heat, Standing
 from benchmarks.measure import BenchmarkError, Progress, Threads
 from benchmarks.step_entries import ours
 from benchmarks.step_models import build
-from benchmarks.step_task import HEAD_WIDTH, PRECISION_HELP, STANDARD_PRECISION, ModelKind, Precision, TrainingTask
+from benchmarks.step_task import HEAD_WIDTH, ModelKind, TrainingTask
 
 DEFAULT_DIRECTORY = Path(__file__).parents[1] / "build" / "bench"
 MIB = 1 << 20
-# Half of it for the gradients, a quarter for tiles; the rest holds half of the parameters.
-HOST_BYTES_PER_PARAMETER: Mapping[Precision, int] = {"bf16": 4, "fp32": 8}
+# Two for each gradient, a quarter of all for tiles; the rest holds half of the parameters.
+HOST_BYTES_PER_PARAMETER = 4
 # For the smallest models.
 LEAST_HOST_BYTES = 32 << 20
 
@@ -75,7 +75,7 @@ def measure(
     for model in MODELS:
         task = task_of[model.kind]
         size = _parameters(task)
-        budget = max(LEAST_HOST_BYTES, size * HOST_BYTES_PER_PARAMETER[task.precision])
+        budget = max(LEAST_HOST_BYTES, size * HOST_BYTES_PER_PARAMETER)
         entry = ours(
             model.kind,
             task,
@@ -93,7 +93,9 @@ def measure(
     return {
         "machine": machine.describe(directory),
         "provenance": machine.provenance(),
-        "parameters": {kind: asdict(task) for kind, task in task_of.items()} | {"rounds": rounds, "steps": steps},
+        "parameters": {kind: asdict(task) for kind, task in task_of.items()}
+        | {"rounds": rounds, "steps": steps}
+        | {"precision": products.precision_in_words()},
         "models": models,
     }
 
@@ -146,10 +148,11 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         (
-            "Everything on NVMe, with host memory for the gradients, the optimizer's tiles and half of the "
-            "parameters. A hit is a gather whose bytes are there when they are wanted; a predicted one is one that the "
-            "store had been told of ahead. `mixtral_experts` has each expert as a unit of its own, chosen by the "
-            "tokens; `opt_layer_drop` leaves out a quarter of its layers, other ones in each step.",
+            f"Trained in {result['parameters']['precision']}. Everything is on NVMe, with host memory for the "
+            "gradients, the optimizer's tiles and half of the parameters. A hit is a gather whose bytes are there when "
+            "they are wanted; a predicted one is one that the store had been told of ahead. `mixtral_experts` has each "
+            "expert as a unit of its own, chosen by the tokens; `opt_layer_drop` leaves out a quarter of its layers, "
+            "other ones in each step.",
             report.table(
                 (
                     "model",
@@ -175,7 +178,6 @@ def main(
     layers: Annotated[int, typer.Option(min=1)] = 8,
     hidden: Annotated[int, typer.Option(min=HEAD_WIDTH, help=f"A multiple of {HEAD_WIDTH}.")] = 512,
     tokens: Annotated[int, typer.Option(min=1, help="Of a sequence; a step has 4.")] = 256,
-    precision: Annotated[Precision, typer.Option(help=PRECISION_HELP)] = STANDARD_PRECISION,
     rounds: Annotated[int, typer.Option(min=1, help="After a warm-up.")] = 2,
     steps: Annotated[int, typer.Option(min=2, help="In a row; the first of them does not count.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, one round: to see that it works.")] = False,
@@ -186,9 +188,7 @@ def main(
     if quick:
         layers, hidden, tokens, rounds, steps = 2, HEAD_WIDTH, 16, 1, 2
     task_of = {
-        model.kind: TrainingTask(
-            model=model.kind, layers=layers, hidden=hidden, batch=4, tokens=tokens, vocab=512, precision=precision
-        )
+        model.kind: TrainingTask(model=model.kind, layers=layers, hidden=hidden, batch=4, tokens=tokens, vocab=512)
         for model in MODELS
     }
     try:
@@ -204,7 +204,7 @@ def main(
         typer.echo(f"bench-moe: {error}", err=True)
         raise typer.Exit(1) from None
     if results:
-        report.store("moe", "Prefetching", result, markdown(result), "make bench-moe", precision=precision)
+        report.store("moe", "Prefetching", result, markdown(result), "make bench-moe")
     typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_task import STANDARD_PRECISION, Precision
-
 HERE = Path(__file__).parent
 INTRODUCTION = """# Results
 
@@ -19,20 +17,8 @@ one machine on one day.
 """
 
 
-def store(
-    name: str,
-    title: str,
-    result: dict[str, Any],
-    body: str,
-    repeat: str,
-    directory: Path = HERE,
-    *,
-    precision: Precision = STANDARD_PRECISION,
-) -> None:
-    """Writes `result` to results/`name`.json and its section of RESULTS.md; `repeat` is the make target that made it.
-    What was measured in another precision than the standard one has a file and a section of its own."""
-    if precision != STANDARD_PRECISION:
-        name, title, repeat = f"{name}-{precision}", f"{title}, {precision}", f"{repeat} PRECISION={precision}"
+def store(name: str, title: str, result: dict[str, Any], body: str, repeat: str, directory: Path = HERE) -> None:
+    """Writes `result` to results/`name`.json and its section of RESULTS.md; `repeat` is the command that made it."""
     (directory / "results").mkdir(exist_ok=True)
     (directory / "results" / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"

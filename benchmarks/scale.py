@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import machine, report, scale_plot
+from benchmarks import machine, products, report, scale_plot
 from benchmarks.heat import Heat
 from benchmarks.measure import BenchmarkError, Progress, Threads
 from benchmarks.step_entries import COMPUTE, ours
@@ -73,7 +73,8 @@ def measure(
     return {
         "machine": machine.describe(directory),
         "provenance": machine.provenance(),
-        "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens},
+        "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
+        | {"precision": products.precision_in_words()},
         "sizes": sizes,
         "growth": _growth(sizes[0], sizes[-1]),
     }
@@ -117,9 +118,9 @@ def markdown(result: dict[str, Any]) -> str:
     shape = result["parameters"]
     return "\n\n".join(
         (
-            f"GPT-2 with a vocabulary of 50257, {shape['batch']} x {shape['tokens']} tokens, bf16 with fp32 master "
-            "weights and moments, AdamW; everything on NVMe, each step durable, built under `zero.Init`. `compute` is "
-            "forward and backward alone, in memory; `I/O` the disk alone with the bytes of a step, in both directions "
+            f"GPT-2 with a vocabulary of 50257, {shape['batch']} x {shape['tokens']} tokens, {shape['precision']}, "
+            "AdamW; everything on NVMe, each step durable, built under `zero.Init`. `compute` is forward and backward "
+            "alone, in memory; `I/O` the disk alone with the bytes of a step, in both directions "
             "at once, the better of what it took right before and right after a turn; T_roof the larger one. Memory is "
             "proportional (PSS), the largest that was seen.",
             report.table(header, rows),

@@ -1,8 +1,8 @@
 """Measures a training step: plain PyTorch in memory, this project on each placement, and DeepSpeed, taking turns.
 
-All train the same GPT-2 on the same data, in the same precision, with AdamW. Memory would not hold all of them at once,
-so that they run in heats, each beside plain PyTorch: `nvme`, `host`, `device`, and `malloc`: with glibc's malloc as it
-is, and as docs/performance.md has it. The result is one JSON object:
+All train the same GPT-2 on the same data, in bf16 with fp32 master weights and moments, with AdamW. Memory would not
+hold all of them at once, so that they run in heats, each beside plain PyTorch: `nvme`, `host`, `device`, and `malloc`:
+with glibc's malloc as it is, and as docs/performance.md has it. The result is one JSON object:
 
 - `machine`, `provenance`, `parameters`
 - `heats`: by name, the figures of each contestant (`benchmarks.step_result`)
@@ -26,14 +26,14 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from benchmarks import machine, report, step_tables
+from benchmarks import machine, products, report, step_tables
 from benchmarks.contestant_process import Entry
 from benchmarks.deepspeed_environment import DeepSpeedEnvironment, DeepSpeedUnavailableError, prepare
 from benchmarks.heat import Heat
 from benchmarks.measure import BenchmarkError, Progress, Threads
 from benchmarks.step_entries import PLAIN, TUNED_MALLOC, deepspeed, ours
 from benchmarks.step_result import summaries, targets
-from benchmarks.step_task import HEAD_WIDTH, PRECISION_HELP, STANDARD_PRECISION, Precision, TrainingTask
+from benchmarks.step_task import HEAD_WIDTH, TrainingTask
 
 BUILD = Path(__file__).parents[1] / "build"
 MIB = 1 << 20
@@ -116,7 +116,7 @@ def measure(
         "machine": machine.describe(directory),
         "provenance": machine.provenance(),
         "parameters": asdict(task)
-        | {"parameters": task.gpt2_parameters, "precision_in_words": task.precision_in_words}
+        | {"parameters": task.gpt2_parameters, "precision": products.precision_in_words()}
         | {"rounds": rounds, "steps": steps}
         | {"nvme_host_budget_bytes": nvme_host_budget_bytes, "probe_threads": asdict(threads)},
     }
@@ -142,7 +142,6 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.")] = 256,
     vocab: Annotated[int, typer.Option(min=1)] = 512,
     clip: Annotated[float, typer.Option(min=0, help="Limit of the gradient's norm; 0: none.")] = 0.0,
-    precision: Annotated[Precision, typer.Option(help=PRECISION_HELP)] = STANDARD_PRECISION,
     nvme_host_budget_mib: Annotated[int, typer.Option(min=1, help="Host memory of `nvme`.")] = 512,
     heats: Annotated[list[HeatName] | None, typer.Option("--heat", help="Only this one; may be repeated.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="After a warm-up.")] = 3,
@@ -159,12 +158,10 @@ def main(
     console = Console(stderr=True)
     if hidden % HEAD_WIDTH:
         raise typer.BadParameter(f"--hidden is {hidden}, and has to be a multiple of {HEAD_WIDTH}")
+    task = TrainingTask(layers=layers, hidden=hidden, batch=batch, tokens=tokens, vocab=vocab, clip=clip)
     if quick:
-        layers, hidden, batch, tokens, vocab = 2, HEAD_WIDTH, 2, 32, 512
+        task = TrainingTask(layers=2, hidden=HEAD_WIDTH, batch=2, tokens=32, vocab=512, clip=clip)
         rounds, steps, nvme_host_budget_mib = 1, 2, 32
-    task = TrainingTask(
-        layers=layers, hidden=hidden, batch=batch, tokens=tokens, vocab=vocab, clip=clip, precision=precision
-    )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         needed = max(LEAST_DISK_BYTES, DISK_BYTES_PER_PARAMETER * task.gpt2_parameters)
@@ -186,7 +183,7 @@ def main(
         raise typer.Exit(1) from None
     body = step_tables.markdown(result)
     if results:
-        report.store("step", "A training step", result, body, "make bench-step", precision=precision)
+        report.store("step", "A training step", result, body, "make bench-step")
     typer.echo(json.dumps(result, indent=1) if as_json else body)
 
 

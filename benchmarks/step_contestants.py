@@ -21,8 +21,9 @@ from typing import Any, Literal, Protocol, TextIO
 import torch
 from torch import nn
 
+from benchmarks import products
 from benchmarks.step_models import batches, build
-from benchmarks.step_task import LEARNING_RATE, WEIGHT_DECAY, Precision, TrainingTask
+from benchmarks.step_task import LEARNING_RATE, WEIGHT_DECAY, TrainingTask
 
 ContestantKind = Literal["plain", "compute", "ours", "deepspeed"]
 
@@ -70,14 +71,11 @@ class Contestant(Protocol):
     def close(self) -> None: ...
 
 
-DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
 class Compute:
-    """Forward and backward and nothing else: no training is faster than that. The values are never updated."""
+    """Forward and backward in bf16 and nothing else: no training is faster than that. The values are never updated."""
 
     def __init__(self, task: TrainingTask, model: nn.Module) -> None:
-        self.model = model.to(DTYPES[task.precision])
+        self.model = model.to(torch.bfloat16)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(tokens, labels=tokens).loss
@@ -100,22 +98,14 @@ class Compute:
 
 
 class Plain(Compute):
-    """PyTorch with everything in memory: parameters, master weights where those are in bf16, moments, and the fused
-    AdamW."""
+    """PyTorch with everything in memory: parameters in bf16, fp32 master weights and moments, the fused AdamW."""
 
     def __init__(self, task: TrainingTask, model: nn.Module) -> None:
-        trained: list[torch.Tensor] = list(model.parameters())
-        if task.precision == "bf16":
-            trained = [parameter.detach().clone().requires_grad_() for parameter in trained]
+        masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
         super().__init__(task, model)
-        self._trained = trained
-        self._pairs = [
-            (parameter, master)
-            for parameter, master in zip(self.model.parameters(), trained, strict=True)
-            if parameter is not master
-        ]
+        self._pairs = list(zip(self.model.parameters(), masters, strict=True))
         self._clip = task.clip
-        self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+        self._optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -124,7 +114,7 @@ class Plain(Compute):
             master.grad = parameter.grad.float()
             parameter.grad = None
         if self._clip:
-            nn.utils.clip_grad_norm_(self._trained, self._clip)
+            nn.utils.clip_grad_norm_([master for _, master in self._pairs], self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
         for parameter, master in self._pairs:
@@ -204,8 +194,8 @@ def begin(spec: Spec) -> Contestant:
         case "plain":
             return Plain(spec.task, build(spec.task))
         case "compute":
-            # Built in the task's precision: in fp32, what has to be trained elsewhere might not fit.
-            torch.set_default_dtype(DTYPES[spec.task.precision])
+            # Built in bf16: in fp32, what has to be trained elsewhere might not fit.
+            torch.set_default_dtype(torch.bfloat16)
             return Compute(spec.task, build(spec.task))
         case "ours":
             return Ours(spec)
@@ -260,7 +250,8 @@ def main() -> None:
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(Spec.from_json(sys.argv[1]), answers)
+    with products.in_fp32() if products.need_fp32() else nullcontext():
+        serve(Spec.from_json(sys.argv[1]), answers)
 
 
 if __name__ == "__main__":

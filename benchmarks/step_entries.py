@@ -19,7 +19,7 @@ TUNED_MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_thre
 Home = Literal["device", "host", "nvme"]
 Durability = Literal["none", "step"]
 
-# Two versions of 14 bytes, and the gradients in bf16; in fp32, two of 12 bytes, and gradients of 4.
+# Two versions of 14 bytes, and the gradients in bf16.
 _HOST_BYTES_PER_PARAMETER = 28
 _LEAST_HOST_BYTES = 64 << 20
 # Two versions, and what fragments cost.

@@ -16,13 +16,13 @@ def markdown(result: dict[str, Any]) -> str:
     clipping = f"clipped to a norm of {task['clip']:g}" if task["clip"] else "not clipped"
     introduction = (
         f"GPT-2 of {task['layers']} layers x {task['hidden']} ({task['parameters'] / 1e6:.1f} M parameters, vocabulary "
-        f"{task['vocab']}), {task['batch']} x {task['tokens']} tokens, {task['precision_in_words']}, "
-        f"AdamW, gradients {clipping}. `nvme` has {task['nvme_host_budget_bytes'] // MIB} MiB of host memory and makes "
-        "each step durable, `host, durable` too; `host` and `device` are in memory only, as plain PyTorch. "
-        "`tuned malloc` is glibc's, set as docs/performance.md has it. Each heat ran beside plain PyTorch, taking "
-        "turns; `ratio` is the median over rounds of a contestant's step to plain PyTorch's in the same round. Memory "
-        "is proportional (PSS), the largest that was seen, of trainer and daemon. This project's losses are those of "
-        "plain PyTorch, bit for bit."
+        f"{task['vocab']}), {task['batch']} x {task['tokens']} tokens, {task['precision']}, AdamW, "
+        f"gradients {clipping}. `nvme` has {task['nvme_host_budget_bytes'] // MIB} MiB of host memory and makes each "
+        "step durable, `host, durable` too; `host` and `device` are in memory only, as plain PyTorch. `tuned malloc` "
+        "is glibc's, set as docs/performance.md has it. Each heat ran beside plain PyTorch, taking turns; `ratio` is "
+        "the median over rounds of a contestant's step to plain PyTorch's in the same round. Memory is proportional "
+        "(PSS), the largest that was seen, of trainer and daemon. This project's losses are those of plain PyTorch, "
+        "bit for bit."
     )
     roofline = (
         "T_roof is the larger one of plain PyTorch's step and the time that the disk alone takes for the bytes of a "

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 ModelKind = Literal["gpt2", "opt_layer_drop", "mixtral", "mixtral_experts"]
-Precision = Literal["bf16", "fp32"]
-STANDARD_PRECISION: Precision = "bf16"
-PRECISION_HELP = "fp32 is for processors without instructions for bf16."
 
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
@@ -20,15 +17,13 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """A model, its batches, its precision, and how it is clipped. The rest is the same for all tasks: AdamW, no
-    dropout, no recomputation.
+    """A model, its batches, and how it is clipped. The rest is the same for all tasks: bf16 with fp32 master weights
+    and moments, AdamW, no dropout, no recomputation.
 
     Attributes:
         hidden: a multiple of 64, the width of a head.
         batch, tokens: sequences of a step, and the length of each.
         clip: limit of the gradient's global norm; 0: none.
-        precision: bf16 with fp32 master weights and moments, or all in fp32: processors without instructions for
-            bf16 compute in it a hundred times slower.
     """
 
     model: ModelKind = "gpt2"
@@ -38,11 +33,6 @@ class TrainingTask:
     batch: int
     tokens: int
     clip: float = 0.0
-    precision: Precision = STANDARD_PRECISION
-
-    @property
-    def precision_in_words(self) -> str:
-        return "bf16 with fp32 master weights and moments" if self.precision == "bf16" else "all in fp32"
 
     @property
     def tokens_per_step(self) -> int:
@@ -64,7 +54,7 @@ class TrainingTask:
         return {
             "train_micro_batch_size_per_gpu": self.batch,
             "gradient_clipping": self.clip,
-            "bf16": {"enabled": self.precision == "bf16"},
+            "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": {"stage": 3},
         }

@@ -129,10 +129,8 @@ def test_a_run_replaces_its_own_section_of_the_results_only(tmp_path: Path) -> N
     }
     for name, body in (("storage", "old"), ("commits", r"kept \1"), ("storage", r"new \g<0>")):
         report.store(name, name.title(), result, body, f"make bench-{name}", tmp_path)
-    report.store("storage", "Storage", result, "another", "make bench-storage", tmp_path, precision="fp32")
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.startswith(report.INTRODUCTION)
     assert "old" not in text and "kept \\1" in text and "new \\g<0>" in text
-    assert (text.index("## Storage"), text.count("## ")) == (text.index("## "), 3)
-    assert "## Storage, fp32" in text and "`make bench-storage PRECISION=fp32`" in text
+    assert (text.index("## Storage"), text.count("## ")) == (text.index("## "), 2)
     assert json.loads((tmp_path / "results" / "commits.json").read_text()) == result
