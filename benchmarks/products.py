@@ -7,15 +7,18 @@ exact as there. All contestants compute so, forward and backward. Read by DeepSp
 
 from __future__ import annotations
 
+import mmap
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-# What linear layers and attention come to. Attention's forward is as fast in bf16.
-OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu_backward")
+# What linear layers come to, and the backward of attention; its forward is as fast in bf16.
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 def need_fp32() -> bool:
@@ -35,27 +38,76 @@ def precision_in_words() -> str:
 def in_fp32() -> Iterator[None]:
     """While it is open, bf16 matrices on the CPU are multiplied so in this process."""
     library = torch.library.Library("aten", "IMPL")
+    workspace = _Workspace()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        for name in OPERATORS:
-            own = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, _through_fp32(own.call_boxed), "CPU", allow_override=True)
+        for name in PRODUCTS:
+            product = _product(_own(name), _own(f"{name}.out"), workspace)
+            library.impl(name, product, "CPU", allow_override=True)
+        backward = _attention_backward(_own(ATTENTION_BACKWARD), workspace)
+        library.impl(ATTENTION_BACKWARD, backward, "CPU", allow_override=True)
     yield
     # Torch's own come back when this is gone.
     del library
 
 
-def _through_fp32(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+class _Workspace(threading.local):
+    """Memory for operands and results in fp32: kept, and not malloc's, where instructions for bf16 would leave no holes
+    either, nor take pages of the kernel's each time."""
 
-    def product(first: torch.Tensor, *others: Any, **options: Any) -> Any:
-        if first.dtype != torch.bfloat16:
-            return kernel(keys, first, *others, **options)
-        result = kernel(keys, first.float(), *(_widened(value) for value in others), **options)
-        return tuple(each.bfloat16() for each in result) if isinstance(result, tuple) else result.bfloat16()
+    def __init__(self) -> None:
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def empty(self, place: int, size: Sequence[int]) -> torch.Tensor:
+        """[*size] in fp32; whatever was in `place` before is lost."""
+        numel = torch.Size(size).numel()
+        if place not in self._kept or self._kept[place].numel() < numel:
+            self._kept.pop(place, None)
+            pages = mmap.mmap(-1, max(1, numel) * torch.float32.itemsize)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._kept[place] = torch.frombuffer(pages, dtype=torch.float32)
+        return self._kept[place][:numel].view(size)
+
+    def widened(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same in fp32, in places 0, 1, ... What is contiguous but for the order of its dimensions stays so: to
+        transpose a matrix here would take longer than to copy it."""
+        wide = []
+        for place, each in enumerate(values):
+            order = sorted(range(each.dim()), key=each.stride, reverse=True)
+            straight = each.permute(order)
+            copy = self.empty(place, straight.size()).copy_(straight)
+            wide.append(copy.permute([order.index(dimension) for dimension in range(each.dim())]))
+        return wide
+
+
+def _own(name: str) -> Callable[..., Any]:
+    """Torch's own kernel."""
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return lambda *operands, **options: kernel.call_boxed(keys, *operands, **options)
+
+
+def _product(own: Callable[..., Any], own_into: Callable[..., Any], workspace: _Workspace) -> Callable[..., Any]:
+    """Of the last two operands, which a bias may precede."""
+
+    def product(*operands: torch.Tensor, **factors: float) -> Any:
+        if operands[0].dtype != torch.bfloat16:
+            return own(*operands, **factors)
+        left, right = operands[-2:]
+        result = workspace.empty(len(operands), (*left.shape[:-1], right.shape[-1]))
+        return own_into(*workspace.widened(operands), **factors, out=result).to(torch.bfloat16)
 
     return product
 
 
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+def _attention_backward(own: Callable[..., Any], workspace: _Workspace) -> Callable[..., Any]:
+    """Of the gradient, queries, keys, values and the result, which other operands follow."""
+
+    def backward(*operands: Any, **options: Any) -> Any:
+        if operands[0].dtype != torch.bfloat16:
+            return own(*operands, **options)
+        wide = workspace.widened(operands[:5])
+        return tuple(values.to(torch.bfloat16) for values in own(*wide, *operands[5:], **options))
+
+    return backward
