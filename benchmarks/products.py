@@ -10,13 +10,13 @@ from __future__ import annotations
 import mmap
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-# What linear layers come to, and the backward of attention; its forward is as fast in bf16.
+# What linear layers and experts come to, and the backward of attention; its forward is as fast in bf16.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
@@ -42,8 +42,9 @@ def in_fp32() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for name in PRODUCTS:
-            product = _product(_own(name), _own(f"{name}.out"), workspace)
-            library.impl(name, product, "CPU", allow_override=True)
+            own_into = _own(f"{name}.out")
+            library.impl(name, _product(_own(name), own_into, workspace), "CPU", allow_override=True)
+            library.impl(f"{name}.out", _product_into(own_into, workspace), "CPU", allow_override=True)
         backward = _attention_backward(_own(ATTENTION_BACKWARD), workspace)
         library.impl(ATTENTION_BACKWARD, backward, "CPU", allow_override=True)
     yield
@@ -94,11 +95,29 @@ def _product(own: Callable[..., Any], own_into: Callable[..., Any], workspace: _
     def product(*operands: torch.Tensor, **factors: float) -> Any:
         if operands[0].dtype != torch.bfloat16:
             return own(*operands, **factors)
-        left, right = operands[-2:]
-        result = workspace.empty(len(operands), (*left.shape[:-1], right.shape[-1]))
-        return own_into(*workspace.widened(operands), **factors, out=result).to(torch.bfloat16)
+        return _computed(operands, factors, own_into, workspace).to(torch.bfloat16)
 
     return product
+
+
+def _product_into(own_into: Callable[..., Any], workspace: _Workspace) -> Callable[..., Any]:
+    def product(*operands: torch.Tensor, out: torch.Tensor, **factors: float) -> Any:
+        if operands[0].dtype != torch.bfloat16:
+            return own_into(*operands, **factors, out=out)
+        result = _computed(operands, factors, own_into, workspace)
+        return out.resize_(result.size()).copy_(result)
+
+    return product
+
+
+def _computed(
+    operands: Sequence[torch.Tensor], factors: Mapping[str, float], own_into: Callable[..., Any], workspace: _Workspace
+) -> torch.Tensor:
+    """The product in fp32, until the next one."""
+    left, right = operands[-2:]
+    result = workspace.empty(len(operands), (*left.shape[:-1], right.shape[-1]))
+    own_into(*workspace.widened(operands), **factors, out=result)
+    return result
 
 
 def _attention_backward(own: Callable[..., Any], workspace: _Workspace) -> Callable[..., Any]:

@@ -52,4 +52,6 @@ def test_a_product_is_the_rounded_one_of_fp32_and_torchs_own_afterwards() -> Non
         assert torch.equal(left @ right, (left.float() @ right.float()).bfloat16())
         scaled = torch.addmm(bias, left, right, beta=2, alpha=0.5)
         assert torch.equal(scaled, torch.addmm(bias.float(), left.float(), right.float(), beta=2, alpha=0.5).bfloat16())
+        into = torch.empty(0, dtype=torch.bfloat16)
+        assert torch.mm(left, right, out=into) is into and torch.equal(into, left @ right)
     assert torch.equal(torch.addmm(bias, left, right), own)
