@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -50,7 +51,9 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Sends it unless the process has ended."""
         if self._process.is_alive():
-            os.kill(self.pid, number)
+            # It may end in between, and then the server that forked it has waited for it already.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """kill -9."""

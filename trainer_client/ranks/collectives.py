@@ -28,14 +28,15 @@ _MAIN, _UNITS, _CONTROL = range(3)
 
 
 class PendingRows:
-    """Rows [world, n] of all ranks, under way."""
+    """Rows [world, n] of all ranks, under way since `begun`, in seconds of time.monotonic(): before `work` was made, so
+    that its time is not up before ours."""
 
-    def __init__(self, collectives: Collectives, work: dist.Work, rows: torch.Tensor, what: str) -> None:
+    def __init__(self, collectives: Collectives, work: dist.Work, rows: torch.Tensor, what: str, begun: float) -> None:
         self._collectives = collectives
         self._work = work
         self._rows = rows
         self._what = what
-        self._begun = time.monotonic()
+        self._begun = begun
 
     def wait(self) -> torch.Tensor:
         """Raises CollectiveError."""
@@ -164,15 +165,17 @@ class Collectives:
     def start_gather_headers(self, header: torch.Tensor, what: str) -> PendingRows:
         """Every rank's `header` [n] on the CPU, one n always, world size > 1. Does not wait."""
         rows = torch.empty(self.world_size, header.numel(), dtype=header.dtype)
+        begun = time.monotonic()
         work = _all_gather(rows.view(-1), header, group=self._groups[_CONTROL], async_op=True)
-        return PendingRows(self, work, rows, what)
+        return PendingRows(self, work, rows, what, begun)
 
     def start_exchange(self, row: torch.Tensor, what: str) -> PendingRows:
         """Every rank's `row` [n] of integers on the CPU, one n always, world size > 1. Does not wait."""
         rows = torch.zeros(self.world_size, row.numel(), dtype=row.dtype)
         rows[self.rank] = row
+        begun = time.monotonic()
         work = dist.all_reduce(rows, group=self._groups[_CONTROL], async_op=True)
-        return PendingRows(self, work, rows, what)
+        return PendingRows(self, work, rows, what, begun)
 
     def any_rank(self, flags: Sequence[bool], what: str = "an agreement") -> list[bool]:
         """For each flag, whether it is set on any rank."""
