@@ -90,8 +90,6 @@ def _own(name: str) -> Callable[..., Any]:
 
 
 def _product(own: Callable[..., Any], own_into: Callable[..., Any], workspace: _Workspace) -> Callable[..., Any]:
-    """Of the last two operands, which a bias may precede."""
-
     def product(*operands: torch.Tensor, **factors: float) -> Any:
         if operands[0].dtype != torch.bfloat16:
             return own(*operands, **factors)
@@ -113,7 +111,7 @@ def _product_into(own_into: Callable[..., Any], workspace: _Workspace) -> Callab
 def _computed(
     operands: Sequence[torch.Tensor], factors: Mapping[str, float], own_into: Callable[..., Any], workspace: _Workspace
 ) -> torch.Tensor:
-    """The product in fp32, until the next one."""
+    """The product of the last two operands, which a bias may precede, in fp32: until the next one."""
     left, right = operands[-2:]
     result = workspace.empty(len(operands), (*left.shape[:-1], right.shape[-1]))
     own_into(*workspace.widened(operands), **factors, out=result)
