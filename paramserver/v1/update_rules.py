@@ -3,16 +3,17 @@
 The daemon applies it to what it stores, a trainer to what it keeps on its own device: one function, so that both give
 the same bits. All rules are elementwise: on the CPU, ranges that are cut at multiples of 16 elements get the
 bits of the whole.
+
+torch's fused kernels are called as such, not by the functions of torch.optim, whose bookkeeping takes longer than the
+kernel needs for ten thousand elements, and more than that where the processor's cache is full of states.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 
 from paramserver.v1 import parameter_store_pb2 as pb
 
@@ -76,14 +77,14 @@ def _any_adam(
     *,
     decoupled_weight_decay: bool,
 ) -> None:
-    adam(
+    kernel = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+    kernel(
         [weight],
         [gradient],
         [states[pb.KIND_EXP_AVG]],
         [states[pb.KIND_EXP_AVG_SQ]],
         [],
-        [_count_before(hyper.update_count, weight)],
-        fused=True,
+        [_count(hyper.update_count, weight.device)],
         amsgrad=False,
         maximize=False,
         beta1=hyper.beta1,
@@ -91,33 +92,25 @@ def _any_adam(
         lr=hyper.lr,
         weight_decay=hyper.weight_decay,
         eps=hyper.eps,
-        decoupled_weight_decay=decoupled_weight_decay,
     )
 
 
 def _sgd(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
     """torch.optim.SGD's fused kernel; its docstring says how it differs from Sutskever et al."""
     hyper = row.sgd
-    buffers: list[torch.Tensor | None] = []
-    if hyper.momentum != 0:
-        # Without a buffer torch makes one: what the gradient of the first update is.
-        buffers = [None if hyper.update_count == 1 else states[pb.KIND_MOMENTUM_BUFFER]]
-    sgd(
+    torch._fused_sgd_(
         [weight],
         [gradient],
-        buffers,
-        fused=True,
+        [states[pb.KIND_MOMENTUM_BUFFER]] if hyper.momentum != 0 else [],
         weight_decay=hyper.weight_decay,
         momentum=hyper.momentum,
         lr=hyper.lr,
         dampening=hyper.dampening,
         nesterov=hyper.nesterov,
         maximize=False,
+        # The buffer becomes the gradient then.
+        is_first_step=hyper.momentum != 0 and hyper.update_count == 1,
     )
-    if hyper.update_count == 1:
-        for made in buffers:
-            assert made is not None
-            states[pb.KIND_MOMENTUM_BUFFER].copy_(made)
 
 
 def _lion(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
@@ -139,12 +132,11 @@ def _adagrad(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor,
     squares = states[pb.KIND_SUM]
     if hyper.update_count == 1:
         squares.fill_(hyper.initial_accumulator_value)
-    adagrad(
+    torch._fused_adagrad_(
         [weight],
         [gradient],
         [squares],
-        [_count_before(hyper.update_count, weight)],
-        fused=True,
+        [_count(hyper.update_count, weight.device)],
         lr=hyper.lr,
         lr_decay=hyper.lr_decay,
         weight_decay=hyper.weight_decay,
@@ -153,9 +145,10 @@ def _adagrad(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor,
     )
 
 
-def _count_before(update_count: int, weight: torch.Tensor) -> torch.Tensor:
-    """The count as torch takes it, which increments it before it uses it."""
-    return torch.tensor(float(update_count - 1), device=weight.device)
+@functools.lru_cache(maxsize=8)
+def _count(update_count: int, device: torch.device) -> torch.Tensor:
+    """The number of the update, as kernels take it; they only read it."""
+    return torch.tensor(float(update_count), device=device)
 
 
 _RULES: Mapping[str, Rule] = {"adamw": _adamw, "adam": _adam, "sgd": _sgd, "lion": _lion, "adagrad": _adagrad}
