@@ -23,7 +23,7 @@ ELEMENT_ALIGNMENT = 16
 LAYOUT_SEPARATOR = "\n"
 
 
-class Kind(enum.Enum):
+class Kind(enum.StrEnum):
     """What the bytes of a slab are."""
 
     PARAM = "param"
@@ -41,7 +41,7 @@ OPTIMIZER_STATES = frozenset({Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM_BUFFE
 MAX_OPTIMIZER_STATES = 2
 
 
-class DType(enum.Enum):
+class DType(enum.StrEnum):
     """Element types that the store keeps."""
 
     FLOAT32 = "float32"
@@ -66,7 +66,7 @@ _TORCH_DTYPES = {
 }
 
 
-class TierName(enum.Enum):
+class TierName(enum.StrEnum):
     """Where bytes can live, fastest first."""
 
     GPU = "gpu"
