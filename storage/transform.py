@@ -32,7 +32,7 @@ from storage.turns import Turns
 
 # Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
 TILE_QUANTUM = BLOCK_BYTES // 2
-MAX_TILE_ELEMENTS = 1 << 20
+MAX_TILE_ELEMENTS = 1 << 21
 # What a kernel gets at a time: a part of a tile whose bytes are verified, updated and recorded while they are in the
 # processor's cache.
 PART_ELEMENTS = 1 << 18
@@ -42,7 +42,7 @@ BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
 TILE_SETS = 4
 LEAST_TILE_SETS = 2
 # What the tile sets take of the host budget, as far as that is between the next two.
-TILE_BUDGET_FRACTION = 4
+TILE_BUDGET_FRACTION = 8
 LEAST_TILE_BYTES = LEAST_TILE_SETS * TILE_QUANTUM * BYTES_PER_TILE_ELEMENT
 MOST_TILE_BYTES = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
 
@@ -87,7 +87,7 @@ class TilePool:
     """Equal buffers of the arena, taken at start and lent out in turn."""
 
     def __init__(self, host: HostTier) -> None:
-        """Takes a quarter of the host budget, within limits; of the smallest budgets, half.
+        """Takes an eighth of the host budget, within limits; of the smallest budgets, half.
 
         Raises:
             BudgetExceededError: the budget is too small for the smallest tiles.
@@ -317,16 +317,21 @@ class _Mapped:
     """A stream's bytes of one tile: `view`, whole pages of host memory, is at byte `offset` of the slab."""
 
     def __init__(self, stream: _Stream, view: memoryview, offset: int) -> None:
-        self.stream = stream
+        dtype = stream.slab.spec.dtype
+        self.kind = stream.slab.key.kind
+        self.source = stream.source
+        self.target = stream.target
+        self.begins_as_zeros = stream.reads and stream.slab.latest is None
+        self.tensor = torch.frombuffer(view, dtype=dtype.torch)
         self._view = view
         self._offset = offset
-        self.tensor = torch.frombuffer(view, dtype=stream.slab.spec.dtype.torch)
+        self._itemsize = dtype.itemsize
 
     def transfer(self, region: NvmeRegion, first: int, end: int | None) -> Transfer:
         """Elements `[first, end)` of the tile as bytes of a region; to the end of the last page without an `end`."""
-        itemsize = self.stream.slab.spec.dtype.itemsize
-        stop = None if end is None else end * itemsize
-        return Transfer(region, self._offset + first * itemsize, self._view[first * itemsize : stop])
+        start = first * self._itemsize
+        stop = None if end is None else end * self._itemsize
+        return Transfer(region, self._offset + start, self._view[start:stop])
 
 
 class _Parts:
@@ -358,12 +363,12 @@ class _Parts:
     def reads(self, first: int, end: int) -> list[Transfer]:
         """What elements `[first, end)` of the tile need from NVMe."""
         stop = end if end < self._numel else None
-        return [m.transfer(m.stream.source, first, stop) for m in self._mapped if m.stream.source is not None]
+        return [m.transfer(m.source, first, stop) for m in self._mapped if m.source is not None]
 
     def writes(self, first: int = 0, end: int | None = None) -> list[Transfer]:
         """What goes to NVMe of them; by default of all."""
         stop = end if end is not None and end < self._numel else None
-        return [m.transfer(m.stream.target, first, stop) for m in self._mapped if m.stream.target is not None]
+        return [m.transfer(m.target, first, stop) for m in self._mapped if m.target is not None]
 
     def work(self, first: int) -> int:
         """Does the parts from element `first` on. Returns the element where one with wrong bytes begins, or `numel`."""
@@ -374,10 +379,10 @@ class _Parts:
                     region.checksums.verify(offset, buffer)
             except DamagedBlockError:
                 return first
-            tensors = {m.stream.slab.key.kind: m.tensor[first:end] for m in self._mapped}
+            tensors = {m.kind: m.tensor[first:end] for m in self._mapped}
             for m in self._mapped:
-                if m.stream.reads and m.stream.slab.latest is None:
-                    tensors[m.stream.slab.key.kind].zero_()
+                if m.begins_as_zeros:
+                    tensors[m.kind].zero_()
             start = self._start + first
             self._kernel(
                 Tile(
