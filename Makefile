@@ -14,7 +14,7 @@ CODE := paramserver storage trainer_client benchmarks
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo faults fuzz matrix bench-storage bench-commits bench-dataplane bench-step \
+.PHONY: help venv test lint format demo faults fuzz readers matrix bench-storage bench-commits bench-dataplane bench-step \
   bench-scale bench-moe proto lock clean distclean
 
 help: ## List the targets
@@ -60,6 +60,10 @@ faults: venv ## Kill the engine N times and check it (N=1000 SEED=...)
 fuzz: N ?= 100000
 fuzz: venv ## Send a daemon N requests that no honest client sends (N=100000 SEED=...)
 	$(BIN)/python -m tests.faults.fuzz --calls $(N) $(if $(SEED),--seed $(SEED))
+
+readers: N ?= 10000
+readers: venv ## Open N readers of a daemon while it commits, and check that nothing is left (N=10000 SEED=...)
+	$(BIN)/python -m tests.faults.readers --readers $(N) $(if $(SEED),--seed $(SEED))
 
 matrix: venv ## Train at every stage, placement, precision, schedule and world size, and compare the bits (some 10 minutes)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py --whole-matrix

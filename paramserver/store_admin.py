@@ -20,6 +20,7 @@ from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError
 from storage.shard import Kind, TierName
@@ -76,6 +77,19 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
                 await asyncio.sleep(interval)
                 # The token may have been taken away meanwhile.
                 self._gate.require_admin(context)
+
+    async def GetAccounts(
+        self,
+        request: admin_pb.GetAccountsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.GetAccountsRequest, admin_pb.GetAccountsResponse],
+    ) -> admin_pb.GetAccountsResponse:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            accounts = self._engine.accounts(
+                leased=(lease.region for session in self._sessions for lease in session.leases.values()),
+                quarantined=self._sessions.quarantine.ranges,
+            )
+            return admin_pb.GetAccountsResponse(accounts=[_describe_account(account) for account in accounts])
 
     async def ListJobs(
         self,
@@ -220,6 +234,20 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
             created_at_unix_seconds=job.created_at,
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
         )
+
+
+def _describe_account(account: TierAccount) -> admin_pb.TierAccount:
+    return admin_pb.TierAccount(
+        tier=wire.TIER_TO_WIRE[account.tier],
+        used_bytes=account.used_bytes,
+        holdings=[
+            admin_pb.TierAccount.Holding(holder=holder, bytes=account.held_bytes[holder])
+            for holder in Holder
+            if account.held_bytes.get(holder, 0)
+        ],
+        unexplained_bytes=account.unexplained_bytes,
+        settled=account.is_settled,
+    )
 
 
 def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import CommitRecord, StoredVersion
+from storage.copy_writes import CopyClaim, CopyWrites
 from storage.errors import DataLossError, NotFoundError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.slab import Slab
-from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.tracing import Activity
 from storage.versions import Job, unneeded_versions
@@ -30,11 +30,16 @@ class Committer:
     """Moves jobs from one committed step to another."""
 
     def __init__(
-        self, host: HostTier, nvme: NvmeTier, residents: Residents, catalog: Catalog, in_catalog_thread: InCatalogThread
+        self,
+        nvme: NvmeTier,
+        residents: Residents,
+        copies: CopyWrites,
+        catalog: Catalog,
+        in_catalog_thread: InCatalogThread,
     ) -> None:
-        self._host = host
         self._nvme = nvme
         self._residents = residents
+        self._copies = copies
         self._catalog = catalog
         self._in_catalog_thread = in_catalog_thread
 
@@ -92,10 +97,12 @@ class Committer:
         job.settled = min(job.settled, step)
         self._restore(job, step)
 
-    async def hold(self, job: Job, step: int) -> dict[Slab, NvmeRegion | None]:
-        """The regions that a reader of a committed step sees, held until each is freed; None: never written.
+    async def hold(self, job: Job, step: int, held: MutableMapping[Slab, NvmeRegion | None]) -> None:
+        """Hold the regions that a reader of a committed step sees, and enter each into `held`; None: never written.
 
-        What is in host memory only is written to NVMe first; updates of it wait meanwhile.
+        What is on NVMe is held, and what is in host memory only is claimed, before this waits for anything: whatever is
+        trained, committed or pruned from then on, the step stays whole. Then the claimed copies are written to NVMe;
+        the update of a slab waits until its copy was. Where this fails, the caller frees what was entered.
 
         Raises:
             NotFoundError: the step is not retained.
@@ -103,27 +110,25 @@ class Committer:
         """
         self.check_retained(job, step)
         versions = {slab: _version_seen(job, slab, step) for slab in job.slabs()}
-        alone = [s for s, v in versions.items() if v is not None and v not in s.versions and s.snapshot is None]
-        for slab in alone:
-            slab.snapshot = asyncio.Event()
-        held: dict[Slab, NvmeRegion | None] = {}
+        claims: list[CopyClaim] = []
+        for slab, version in versions.items():
+            if version is None:
+                held[slab] = None
+            elif version in slab.versions:
+                held[slab] = self._held(slab.versions[version])
+            else:
+                claims.append(CopyClaim(slab, version))
         try:
-            # First what is there: an update or a commit may let go of it while the rest is written.
-            for slab, version in sorted(versions.items(), key=lambda item: item[1] not in item[0].versions):
-                if version is not None and version not in slab.versions:
-                    await self._write_copy(slab) if slab in alone else await _written(slab)
-                held[slab] = None if version is None else slab.source(version)
-                if version is not None:
-                    self._nvme.hold(slab.source(version))
-        except BaseException:
-            for region in held.values():
-                if region is not None:
-                    self._nvme.free(region)
-            raise
+            for claim in claims:
+                held[claim.slab] = self._held(await self._copies.write(claim))
+                claim.release()
         finally:
-            for slab in alone:
-                _release_snapshot(slab)
-        return held
+            for claim in claims:
+                claim.release()
+
+    def _held(self, region: NvmeRegion) -> NvmeRegion:
+        self._nvme.hold(region)
+        return region
 
     async def settle(self) -> None:
         """To be awaited before anything of a step whose commit was refused is given up; see Catalog.settle."""
@@ -201,48 +206,34 @@ class Committer:
         snapshot.result()
 
     def _begin_snapshot(self, job: Job, record: CommitRecord) -> asyncio.Task[None]:
-        alone = [slab for slab in job.slabs() if slab.latest is not None and slab.latest not in slab.versions]
-        # Set before anything else runs: an update that begins later must find it, and wait for the slab to be written.
-        for slab in alone:
-            slab.snapshot = asyncio.Event()
+        # Before anything else runs: an update that begins later must find the claim, and wait for the slab's write.
+        claims = [
+            CopyClaim(slab, slab.latest)
+            for slab in job.slabs()
+            if slab.latest is not None and slab.latest not in slab.versions
+        ]
         job.snapshot_step = record.step
-        job.snapshot = asyncio.ensure_future(self._snapshot(job, record, alone))
+        job.snapshot = asyncio.ensure_future(self._snapshot(job, record, claims))
         # Whoever waits for it next raises its failure; until then asyncio must not call it unhandled.
         job.snapshot.add_done_callback(lambda task: task.cancelled() or task.exception())
         return job.snapshot
 
-    async def _snapshot(self, job: Job, record: CommitRecord, alone: list[Slab]) -> None:
+    async def _snapshot(self, job: Job, record: CommitRecord, claims: list[CopyClaim]) -> None:
         """Writes what is in host memory only, then records the step."""
         try:
-            for slab in alone:
-                await self._write_copy(slab)
+            for claim in claims:
+                await self._copies.write(claim)
+                claim.release()
             await self._make_durable(job, record)
             log.info("snapshot of job %s, step %d, is durable", job.spec.name, record.step)
         except Exception:
             log.exception("snapshot of job %s, step %d, failed", job.spec.name, record.step)
             raise
         finally:
-            for slab in alone:
-                _release_snapshot(slab)
+            for claim in claims:
+                claim.release()
             job.snapshot_step = None
             self._prune(job)
-
-    async def _write_copy(self, slab: Slab) -> None:
-        """Puts the newest bytes, which are in host memory, on NVMe too."""
-        copy = slab.current_copy
-        if copy is None or slab.latest is None:
-            raise DataLossError(f"{slab.key}: the copy in host memory was lost before its snapshot was written")
-        region = await self._nvme.allocate(slab.nbytes, slab.label(slab.latest))
-        self._residents.pin(copy)
-        try:
-            await self._nvme.write_from(region, 0, self._host.view(copy.region))
-        except BaseException:
-            self._nvme.free(region)
-            raise
-        finally:
-            self._residents.unpin(slab, copy, copy.next_use)
-        slab.versions[slab.latest] = region
-        _release_snapshot(slab)
 
     def _record(
         self,
@@ -296,12 +287,6 @@ def _version_seen(job: Job, slab: Slab, step: int) -> int | None:
     return slab.latest
 
 
-async def _written(slab: Slab) -> None:
-    """Waits until a snapshot that is under way has written the slab."""
-    if slab.snapshot is not None:
-        await slab.snapshot.wait()
-
-
 def _is_lost(slab: Slab, step: int) -> bool:
     """Whether the slab's bytes of `step`, a step that is not durable, were in host memory only and are gone."""
     if slab.backed or slab.latest is None:
@@ -324,9 +309,3 @@ def _durable_after(job: Job, step: int) -> set[int]:
     steps = {*job.durable, step}
     base = max((s for s in steps if s <= job.settled), default=None)
     return {s for s in steps if base is None or s >= base}
-
-
-def _release_snapshot(slab: Slab) -> None:
-    if slab.snapshot is not None:
-        slab.snapshot.set()
-        slab.snapshot = None

@@ -12,17 +12,19 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from storage import syscalls
+from storage.accounts import TierAccount, host_account, nvme_account
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import BadExtent
 from storage.commit import Committer
 from storage.config import EngineConfig
+from storage.copy_writes import CopyWrites
 from storage.directories import open_nvme
 from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, StorageError
 from storage.failpoints import Failpoint, reach
@@ -76,13 +78,15 @@ class Engine:
         self._catalog = catalog
         self._catalog_thread = ThreadPoolExecutor(1, "catalog")
         tiles = TilePool(host)
+        self._fixed_bytes = host.arena.header_bytes + tiles.nbytes
         self.reader = RangeReader(host, nvme, tiles)
         self._registry = Registry(host, nvme, self.residents, tiles.nbytes)
         self._compute = ThreadPoolExecutor(
             config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
         )
         transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
-        self._committer = Committer(host, nvme, self.residents, catalog, self._in_catalog_thread)
+        copies = CopyWrites(host, nvme, self.residents)
+        self._committer = Committer(nvme, self.residents, copies, catalog, self._in_catalog_thread)
         self._steps = Steps(host, nvme, self.residents, transformer, self._committer)
         self.loose = LooseRanges(host)
         nvme.on_damage = self._on_damage
@@ -132,8 +136,8 @@ class Engine:
             )
             undo.push_async_callback(host.close)
             engine = cls(config, lock_fd, catalog, host, nvme)
+            engine._registry.restore(stored)
             undo.pop_all()
-        engine._registry.restore(stored)
         return engine
 
     async def close(self) -> None:
@@ -176,6 +180,27 @@ class Engine:
 
     def _versions(self) -> Iterator[NvmeRegion]:
         return (region for job in self._registry for slab in job.slabs() for region in slab.versions.values())
+
+    def accounts(
+        self, *, leased: Iterable[ArenaRange] = (), quarantined: Iterable[ArenaRange] = ()
+    ) -> list[TierAccount]:
+        """Explain every used byte of each tier by its holder; walks through all slabs.
+
+        Args:
+            leased: ranges that sessions have leased.
+            quarantined: ranges that processes of ended sessions may still write to.
+        """
+        slabs = [slab for job in self._registry for slab in job.slabs()]
+        host = host_account(
+            self.host,
+            self.residents,
+            self.loose,
+            fixed_bytes=self._fixed_bytes,
+            slabs=slabs,
+            leased=leased,
+            quarantined=quarantined,
+        )
+        return [host, nvme_account(self.nvme, slabs, self._registry.readers)]
 
     # --- jobs
 
@@ -327,7 +352,7 @@ class Engine:
         slab = job.slab(group, kind)
         job.open_pending(job.first_step).check_open()
         if slab.copy is None:
-            region = await self.host.allocate(slab.nbytes)
+            region = await self.residents.room_for(slab)
             if slab.copy is not None:
                 self.host.free(region)
                 raise ConflictError(f"{slab.key} is being written by another lease")
@@ -352,24 +377,24 @@ class Engine:
         await self.nvme.watch.unless_stuck(self._publish(pin))
 
     async def _publish(self, pin: Pin) -> None:
-        slab, job = pin.slab, self._registry.holder(pin.slab.key)
-        step = job.first_step
+        slab = pin.slab
         try:
+            job = self._registry.holder(slab.key)
+            step = job.first_step
             pending = job.open_pending(step)
-            with ExitStack() as undo:
+            async with AsyncExitStack() as filling:
                 if slab.backed:
-                    region = await self.nvme.allocate(slab.nbytes, slab.label(step))
-                    undo.callback(self.nvme.free, region)
+                    new = self.nvme.new_version(slab.nbytes, slab.label(step))
+                    region = await filling.enter_async_context(new)
                     await self.nvme.write_from(region, 0, self.host.view(pin.region))
                 # Not before: while the bytes were written a commit may have come, or the end of the step or the job.
                 job.open_pending(step).check_open()
                 if job.pending is not pending:
                     raise StepAbortedError(f"the first step of job {job.spec.name!r} was abandoned; begin it again")
-                undo.pop_all()
-            if slab.backed:
-                if old := slab.versions.pop(step, None):
-                    self.nvme.free(old)
-                slab.versions[step] = region
+                if slab.backed:
+                    if old := slab.versions.pop(step, None):
+                        self.nvme.free(old)
+                    slab.versions[step] = region
             slab.latest = step
             pin.copy.step = step
         finally:
@@ -399,8 +424,8 @@ class Engine:
             DeviceError: they cannot be written.
             DeviceStuckError: a device does not answer; they are the slab's when it does.
         """
-        slab = job.slab(group, kind)
         try:
+            slab = job.slab(group, kind)
             write = self._steps.put(job, step, slab, staged)
         except StorageError:
             self.loose.free(staged)
@@ -469,15 +494,24 @@ class Engine:
         return await self.nvme.watch.unless_stuck(self._open_reader(job, step), give_back=StepReader.close)
 
     async def _open_reader(self, job: Job, step: int | None) -> StepReader:
-        if job.pending is not None and not all(slab.backed for slab in job.slabs()):
-            # A step that is being committed overwrites what is in host memory only.
+        in_memory_only = not all(slab.backed for slab in job.slabs())
+        # A step that is being committed overwrites what is in host memory only. When this wakes, the next commit may
+        # have begun already.
+        while in_memory_only and job.pending is not None and not job.pending.at_rest.is_set():
             await job.pending.at_rest.wait()
         wanted = job.newest if step is None else step
         if wanted is None:
             raise ConflictError(f"job {job.spec.name!r} has no committed step to read yet")
+        self._committer.check_retained(job, wanted)
         self._registry.reserve_for_reader(job)
-        reader = StepReader(job, wanted, await self._committer.hold(job, wanted), self.reader, self.nvme)
+        reader = StepReader(job, job.retained[wanted], self.reader, self.nvme)
+        # From here on all that is held for the reader is the reader's, and goes with it.
         self._registry.readers.add(reader)
+        try:
+            await self._committer.hold(job, wanted, reader.regions)
+        except BaseException:
+            reader.close()
+            raise
         return reader
 
     # --- steps

@@ -57,7 +57,7 @@ class Fetches:
 
     async def _read(self, job: Job, slab: Slab, as_of: int | None) -> HostCopy:
         """What a committed step left, in a copy that is the reader's alone."""
-        copy = HostCopy(await self._host.allocate(slab.nbytes), step=None, at_home=False)
+        copy = HostCopy(await self._residents.room_for(slab), step=None, at_home=False)
         self._residents.pin(copy)
         try:
             version = slab.version_at(_bound(job, as_of))

@@ -5,6 +5,8 @@ Knows which job each is on account of. Whoever takes a range frees it, or hands 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
 
@@ -15,6 +17,11 @@ class LooseRanges:
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._owners: dict[ArenaRange, str] = {}
+
+    @property
+    def ranges(self) -> Collection[ArenaRange]:
+        """All of them."""
+        return self._owners.keys()
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterable
 
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
@@ -29,6 +30,11 @@ class Residents:
         host.pinned_bytes = lambda: self.leased_bytes
 
     @property
+    def pinned_ranges(self) -> Iterable[ArenaRange]:
+        """Ranges of copies in use."""
+        return (copy.region for copy in self._pinned)
+
+    @property
     def leased_bytes(self) -> int:
         """Bytes of copies in use."""
         return sum(copy.region.nbytes for copy in self._pinned)
@@ -37,6 +43,19 @@ class Residents:
     def evictable_bytes(self) -> int:
         """Bytes of copies that can be dropped at once."""
         return sum(copy.region.nbytes for copy in self._evictable)
+
+    async def room_for(self, slab: Slab) -> ArenaRange:
+        """Wait for a range that a copy of a slab fits into.
+
+        Raises:
+            NotFoundError: the slab was deleted while this waited.
+            BudgetExceededError: there was no room before the deadline.
+        """
+        region = await self._host.allocate(slab.nbytes)
+        if slab.deleted:
+            self._host.free(region)
+            slab.check_present()
+        return region
 
     def pin(self, copy: HostCopy) -> None:
         """Keeps a copy where it is until it is unpinned as often."""

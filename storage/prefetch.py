@@ -229,6 +229,9 @@ class PrefetchQueue:
     async def _load(self, fetch: _Fetch, region: ArenaRange | None) -> HostCopy:
         """A pinned copy of the newest bytes; read again where they changed meanwhile."""
         slab = fetch.slab
+        if slab.deleted and region is not None:
+            self._host.free(region)
+        slab.check_present()
         copy = slab.copy
         if copy is not None and copy.at_home:
             # Its bytes were discarded by a roll-back: read the older ones into the same place.
@@ -237,7 +240,7 @@ class PrefetchQueue:
             self._residents.pin(copy)
         else:
             if region is None:
-                region = await self._host.allocate(slab.nbytes)
+                region = await self._residents.room_for(slab)
             copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
             self._residents.pin(copy)
             slab.copy = copy

@@ -4,8 +4,9 @@ newest bytes, or of one committed step that is held while training goes on."""
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
+from storage.catalog.records import CommitRecord
 from storage.errors import ConflictError, NotFoundError
 from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
@@ -118,14 +119,13 @@ class StepReader:
     The space of what it holds is free when the last reader has closed.
     """
 
-    def __init__(
-        self, job: Job, step: int, regions: Mapping[Slab, NvmeRegion | None], ranges: RangeReader, nvme: NvmeTier
-    ) -> None:
-        """`regions`, one for each slab, are held, and freed by `close`; None: never written, which reads as zeros."""
+    def __init__(self, job: Job, record: CommitRecord, ranges: RangeReader, nvme: NvmeTier) -> None:
+        """Make a reader of the step of `record` that holds nothing yet; see `Committer.hold`."""
         self.job = job
-        self.step = step
-        self.regions = dict(regions)
-        self._client_states = job.retained[step].client_states
+        self.step = record.step
+        # Each region is held, and freed by `close`. None: the slab was never written, and reads as zeros.
+        self.regions: dict[Slab, NvmeRegion | None] = {}
+        self._client_states = record.client_states
         self._ranges = ranges
         self._nvme = nvme
 

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
@@ -216,38 +216,42 @@ class Registry:
             current.older.remove(job)
         job.announce()
         for slab in job.slabs():
+            slab.deleted = True
             self._residents.detach(slab)
             for region in slab.versions.values():
                 self._nvme.free(region)
+            # A fetch that waits for room would read, and free a second time, what is freed here.
+            slab.versions.clear()
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits) -> dict[SlabKey, TierName]:
         """See Engine.register; returns the slabs that have a new home."""
-        new: list[Group] = []
         moved: dict[SlabKey, TierName] = {}
-        for spec in specs:
-            spec.validate()
-            if spec.name in job.groups:
-                moved |= self._update_placements(job, job.groups[spec.name], spec)
-            elif job.newest is not None:
-                raise ConflictError(
-                    f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another partition; "
-                    "resume with the same number of ranks, units and precision, or lay the job out anew (BeginLayout)"
-                )
-            else:
-                new.append(_new_group(job.spec, spec))
-        job.groups.update({group.spec.name: group for group in new})
-        try:
+        with ExitStack() as undo:
+            for spec in specs:
+                spec.validate()
+                if spec.name in job.groups:
+                    moved |= self._update_placements(job, job.groups[spec.name], spec, undo)
+                elif job.newest is not None:
+                    raise ConflictError(
+                        f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another "
+                        "partition; resume with the same number of ranks, units and precision, or lay the job out anew "
+                        "(BeginLayout)"
+                    )
+                else:
+                    job.groups[spec.name] = group = _new_group(job.spec, spec)
+                    undo.callback(self._take_back, job, group)
             self._check_limits(job, limits)
             self._check_host_budget(job)
             self._nvme.reserve(self._nvme_need())
             await self._settle_at_home(job, [job.groups[spec.name] for spec in specs])
-        except BaseException:
-            for group in new:
-                del job.groups[group.spec.name]
-                for slab in group.slabs:
-                    self._residents.detach(slab)
-            raise
+            undo.pop_all()
         return moved
+
+    def _take_back(self, job: Job, group: Group) -> None:
+        """Undo the registration of a new group."""
+        del job.groups[group.spec.name]
+        for slab in group.slabs:
+            self._residents.detach(slab)
 
     def reserve_for_reader(self, job: Job) -> None:
         """Makes sure that a step of the job can be kept beside those to come. Raises BudgetExceededError otherwise."""
@@ -270,8 +274,8 @@ class Registry:
         ]
         return sum(shared) + sum(_nvme_need(job.spec, slab) for job in active for slab in job.slabs())
 
-    def _update_placements(self, job: Job, group: Group, wanted: GroupSpec) -> dict[SlabKey, TierName]:
-        """Moves the slabs of a stored group to where the client wants them now."""
+    def _update_placements(self, job: Job, group: Group, wanted: GroupSpec, undo: ExitStack) -> dict[SlabKey, TierName]:
+        """Moves the slabs of a stored group to where the client wants them now; `undo` moves them back."""
         check_group(group.spec, wanted)
         moved: dict[SlabKey, TierName] = {}
         for slab in group.slabs:
@@ -284,9 +288,14 @@ class Registry:
                     "the newest version is in host memory only"
                 )
             moved[slab.key] = placement
+            # Called in reverse order: the slab's placement first, then its copy goes, which may be in a new home.
+            undo.callback(self._residents.detach, slab)
+            undo.callback(setattr, slab, "backed", slab.backed)
+            undo.callback(setattr, slab, "spec", slab.spec)
             slab.spec = SlabSpec(kind=slab.spec.kind, dtype=slab.spec.dtype, placement=placement)
             slab.backed = _is_backed(job.spec, slab.spec)
             self._residents.detach(slab)
+        undo.callback(setattr, group, "spec", group.spec)
         group.spec = wanted
         return moved
 
@@ -329,10 +338,7 @@ class Registry:
         async with self._settling:
             for slab in (slab for group in groups for slab in group.slabs):
                 if slab.at_home_in_host and slab.copy is None:
-                    region = await self._host.allocate(slab.nbytes)
-                    if all(layout is not job for layout in self):
-                        self._host.free(region)
-                        raise ConflictError(f"job {job.spec.name!r} was deleted while its groups were registered")
+                    region = await self._residents.room_for(slab)
                     slab.copy = HostCopy(region, step=None, at_home=True)
                     slab.copy.idle.set()
 

@@ -9,7 +9,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-from storage.errors import DataLossError
+from storage.errors import DataLossError, NotFoundError
 from storage.shard import GroupSpec, SlabKey, SlabSpec, TierName
 from storage.tiers.arena import ArenaRange
 from storage.tiers.nvme import NvmeRegion
@@ -31,6 +31,23 @@ class HostCopy:
     next_use: float = NEVER
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def is_of_use(self) -> bool:
+        """Whether it holds bytes, or its slab's placement is the host tier."""
+        return self.at_home or self.step is not None
+
+
+@dataclass(slots=True, eq=False)
+class CopyWrite:
+    """The write of a slab's newest bytes to NVMe, for all who claim them; see copy_writes.py."""
+
+    # Snapshots and readers that need the bytes on NVMe. The bytes do not change while there is one.
+    claims: int = 0
+    # Held by the claimant that writes.
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # Set when the last claim was released.
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
 
 @dataclass(slots=True, eq=False)
 class Slab:
@@ -48,9 +65,21 @@ class Slab:
     latest: int | None = None
     # When an update made it so, by time.monotonic().
     updated_at: float = -math.inf
+    # Set when the job, or this layout of it, was deleted: an operation that waited meanwhile must end.
+    deleted: bool = False
     copy: HostCopy | None = None
-    # Under way: the newest version is being written to NVMe for a snapshot, and must not change in place.
-    snapshot: asyncio.Event | None = None
+    # Under way for a snapshot or a reader: the newest bytes must not change in place meanwhile.
+    copy_write: CopyWrite | None = None
+
+    def check_present(self) -> None:
+        """Raise NotFoundError if the slab was deleted while an operation waited for room or for a device."""
+        if self.deleted:
+            raise NotFoundError(f"{self.key} was deleted with its job; open the job again")
+
+    async def unclaimed(self) -> None:
+        """Wait until no snapshot or reader needs the newest bytes to stay as they are."""
+        while self.copy_write is not None:
+            await self.copy_write.over.wait()
 
     @property
     def nbytes(self) -> int:

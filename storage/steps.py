@@ -103,16 +103,11 @@ class Steps:
         if not slab.backed:
             # As for an update: until the seal the step can be abandoned, and the old bytes are nowhere else.
             await pending.sealed.wait()
-        while slab.snapshot is not None:
-            await slab.snapshot.wait()
+        await slab.unclaimed()
         if slab.backed:
-            region = await self._nvme.allocate(slab.nbytes, slab.label(step))
-            try:
+            async with self._nvme.new_version(slab.nbytes, slab.label(step)) as region:
                 await self._nvme.write_from(region, 0, self._host.view(staged))
-            except BaseException:
-                self._nvme.free(region)
-                raise
-            slab.versions[step] = region
+                slab.versions[step] = region
         slab.latest = step
         # The staged range takes the place of the copy, whose readers keep what they have.
         self._residents.detach(slab)

@@ -181,9 +181,8 @@ class Transformer:
                         tasks.append(asyncio.ensure_future(tile))
             finally:
                 await settle(tasks)
-            undo.pop_all()
-        for stream in streams:
-            self._finish(stream, step)
+            for stream in streams:
+                self._finish(stream, step)
 
     async def _open_stream(
         self, slab: Slab, step: int, kinds_read: frozenset[Kind], position: float, undo: AsyncExitStack
@@ -192,15 +191,16 @@ class Transformer:
         reads = slab.key.kind in kinds_read
         copy = self._copy_to_work_on(slab, position if slab.key.kind is Kind.PARAM else NEVER)
         stream = _Stream(slab=slab, reads=reads, copy=copy, source=None, target=None)
-        if copy is None or copy.step != slab.latest:
-            stream.source = _source(stream)
+        is_newest = copy is not None and copy.step == slab.latest
         if copy is not None:
             self._residents.pin(copy)
             copy.step = None
             undo.callback(self._drop_copy, stream)
+        if not is_newest:
+            stream.source = _source(stream)
         if slab.backed:
-            stream.target = await self._nvme.allocate(slab.nbytes, slab.label(step))
-            undo.callback(self._nvme.free, stream.target)
+            new = self._nvme.new_version(slab.nbytes, slab.label(step))
+            stream.target = await undo.enter_async_context(new)
         return stream
 
     async def _lend(self, streams: Sequence[_Stream], tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -224,6 +224,7 @@ class Transformer:
                     stream.copy, stream.source = None, _source(stream)
 
     def _drop_copy(self, stream: _Stream) -> None:
+        """Drop the half-written copy of an update that failed. A finished stream has no copy left to drop."""
         self._take_back([stream])
         if stream.copy is not None:
             self._residents.unpin(stream.slab, stream.copy)
@@ -245,8 +246,8 @@ class Transformer:
     async def _idle(self, slab: Slab) -> None:
         """Waits until the slab may be worked on in place, where it will be."""
         while True:
-            if slab.snapshot is not None:
-                await slab.snapshot.wait()
+            if slab.copy_write is not None:
+                await slab.unclaimed()
             elif slab.copy is not None and slab.copy.at_home and slab.copy.pins:
                 await slab.copy.idle.wait()
             else:
@@ -294,7 +295,8 @@ class Transformer:
             slab.versions[step] = stream.target
         if stream.copy is not None:
             stream.copy.step = step
-            self._residents.unpin(slab, stream.copy, stream.copy.next_use)
+            copy, stream.copy = stream.copy, None
+            self._residents.unpin(slab, copy, copy.next_use)
         elif slab.copy is not None:
             # Read by others while the update ran; what they hold is the old version.
             self._residents.detach(slab)

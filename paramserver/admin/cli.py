@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from paramserver.admin.accounts import accounts
 from paramserver.admin.connection import ACCESS, Access
 from paramserver.admin.delete_job import delete_job
 from paramserver.admin.jobs import jobs
@@ -43,6 +44,7 @@ def _root(
 
 
 app.command()(tiers)
+app.command()(accounts)
 app.command()(jobs)
 app.command()(shards)
 app.command()(sessions)

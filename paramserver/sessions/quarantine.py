@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
@@ -29,9 +29,14 @@ class Quarantine:
         self._next_look: asyncio.TimerHandle | None = None
 
     @property
+    def ranges(self) -> Iterator[ArenaRange]:
+        """The ranges that are held back."""
+        return (range_ for ranges in self._held.values() for range_ in ranges)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are held back."""
-        return sum(range_.nbytes for ranges in self._held.values() for range_ in ranges)
+        return sum(range_.nbytes for range_ in self.ranges)
 
     def hold(self, slot: Slot, ranges: Sequence[ArenaRange]) -> None:
         """Keeps an ended slot, and what its holder may write to, until the holder has let go of it."""

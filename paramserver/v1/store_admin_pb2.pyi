@@ -7,6 +7,37 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GetAccountsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetAccountsResponse(_message.Message):
+    __slots__ = ("accounts",)
+    ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
+    accounts: _containers.RepeatedCompositeFieldContainer[TierAccount]
+    def __init__(self, accounts: _Optional[_Iterable[_Union[TierAccount, _Mapping]]] = ...) -> None: ...
+
+class TierAccount(_message.Message):
+    __slots__ = ("tier", "used_bytes", "holdings", "unexplained_bytes", "settled")
+    class Holding(_message.Message):
+        __slots__ = ("holder", "bytes")
+        HOLDER_FIELD_NUMBER: _ClassVar[int]
+        BYTES_FIELD_NUMBER: _ClassVar[int]
+        holder: str
+        bytes: int
+        def __init__(self, holder: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    UNEXPLAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    tier: _parameter_store_pb2.Tier
+    used_bytes: int
+    holdings: _containers.RepeatedCompositeFieldContainer[TierAccount.Holding]
+    unexplained_bytes: int
+    settled: bool
+    def __init__(self, tier: _Optional[_Union[_parameter_store_pb2.Tier, str]] = ..., used_bytes: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[TierAccount.Holding, _Mapping]]] = ..., unexplained_bytes: _Optional[int] = ..., settled: _Optional[bool] = ...) -> None: ...
+
 class GetTiersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

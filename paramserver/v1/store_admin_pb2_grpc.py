@@ -44,6 +44,11 @@ class StoreAdminStub:
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.WatchTiersRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetTiersResponse.FromString,
                 _registered_method=True)
+        self.GetAccounts = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/GetAccounts',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetAccountsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetAccountsResponse.FromString,
+                _registered_method=True)
         self.ListJobs = channel.unary_unary(
                 '/paramserver.v1.StoreAdmin/ListJobs',
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListJobsRequest.SerializeToString,
@@ -78,6 +83,13 @@ class StoreAdminServicer:
 
     def WatchTiers(self, request, context):
         """A reading of every tier at an interval, until the client cancels.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAccounts(self, request, context):
+        """Who holds the used bytes of each tier, at one instant. Walks through all shards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,6 +134,11 @@ def add_StoreAdminServicer_to_server(servicer, server):
                     servicer.WatchTiers,
                     request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.WatchTiersRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetTiersResponse.SerializeToString,
+            ),
+            'GetAccounts': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAccounts,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetAccountsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetAccountsResponse.SerializeToString,
             ),
             'ListJobs': grpc.unary_unary_rpc_method_handler(
                     servicer.ListJobs,
@@ -198,6 +215,33 @@ class StoreAdmin:
             '/paramserver.v1.StoreAdmin/WatchTiers',
             paramserver_dot_v1_dot_store__admin__pb2.WatchTiersRequest.SerializeToString,
             paramserver_dot_v1_dot_store__admin__pb2.GetTiersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAccounts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/GetAccounts',
+            paramserver_dot_v1_dot_store__admin__pb2.GetAccountsRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.GetAccountsResponse.FromString,
             options,
             channel_credentials,
             insecure,

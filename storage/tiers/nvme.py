@@ -12,12 +12,12 @@ import contextlib
 import functools
 import logging
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError
+from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError, NotFoundError
 from storage.integrity import BLOCK_BYTES, Checksums
 from storage.shard import TierName
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
@@ -91,6 +91,7 @@ class NvmeTier:
         self._damaged: dict[NvmeRegion, DamagedBlockError] = {}
         self._file_of = {file.number: file for file in self.files}
         self._unsynced: set[NvmeRegion] = set()
+        self._new: set[NvmeRegion] = set()
         if self.used_bytes > budget_bytes:
             raise BudgetExceededError(
                 f"nvme_budget {budget_bytes} is less than the {self.used_bytes} bytes of committed versions in "
@@ -107,6 +108,11 @@ class NvmeTier:
     def bad_bytes(self) -> int:
         """Bytes that were found damaged and are never used again."""
         return sum(extent.nbytes for extent in self.bad)
+
+    @property
+    def new_regions(self) -> Collection[NvmeRegion]:
+        """Regions that are being filled by a `new_version` block, and belong to no slab yet."""
+        return self._new
 
     @property
     def queue_depth(self) -> int:
@@ -161,9 +167,41 @@ class NvmeTier:
             assert extents is not None
         return NvmeRegion(extents, Checksums(label, round_up(nbytes)))
 
-    def hold(self, region: NvmeRegion) -> None:
-        """Keeps the region's extents until `free` was called once more."""
-        region.holders += 1
+    @contextlib.asynccontextmanager
+    async def new_version(self, nbytes: int, label: str) -> AsyncIterator[NvmeRegion]:
+        """Allocate extents for a block that fills them and gives them to a slab.
+
+        A block that fails, or is cancelled, gives them back:
+
+            async with nvme.new_version(slab.nbytes, slab.label(step)) as region:
+                await nvme.write_from(region, 0, view)
+                slab.versions[step] = region
+
+        Raises:
+            BudgetExceededError, DiskFullError: there is no room for them.
+        """
+        region = await self.allocate(nbytes, label)
+        self._new.add(region)
+        try:
+            yield region
+        except BaseException:
+            self.free(region)
+            raise
+        finally:
+            self._new.discard(region)
+
+    def hold(self, *regions: NvmeRegion) -> None:
+        """Keep the extents of all regions until `free` was called once more for each.
+
+        Raises:
+            NotFoundError: all holders of a region have freed it. Its extents may hold other bytes by now, and to free
+                them a second time would give them to two regions. No region is held then.
+        """
+        for region in regions:
+            if not region.holders:
+                raise NotFoundError(f"{region.checksums.label} is not stored any more")
+        for region in regions:
+            region.holders += 1
 
     def free(self, region: NvmeRegion) -> None:
         """Lets go of a region; its extents are free when nobody holds it any more."""
@@ -274,8 +312,7 @@ class NvmeTier:
         await self._read(transfers, priority, verified=False)
 
     async def _read(self, transfers: Sequence[Transfer], priority: Priority, *, verified: bool) -> None:
-        for transfer in transfers:
-            transfer.region.holders += 1
+        self.hold(*(transfer.region for transfer in transfers))
         try:
             with self.counters.reading, self._span(Activity.NVME_READ, transfers):
                 await self._move(transfers, priority, write=False, checked=verified)
@@ -306,8 +343,8 @@ class NvmeTier:
         await self._write(transfers, priority, recorded=True)
 
     async def _write(self, transfers: Sequence[Transfer], priority: Priority, *, recorded: bool) -> None:
+        self.hold(*(transfer.region for transfer in transfers))
         for transfer in transfers:
-            transfer.region.holders += 1
             transfer.region.writers += 1
             self._unsynced.add(transfer.region)
         try:
@@ -329,16 +366,12 @@ class NvmeTier:
             DamagedBlockError: they were lost.
             DeviceError, BudgetExceededError: they cannot be read, or not be written anywhere else.
         """
-        copy = await self.allocate(region.nbytes, region.checksums.label)
         buffer = memoryview(mmap.mmap(-1, min(REQUEST_BYTES, round_up(region.nbytes, BLOCK_BYTES))))
-        try:
+        async with self.new_version(region.nbytes, region.checksums.label) as copy:
             for offset in range(0, region.nbytes, REQUEST_BYTES):
                 piece = buffer[: min(REQUEST_BYTES, region.nbytes - offset)]
                 await self.read_into(region, offset, piece, Priority.UPDATE)
                 await self.write_from(copy, offset, piece)
-        except BaseException:
-            self.free(copy)
-            raise
         return copy
 
     async def sync(self) -> None:

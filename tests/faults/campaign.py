@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
         directory = Path(temporary)
         command = [sys.executable, "-m", "tests.faults.driver", f"--directory={directory}", f"--keep={args.keep}"]
         command += [f"--first={args.first}", f"--rounds={args.rounds}", f"--seed={args.seed}"]
-        command += ["--sync-lies"] if args.sync_lies else []
+        command += [f"--mutant={args.mutant}"] if args.mutant else []
         bar = progress.add_task("killing", total=args.rounds, failures=0)
         for result in driver_rounds(command, shim.environment(shim.build(directory))):
             report.add(result)
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first round, to repeat a failed one")
     parser.add_argument("--keep", type=Path, default=Path("build/faults"), help="where failed rounds are kept")
     parser.add_argument("--json", action="store_true", help="print the report only")
-    parser.add_argument("--sync-lies", action="store_true", help="for the campaign's own test: it must then fail")
+    parser.add_argument("--mutant", help="a fault of tests/faults/mutants.py, which the campaign must find")
     args = parser.parse_args()
     # As for an interrupt: nothing is left running, or in the temporary directory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -22,12 +22,13 @@ from pathlib import Path
 
 import uvloop
 
-from storage import failpoints, syscalls
+from storage import failpoints
 from storage.engine import Engine
 from storage.failpoints import Failpoint
 from tests.faults import checker, shim, worker
 from tests.faults.child import Child
 from tests.faults.jobs import JOBS
+from tests.faults.mutants import MUTANTS
 from tests.faults.oracle import Act, Announcement, Oracle
 from tests.faults.power_loss import Call, Record, events, lose_power, trim_log
 
@@ -123,11 +124,11 @@ class Epoch:
 class Campaign:
     """Round after round."""
 
-    def __init__(self, directory: Path, kept: Path, seed: int, *, sync_lies: bool) -> None:
+    def __init__(self, directory: Path, kept: Path, seed: int, *, mutant: str | None) -> None:
         self._directory = directory
         self._kept = kept
         self._seed = seed
-        self._sync_lies = sync_lies
+        self._mutant = mutant
         self._epoch: Epoch | None = None
 
     def run(self, number: int) -> Round:
@@ -287,8 +288,8 @@ class Campaign:
     def _prepare(self, epoch: Epoch) -> None:
         """In a child: has its calls watched."""
         _reached_file.path = epoch.directory / "failpoint"
-        if self._sync_lies:
-            syscalls.sync_data = lambda fd, path: None
+        if self._mutant is not None:
+            MUTANTS[self._mutant]()
         shim.configure(epoch.state_dir, epoch.undo_log)
 
     def _keep(self, epoch: Epoch, result: Round) -> None:
@@ -362,11 +363,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--sync-lies", action="store_true")
+    parser.add_argument("--mutant", choices=MUTANTS)
     args = parser.parse_args()
     # A terminated driver ends its children on its way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    campaign = Campaign(args.directory, args.keep, args.seed, sync_lies=args.sync_lies)
+    campaign = Campaign(args.directory, args.keep, args.seed, mutant=args.mutant)
     try:
         for number in range(args.first, args.first + args.rounds):
             print(campaign.run(number).dump(), flush=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import tempfile
@@ -39,6 +40,8 @@ CLIENTS = 6
 CALLS_PER_LIFE = 60
 HONEST_STEP_SECONDS = 0.1
 WATCH_SECONDS = 0.5
+# After so many calls all clients leave, and what the daemon uses must be what its jobs and sessions explain.
+CALLS_PER_ROUND = 10_000
 # After the last client is gone: silent sessions end, what they waited for, and connections that nobody closed.
 QUIET_SECONDS = 45.0
 DAEMON_CONFIG = {
@@ -63,6 +66,7 @@ class Report:
     seed: int
     calls: int = 0
     lives: int = 0
+    rounds: int = 0
     honest_steps: int = 0
     endings: dict[str, Counter[str]] = field(default_factory=lambda: {path: Counter() for path in METHODS})
     loop_stalls: int = 0
@@ -129,31 +133,42 @@ class HonestJob:
 class Campaign:
     """Clients beside each other, until so many calls are made."""
 
-    def __init__(self, daemon: Daemon, report: Report, calls: int, keep: Path, progress: Progress) -> None:
+    def __init__(self, daemon: Daemon, report: Report, args: argparse.Namespace, progress: Progress) -> None:
         self.report = report
         self._daemon = daemon
-        self._left = calls
+        self._left = args.calls
+        self._left_in_round = 0
+        self._lives = [itertools.count() for _ in range(CLIENTS)]
         self.warm_bytes = daemon.overhead_bytes
-        self._keep = keep
+        self._keep = args.keep
+        self._quiet_seconds = args.quiet
         self._progress = progress
-        self._bar = progress.add_task("calling", total=calls, failures=0)
+        self._bar = progress.add_task("calling", total=args.calls, failures=0)
         self._jobs = ["honest", *(f"fuzz {client} {number}" for client in range(CLIENTS) for number in range(3))]
         self._strangers = deque(["0" * 32, "nobody"], maxlen=CLIENTS)
 
     async def run(self) -> None:
-        """All of them."""
+        """All of them, round after round."""
         watching = asyncio.ensure_future(self._watch())
-        await asyncio.gather(*(self._client(number) for number in range(CLIENTS)))
+        while self._left and len(self.report.failures) < MAX_FAILURES:
+            self._left_in_round = min(self._left, CALLS_PER_ROUND)
+            self._left -= self._left_in_round
+            await asyncio.gather(*(self._client(number) for number in range(CLIENTS)))
+            self.report.rounds += 1
+            self.report.failures += [
+                {"why": why} for why in await asyncio.to_thread(leaks, self._daemon, self._quiet_seconds)
+            ]
         watching.cancel()
         await asyncio.wait([watching])
         await self._look()
 
     async def _client(self, client: int) -> None:
-        for number in range(1 << 30):
-            calls = min(CALLS_PER_LIFE, self._left)
+        while True:
+            calls = min(CALLS_PER_LIFE, self._left_in_round)
             if calls == 0 or len(self.report.failures) >= MAX_FAILURES:
                 return
-            self._left -= calls
+            self._left_in_round -= calls
+            number = next(self._lives[client])
             rng = random.Random(f"{self.report.seed} {client} {number}")
             name = f"fuzz {client} {number % 3}"
             life = Life(self._daemon.address, rng, name, jobs=self._jobs, strangers=list(self._strangers))
@@ -210,9 +225,24 @@ def _record(life: Life) -> dict[str, Any]:
     return {"session": life.known.session_id, "history": history}
 
 
-def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Report) -> None:
+def leaks(daemon: Daemon, quiet_seconds: float) -> list[str]:
+    """Wait for an instant at which jobs, readers and sessions explain every used byte; say what they never explain."""
+    deadline = time.monotonic() + quiet_seconds
+    while True:
+        with admin_of(daemon.address) as admin:
+            accounts = admin.GetAccounts(admin_pb.GetAccountsRequest(), timeout=10).accounts
+        if all(account.settled for account in accounts):
+            return []
+        if time.monotonic() > deadline:
+            return [
+                f"bytes were leaked: {' '.join(str(account).split())}" for account in accounts if not account.settled
+            ]
+        time.sleep(0.05)
+
+
+def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Report, quiet_seconds: float) -> None:
     """Deletes all jobs; then the daemon must hold for its clients what it held at its start."""
-    deadline = time.monotonic() + QUIET_SECONDS
+    deadline = time.monotonic() + quiet_seconds
     while (after := _without_jobs(daemon)) != before or len(open_files(daemon)) > files + MORE_FILES:
         if time.monotonic() > deadline:
             break
@@ -248,11 +278,12 @@ def _without_jobs(daemon: Daemon) -> Holdings:
 
 
 @contextlib.contextmanager
-def daemon_to_try() -> Iterator[Daemon]:
-    """A daemon of the campaign's own."""
+def daemon_to_try(mutant: str | None = None) -> Iterator[Daemon]:
+    """A daemon of the campaign's own; with a fault of mutants.py, where one is named."""
+    program = ["-m", "paramserver"] if mutant is None else ["-m", "tests.faults.mutants", mutant]
     with (
         tempfile.TemporaryDirectory(prefix="paramserver-fuzz-") as directory,
-        Daemon(Path(directory) / "state", DAEMON_CONFIG, fresh=True) as daemon,
+        Daemon(Path(directory) / "state", DAEMON_CONFIG, fresh=True, program=program) as daemon,
     ):
         yield daemon
 
@@ -261,21 +292,21 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
     """A campaign, or what a file says of an earlier one."""
     report = Report(seed=args.seed)
     started = time.monotonic()
-    with daemon_to_try() as daemon:
+    with daemon_to_try(args.mutant) as daemon:
         before = Holdings.of(daemon)
         # Its first requests load what it needs once.
         with HonestJob(daemon.address, "warm up"):
             time.sleep(5 * HONEST_STEP_SECONDS)
         files = len(open_files(daemon))
         with HonestJob(daemon.address) as honest:
-            campaign = Campaign(daemon, report, args.calls, args.keep, progress)
+            campaign = Campaign(daemon, report, args, progress)
             uvloop.run(campaign.run())
         report.honest_steps = honest.steps
         if honest.error is not None:
             report.failures.append({"why": f"the honest job after step {honest.steps}: {honest.error}"})
         if daemon.process.poll() is None:
             report.growth_bytes = daemon.overhead_bytes - campaign.warm_bytes
-            check_nothing_left(daemon, before, files, report)
+            check_nothing_left(daemon, before, files, report, args.quiet)
         report.seconds = round(time.monotonic() - started, 1)
     return report
 
@@ -310,6 +341,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one by default")
     parser.add_argument("--keep", type=Path, default=Path("build/faults"), help="where calls that failed are kept")
     parser.add_argument("--json", action="store_true", help="print the report only")
+    parser.add_argument(
+        "--quiet", type=float, default=QUIET_SECONDS, help="seconds after which what clients have left must be gone"
+    )
+    parser.add_argument("--mutant", help="a fault of tests/faults/mutants.py, which the campaign must find")
     parser.add_argument("--replay", type=Path, default=None, help="send the calls of such a file again")
     args = parser.parse_args()
     args.seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed

@@ -40,9 +40,16 @@ def test_no_kill_and_no_power_loss_leaves_anything_but_whole_committed_steps(tmp
 
 
 def test_the_campaign_fails_an_engine_that_does_not_sync_its_data(tmp_path: Path) -> None:
-    report = campaign(tmp_path / "kept", "--rounds=12", "--seed=1", "--sync-lies")
+    report = campaign(tmp_path / "kept", "--rounds=12", "--seed=1", "--mutant=sync-nothing")
     assert report["failures"]
     first = report["failures"][0]
     assert "damaged, stale or of another shard" in "".join(first["errors"])
     assert (Path(first["kept"]) / "errors.txt").exists()
     assert first["repeat"].startswith("python -m tests.faults.campaign --seed 1 --first ")
+
+
+@pytest.mark.parametrize("mutant", ["forget-readers", "forget-new-versions", "forget-pins", "forget-ranges"])
+def test_the_campaign_fails_an_engine_that_forgets_to_give_something_back(tmp_path: Path, mutant: str) -> None:
+    report = campaign(tmp_path / "kept", "--rounds=8", "--seed=1", f"--mutant={mutant}")
+    assert report["failures"]
+    assert "is not what the jobs explain" in "".join(report["failures"][0]["errors"])

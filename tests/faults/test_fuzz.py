@@ -55,6 +55,13 @@ def test_two_thousand_requests_do_no_harm(tmp_path: Path) -> None:
     assert {"CANCELLED", "NOT_FOUND", "FAILED_PRECONDITION", "DEADLINE_EXCEEDED"} <= set().union(*endings.values())
 
 
+@pytest.mark.parametrize("mutant", ["forget-ranges"])
+def test_a_daemon_that_forgets_to_give_something_back_is_found(tmp_path: Path, mutant: str) -> None:
+    _, output = fuzz("--calls=600", "--seed=1", "--json", f"--keep={tmp_path}", f"--mutant={mutant}", "--quiet=8")
+    report: dict[str, Any] = json.loads(output)
+    assert any("bytes were leaked" in failure["why"] for failure in report["failures"])
+
+
 def test_what_a_seed_draws_is_always_the_same_and_some_of_it_is_no_message() -> None:
     requests = drawn(7, 30)
     assert requests == drawn(7, 30)

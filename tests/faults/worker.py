@@ -105,12 +105,10 @@ async def different_slabs(engine: Engine, oracle: Oracle, job: Job, step: int) -
 
 
 def space_errors(engine: Engine) -> list[str]:
-    """What is wrong with the space on NVMe at an instant at which nothing is under way."""
-    errors = []
+    """Say what is wrong with the space of the tiers at an instant at which nothing is under way and no reader is open:
+    every used byte must be a job's, and no extent may be given out twice."""
+    errors = [f"{account} is not what the jobs explain" for account in engine.accounts() if not account.is_settled]
     regions = [r for job in engine.jobs.values() for slab in job.slabs() for r in slab.versions.values()]
-    named = sum(region.nbytes for region in regions)
-    if engine.nvme.used_bytes != named:
-        errors.append(f"{engine.nvme.used_bytes} bytes of NVMe are in use, and the slabs name {named}")
     end = (-1, 0)
     for extent in sorted((e for r in regions for e in r.extents), key=lambda e: (e.file, e.offset)):
         if extent.file == end[0] and extent.offset < end[1]:
@@ -172,7 +170,35 @@ class Trainer:
         settled = step - self.rng.choice([0, 1])
         await self.hand_over(salt)
         self.announce(Announcement(act=Act.COMMITS, job=self.shape.name, step=step, salt=salt, settled=settled))
+        readers = [asyncio.ensure_future(self.read_beside()) for _ in range(self.rng.choice([0, 0, 0, 1, 3]))]
         await self.commit(step, settled)
+        await asyncio.gather(*readers)
+
+    async def read_beside(self) -> None:
+        """Open a reader of the newest step while the next one may be committed, and compare what it reads."""
+        await asyncio.sleep(self.rng.choice([0, 0, 0.0005, 0.002]))
+        if self.rng.random() < 0.2:
+            await self.give_up_a_reader()
+            return
+        reader = await self.engine.open_reader(self.job)
+        try:
+            for group, numel in self.shape.groups.items():
+                for kind in self.shape.kinds:
+                    pieces = reader.read(f"{group}.weight", Kind(kind), 0, numel)
+                    found = b"".join([piece async for piece in pieces])
+                    expected = self.oracle.expected(self.shape.name, reader.step, group, kind)
+                    assert found == expected, f"a reader of step {reader.step} of {self.shape.name}: {group} {kind}"
+        finally:
+            reader.close()
+
+    async def give_up_a_reader(self) -> None:
+        """Cancel the opening of a reader half-way: what it held must be given back."""
+        opening = asyncio.ensure_future(self.engine.open_reader(self.job))
+        await asyncio.sleep(self.rng.choice([0, 0.0002, 0.001]))
+        opening.cancel()
+        await asyncio.wait([opening])
+        if not opening.cancelled():
+            opening.result().close()
 
     async def hand_over(self, salt: int) -> None:
         """Gives the engine the gradients of the next step."""

@@ -42,8 +42,8 @@ CHANNEL_OPTIONS = (
 class Daemon:
     """`paramserver serve` over one state directory; `config` are keys of its TOML file; `prefix` starts its command.
 
-    One with a prefix is a program of its own, with a standard input, as users start it; so is a `fresh` one. Others are
-    forked, which is much quicker.
+    One with a prefix is a program of its own, with a standard input, as users start it; so is a `fresh` one, which may
+    be another `program`. Others are forked, which is much quicker.
     Used as a context manager, it is killed at the end if it still runs.
     """
 
@@ -57,6 +57,7 @@ class Daemon:
         flags: Sequence[str] = (),
         prefix: Sequence[str] = (),
         fresh: bool = False,
+        program: Sequence[str] = ("-m", "paramserver"),
         wait: bool = True,
     ) -> None:
         self.state_dir = state_dir
@@ -76,7 +77,7 @@ class Daemon:
         if fresh or prefix:
             with self._log_path.open("w") as log:
                 self.process = subprocess.Popen(
-                    [*prefix, sys.executable, "-m", "paramserver", *arguments],
+                    [*prefix, sys.executable, *program, *arguments],
                     cwd=ROOT,
                     stdin=subprocess.PIPE,
                     stdout=log,

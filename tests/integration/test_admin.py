@@ -66,6 +66,20 @@ def test_tiers_add_up(daemon: Daemon, rank: Rank) -> None:
     assert elements * 14 <= written <= elements * 14 + 8 * 4096
 
 
+def test_accounts_name_the_holder_of_every_byte_and_a_lease_is_one(daemon: Daemon, rank: Rank) -> None:
+    lease = rank.acquire(rank.groups[0], Kind.EXP_AVG, pb.LEASE_MODE_READ)
+    host, nvme = admin_json(daemon, "accounts")["accounts"]
+    assert host["settled"] and nvme["settled"]
+    for account in (host, nvme):
+        assert account["unexplained_bytes"] == 0
+        assert sum(holding["bytes"] for holding in account["holdings"]) == account["used_bytes"]
+    held = {holding["holder"]: holding["bytes"] for holding in host["holdings"]}
+    assert held.keys() == {"fixed", "jobs", "leases"}
+    assert held["leases"] == -(-lease.size_bytes // 4096) * 4096
+    assert "leases" in admin(daemon, "accounts")
+    rank.release(lease)
+
+
 def test_jobs_and_shards_are_described(rank: Rank, job: str) -> None:
     (described,) = rank.admin.ListJobs(admin_pb.ListJobsRequest()).jobs
     assert (described.name, described.world_size, described.sessions) == (job, 1, 1)

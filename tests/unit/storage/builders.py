@@ -22,12 +22,13 @@ from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.update_rules import HyperParameters
 from storage import syscalls
+from storage.accounts import Holder
 from storage.config import EngineConfig
 from storage.engine import Engine
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.slab import NEVER
 from storage.tiers.base import PAGE_BYTES
-from storage.tiers.extents import unused_runs, without
+from storage.tiers.extents import unused_runs
 from storage.transform import Kernel, Tile
 from storage.versions import Job
 
@@ -360,10 +361,10 @@ def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     extents = [extent for region in regions for extent in region.extents]
     for file in engine.nvme.files:
         unused_runs(file.size_bytes, [extent for extent in extents if extent.file == file.number])
-    bad = sum(part.nbytes for extent in engine.nvme.bad for part in without(extent, extents))
-    assert engine.nvme.used_bytes == sum(region.nbytes for region in regions) + bad
-    copies = sum(slab.copy.region.nbytes for slab in slabs if slab.copy is not None)
-    assert engine.host.used_bytes == host_base_bytes + copies
+    host, nvme = engine.accounts()
+    assert host.is_settled and nvme.is_settled, (host, nvme)
+    assert host.held_bytes[Holder.FIXED] == host_base_bytes
+    assert nvme.held_bytes.get(Holder.READERS, 0) == 0
     assert engine.residents.leased_bytes == 0
     assert engine.loose.nbytes == 0
     assert engine.host.queue_depth == 0

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import operator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from storage.errors import BudgetExceededError, ConflictError, DataLossError, NotFoundError
+from storage.errors import BudgetExceededError, ConflictError, DataLossError, DiskFullError, NotFoundError
 from storage.reader import StepReader
 from storage.shard import DType, Kind, TierName
-from tests.unit.storage.builders import MIB, Layout, Training, opened
+from tests.unit.storage.builders import MIB, Fault, Layout, Training, opened, quiesce, room_taken
 
 LAYOUTS = {
     "nvme": Layout(precision=DType.BFLOAT16),
     "host": Layout(precision=DType.BFLOAT16, weights=TierName.HOST, moments=TierName.HOST),
     "snapshots": Layout(moments=TierName.HOST, every_steps=3),
     "memory": Layout(weights=TierName.HOST, moments=TierName.HOST, every_steps=0),
+    "weights": Layout(weights=TierName.HOST, moments=TierName.HOST, every_steps=2),
 }
 ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 32 * MIB}
 
@@ -122,6 +125,121 @@ async def test_one_that_is_opened_during_a_commit_sees_one_step_or_the_other_who
                 await assert_reads(reader, training)
                 reader.close()
             await training.assert_at(training.job.next_step - 1)
+
+
+# Layouts with bytes that are in host memory only, which a reader has to write to NVMe first.
+IN_MEMORY = ("snapshots", "memory", "weights")
+
+
+async def read_beside(training: Training, opened: list[int]) -> None:
+    """Open readers of the newest step, as fast as they come, until cancelled; each sees one step whole."""
+    while True:
+        before = training.job.newest
+        reader = await training.engine.open_reader(training.job)
+        try:
+            assert before is not None and reader.step >= before
+            opened.append(reader.step)
+            if len(opened) % 5 == 0:
+                await assert_reads(reader, training)
+        finally:
+            reader.close()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+async def test_readers_that_are_opened_again_and_again_beside_commits_hold_nothing_at_the_end(
+    tmp_path: Path, name: str
+) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS[name]).begin()
+        steps: list[int] = []
+        training.reference.states(24)
+        readers = [asyncio.ensure_future(read_beside(training, steps)) for _ in range(4)]
+        for _ in range(24):
+            await training.step()
+        for reader in readers:
+            reader.cancel()
+        outcomes = await asyncio.gather(*readers, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
+        assert len(set(steps)) > 3
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+async def test_one_that_fails_or_is_cancelled_half_way_gives_back_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write = Fault(monkeypatch, "write_exact")
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS[name]).begin()
+        await training.step()
+        before = engine.host.used_bytes
+        for failing in range(40):
+            write.fail(DiskFullError("no room"), partial(operator.eq, failing))
+            try:
+                reader = await engine.open_reader(training.job)
+            except DiskFullError:
+                assert all(account.is_settled for account in engine.accounts())
+                continue
+            reader.close()
+            break
+        write.heal()
+        assert failing > 1
+        for turns in range(60):
+            await training.step()
+            opening = asyncio.ensure_future(engine.open_reader(training.job))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled():
+                opening.result().close()
+        await training.step()
+        await quiesce(engine)
+        assert engine.host.used_bytes == before
+
+
+async def test_two_readers_and_a_snapshot_write_a_copy_once_and_the_next_update_goes_on(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS["weights"]).begin()
+        await training.step()
+        written = engine.nvme.counters.bytes_written
+        opening = [asyncio.ensure_future(engine.open_reader(training.job)) for _ in range(2)]
+        await asyncio.sleep(0)
+        # Step 2 is a snapshot, and leaves the second group as it is: its copies are claimed by all three.
+        await training.hand_over(training.layout.groups[:1])
+        await training.commit(2)
+        readers = await asyncio.gather(*opening)
+        assert [reader.step for reader in readers] == [1, 1]
+        assert training.job.snapshot is not None
+        await asyncio.wait([training.job.snapshot])
+        # The first group twice, at steps 1 and 2; the second one once.
+        of_a_group = training.version_bytes // 2
+        assert engine.nvme.counters.bytes_written - written == 3 * of_a_group
+        for reader in readers:
+            reader.close()
+        await training.hand_over()
+        await training.commit(3)
+
+
+async def test_a_fetch_that_waited_for_room_while_its_job_was_deleted_ends_and_frees_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as engine:
+        training = await Training(engine, LAYOUTS["nvme"]).begin()
+        await engine.detach(training.job)
+        with room_taken(engine):
+            fetches = [
+                asyncio.ensure_future(engine.fetch(training.job, group, Kind.EXP_AVG))
+                for group in training.layout.groups
+            ]
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await engine.delete_job("job")
+        outcomes = await asyncio.gather(*fetches, return_exceptions=True)
+        assert all(isinstance(outcome, NotFoundError) for outcome in outcomes), outcomes
+        assert engine.nvme.used_bytes == 0
+        # Two allocations of all that is free would overlap, had an extent been freed twice.
+        await (await Training(engine, LAYOUTS["nvme"]).begin()).step()
 
 
 async def test_a_reader_for_which_there_is_no_room_is_refused_and_training_goes_on(tmp_path: Path) -> None:

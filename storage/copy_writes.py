@@ -1,0 +1,87 @@
+"""Writes host copies to NVMe for snapshots and readers, which need bytes that are in host memory only.
+
+Owns the claims: while a slab is claimed, its newest bytes do not change, because its updates and puts wait. A slab is
+written once for all who claim it. Must never leave a claim behind, because the slab could not be updated any more.
+"""
+
+from __future__ import annotations
+
+from storage.errors import DataLossError
+from storage.placement import Residents
+from storage.slab import CopyWrite, Slab
+from storage.tiers.host import HostTier
+from storage.tiers.nvme import NvmeRegion, NvmeTier
+
+
+class CopyClaim:
+    """One snapshot's or reader's claim on the newest bytes of a slab. The claimant releases it in any case."""
+
+    def __init__(self, slab: Slab, version: int) -> None:
+        """Join the claims of others on the slab; `version` is the step of its newest bytes."""
+        if slab.copy_write is None:
+            slab.copy_write = CopyWrite()
+        self.slab = slab
+        self.version = version
+        self.copy_write = slab.copy_write
+        self._released = False
+        self.copy_write.claims += 1
+
+    def release(self) -> None:
+        """Let the slab's updates go on, unless there are other claims; idempotent."""
+        if self._released:
+            return
+        self._released = True
+        self.copy_write.claims -= 1
+        if self.copy_write.claims == 0:
+            self.slab.copy_write = None
+            self.copy_write.over.set()
+
+
+class CopyWrites:
+    """Writes claimed copies."""
+
+    def __init__(self, host: HostTier, nvme: NvmeTier, residents: Residents) -> None:
+        self._host = host
+        self._nvme = nvme
+        self._residents = residents
+
+    async def write(self, claim: CopyClaim) -> NvmeRegion:
+        """Write a claimed slab's copy to NVMe, unless another claimant has done so already.
+
+        A claimant whose predecessor failed tries again, because the reason may concern the predecessor alone: the
+        reader that it was opened for was cancelled, for example.
+
+        Returns:
+            Where the version is on NVMe. The claimant calls `NvmeTier.hold` before it releases its claim, because the
+            next commit may free the version.
+
+        Raises:
+            DataLossError: a roll-back or the job's deletion discarded the bytes meanwhile.
+            BudgetExceededError: nvme_budget or the disk has no room for them.
+            DeviceError: they cannot be written.
+        """
+        async with claim.copy_write.writing:
+            if claim.version not in claim.slab.versions:
+                await self._write(claim.slab, claim.version)
+            return claim.slab.source(claim.version)
+
+    async def _write(self, slab: Slab, version: int) -> None:
+        copy = slab.current_copy
+        if copy is None or slab.latest != version:
+            raise _discarded(slab, version)
+        self._residents.pin(copy)
+        try:
+            async with self._nvme.new_version(slab.nbytes, slab.label(version)) as region:
+                await self._nvme.write_from(region, 0, self._host.view(copy.region))
+                if slab.latest != version:
+                    raise _discarded(slab, version)
+                slab.versions[version] = region
+        finally:
+            self._residents.unpin(slab, copy, copy.next_use)
+
+
+def _discarded(slab: Slab, version: int) -> DataLossError:
+    return DataLossError(
+        f"{slab.key}: a roll-back or the deletion of the job discarded the bytes of step {version} before they were "
+        "written to NVMe; read the newest step"
+    )

@@ -1,0 +1,94 @@
+"""Deliberate faults of the engine, for the campaigns' own tests: a campaign that finds nothing in them finds nothing.
+
+`python -m tests.faults.mutants NAME serve ...` is `paramserver serve ...` with the fault NAME in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import AsyncIterator, Callable
+
+from storage import syscalls
+from storage.loose import LooseRanges
+from storage.placement import Residents
+from storage.reader import StepReader
+from storage.slab import NEVER, HostCopy, Slab
+from storage.tiers.arena import ArenaRange
+from storage.tiers.nvme import NvmeRegion, NvmeTier
+
+# Every how manyth call goes wrong, where not all of them do.
+EVERY = 20
+
+
+def _sync_nothing() -> None:
+    """Data is not synced before the catalog names it."""
+    syscalls.sync_data = lambda fd, path: None
+
+
+def _forget_readers() -> None:
+    """A reader that is closed keeps what it holds, now and then."""
+    close, calls = StepReader.close, itertools.count(1)
+
+    def forgetful(self: StepReader) -> None:
+        if next(calls) % EVERY == 0:
+            self.regions = {}
+        close(self)
+
+    StepReader.close = forgetful  # type: ignore[method-assign]
+
+
+def _forget_new_versions() -> None:
+    """The extents of a version whose write is cancelled or fails are not given back."""
+
+    @contextlib.asynccontextmanager
+    async def forgetful(self: NvmeTier, nbytes: int, label: str) -> AsyncIterator[NvmeRegion]:
+        yield await self.allocate(nbytes, label)
+
+    NvmeTier.new_version = forgetful  # type: ignore[method-assign]
+
+
+def _forget_pins() -> None:
+    """A copy stays pinned, now and then."""
+    unpin, calls = Residents.unpin, itertools.count(1)
+
+    def forgetful(self: Residents, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
+        if next(calls) % EVERY:
+            unpin(self, slab, copy, next_use)
+
+    Residents.unpin = forgetful  # type: ignore[method-assign]
+
+
+def _forget_ranges() -> None:
+    """A gradient's range, or that of bytes to put, is on nobody's account any more and is not free."""
+    free, calls = LooseRanges.free, itertools.count(1)
+
+    def forgetful(self: LooseRanges, region: ArenaRange) -> None:
+        if next(calls) % EVERY:
+            free(self, region)
+        else:
+            self.let_go(region)
+
+    LooseRanges.free = forgetful  # type: ignore[method-assign]
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    "sync-nothing": _sync_nothing,
+    "forget-readers": _forget_readers,
+    "forget-new-versions": _forget_new_versions,
+    "forget-pins": _forget_pins,
+    "forget-ranges": _forget_ranges,
+}
+
+
+def main() -> None:
+    """Runs the daemon with a fault in it."""
+    from paramserver import cli  # noqa: PLC0415 - the campaign's processes use this module and need no daemon
+
+    MUTANTS[sys.argv.pop(1)]()
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Accounts of the tiers: each used byte is explained by its holder, to the byte, and what was leaked is by none."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from storage.accounts import Holder, TierAccount
+from storage.engine import Engine
+from storage.errors import BudgetExceededError, ConflictError, NotFoundError
+from storage.registry import JobLimits
+from storage.shard import Kind, TierName
+from storage.slab import HostCopy
+from storage.tiers.base import round_up
+from storage.tiers.extents import Extent
+from tests.unit.storage.builders import MIB, Layout, Training, opened, room_taken
+
+ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 32 * MIB}
+
+
+def accounts(engine: Engine) -> tuple[TierAccount, TierAccount]:
+    host, nvme = engine.accounts()
+    assert (host.tier, nvme.tier) == (TierName.HOST, TierName.NVME)
+    return host, nvme
+
+
+def held(account: TierAccount) -> dict[Holder, int]:
+    """Who holds something."""
+    return {holder: nbytes for holder, nbytes in account.held_bytes.items() if nbytes}
+
+
+async def test_each_holder_of_host_memory_is_named_with_its_bytes(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        fixed = engine.host.used_bytes
+        assert held(accounts(engine)[0]) == {Holder.FIXED: fixed}
+        training = await Training(engine, Layout()).begin()
+        await training.step()
+        copies = engine.host.used_bytes - fixed
+        assert held(accounts(engine)[0]) == {Holder.FIXED: fixed, Holder.JOBS: copies}
+        pin = await engine.fetch(training.job, "block.0", Kind.PARAM)
+        gradient = await engine.allocate_gradient(training.job, "block.0")
+        found, _ = accounts(engine)
+        assert found.held_bytes[Holder.UNDER_WAY] == pin.region.nbytes + gradient.nbytes
+        assert not found.is_settled and found.unexplained_bytes == 0
+        found, _ = engine.accounts(leased=[pin.region], quarantined=[gradient])
+        assert found.held_bytes[Holder.LEASES] == pin.region.nbytes
+        assert found.held_bytes[Holder.QUARANTINE] == gradient.nbytes
+        assert found.is_settled
+        engine.unpin(pin)
+        engine.loose.free(gradient)
+
+
+async def test_each_holder_on_nvme_is_named_with_its_bytes(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, Layout()).begin()
+        reader = await engine.open_reader(training.job)
+        version = training.version_bytes
+        # The optimizer states are never written before the first step.
+        begun = reader.nbytes
+        await training.step()
+        await training.step()
+        _, nvme = accounts(engine)
+        assert held(nvme) == {Holder.JOBS: version, Holder.READERS: begun}
+        async with engine.nvme.new_version(5000, "scratch") as region:
+            assert accounts(engine)[1].held_bytes[Holder.UNDER_WAY] == region.nbytes == 8192
+            engine.nvme.free(region)
+        reader.close()
+        region = await engine.nvme.allocate(8192)
+        engine.nvme.bad.add(Extent(region.extents[0].offset, 4096, region.extents[0].file))
+        engine.nvme.free(region)
+        assert held(accounts(engine)[1]) == {Holder.JOBS: version, Holder.DAMAGED: 4096}
+
+
+async def test_what_was_leaked_or_freed_twice_is_unexplained(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, Layout()).begin()
+        leaked, range_ = await engine.nvme.allocate(10_000), await engine.host.allocate(10_000)
+        assert [account.unexplained_bytes for account in accounts(engine)] == [12_288, 12_288]
+        engine.nvme.free(leaked)
+        engine.host.free(range_)
+        assert all(account.is_settled for account in accounts(engine))
+        slab = training.job.slab("block.0", Kind.EXP_AVG)
+        # A copy that holds nothing, and that no update or fetch fills, is of no use to its job.
+        slab.copy = HostCopy(await engine.host.allocate(slab.nbytes), step=None, at_home=False)
+        assert accounts(engine)[0].unexplained_bytes == round_up(slab.nbytes)
+        engine.residents.detach(slab)
+        region = next(iter(training.job.slab("block.0", Kind.PARAM).versions.values()))
+        engine.nvme.files[0].free(region.extents[0])
+        assert accounts(engine)[1].unexplained_bytes == -region.extents[0].nbytes
+        assert engine.nvme.files[0].allocate(region.extents[0].nbytes) == region.extents
+    assert leaked.holders == 0
+
+
+async def test_a_region_that_is_free_cannot_be_held_read_or_written(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        kept, freed = await engine.nvme.allocate(4096), await engine.nvme.allocate(4096)
+        engine.nvme.free(freed)
+        with pytest.raises(NotFoundError, match="scratch is not stored any more"):
+            engine.nvme.hold(kept, freed)
+        with pytest.raises(NotFoundError):
+            await engine.nvme.read_into(freed, 0, memoryview(bytearray(4096)))
+        with pytest.raises(NotFoundError):
+            await engine.nvme.write_from(freed, 0, memoryview(bytearray(4096)))
+        assert (kept.holders, freed.holders) == (1, 0)
+        engine.nvme.free(kept)
+
+
+async def test_a_registration_that_is_refused_leaves_homes_and_copies_as_they_were(tmp_path: Path) -> None:
+    on_nvme, on_host = Layout(), Layout(weights=TierName.HOST, moments=TierName.HOST)
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, on_nvme).begin()
+        await training.step()
+        before = [(slab.spec, slab.backed) for slab in training.job.slabs()]
+        moved = [on_host.group(name) for name in on_host.groups]
+        with pytest.raises(BudgetExceededError, match="quota"):
+            await engine.register(training.job, moved, JobLimits(host_bytes=1))
+        with room_taken(engine):
+            registering = asyncio.ensure_future(engine.register(training.job, moved))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            registering.cancel()
+            await asyncio.wait([registering])
+        assert [(slab.spec, slab.backed) for slab in training.job.slabs()] == before
+        assert not any(slab.copy is not None and slab.copy.at_home for slab in training.job.slabs())
+        assert all(account.is_settled for account in accounts(engine))
+        await training.step()
+        await training.assert_at(2)
+
+
+async def test_what_was_staged_or_is_to_be_put_is_given_back_where_its_group_is_gone(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, Layout()).begin()
+        staged = await engine.allocate_put(training.job, 1, "block.0", Kind.PARAM)
+        with pytest.raises(NotFoundError, match="no shard group 'gone'"):
+            await engine.put(training.job, 1, "gone", Kind.PARAM, staged)
+        await engine.delete_job("job")
+        await training.open(must_exist=False)
+        pin = await engine.stage(training.job, "block.0", Kind.PARAM)
+        await engine.delete_job("job")
+        with pytest.raises((NotFoundError, ConflictError)):
+            await engine.publish(pin)
+        assert all(account.is_settled for account in accounts(engine))
+        assert engine.host.used_bytes == accounts(engine)[0].held_bytes[Holder.FIXED]
+
+
+async def test_staging_that_waited_for_room_while_its_job_was_deleted_ends(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, Layout()).open(must_exist=False)
+        with room_taken(engine):
+            staging = asyncio.ensure_future(engine.stage(training.job, "block.0", Kind.PARAM))
+            await asyncio.sleep(0)
+            await engine.delete_job("job")
+        with pytest.raises(NotFoundError, match=r"job/block\.0/param was deleted with its job"):
+            await staging
+
+
+def test_an_account_is_settled_only_where_nothing_is_under_way_or_unexplained() -> None:
+    account = TierAccount(tier=TierName.HOST, used_bytes=3, held_bytes={Holder.FIXED: 1, Holder.JOBS: 2})
+    assert account.is_settled
+    assert not dataclasses.replace(account, used_bytes=4).is_settled
+    assert not dataclasses.replace(account, held_bytes={Holder.FIXED: 2, Holder.UNDER_WAY: 1}).is_settled
