@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -114,6 +115,29 @@ def serve(
     except (StorageError, OSError) as error:
         typer.echo(f"paramserver: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def adopt(
+    state_dir: Annotated[Path, typer.Option(help="The copy of a state directory, which is to be used from now on.")],
+    nvme_dir: Annotated[list[Path], typer.Option(help="Directory of a data file; give each one of the store.")],
+) -> None:
+    """Give the data directories of a store to a copy of its state directory.
+
+    A copy (a backup that was brought back, a directory that was moved to another file system) names the data files of
+    its original, and is refused by `serve`, because two stores must never write into one data file. After this the
+    original is refused instead. Bytes that the original wrote after the copy was made are lost or damaged; damage is
+    detected when it is read.
+    """
+    from storage.directories import adopt as adopt_directories  # noqa: PLC0415
+    from storage.errors import StorageError  # noqa: PLC0415
+
+    try:
+        asyncio.run(adopt_directories(state_dir, nvme_dir))
+    except StorageError as error:
+        typer.echo(f"paramserver: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{', '.join(map(str, nvme_dir))}: now of {state_dir}")
 
 
 def main() -> None:

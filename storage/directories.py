@@ -2,14 +2,20 @@
 
 File 0 is in the state directory. Every other directory carries a label, a small JSON file that says which file of which
 store it is for: paths change with mounts, labels do not. The catalog knows a file before its label is written.
+
+A store that has data files outside of its state directory can be copied by half: a copy of the state directory (a
+backup, a clone) has a catalog that names the original's data files. Two stores must never write into one data file, so
+each directory is locked while it is in use, and its label names the one catalog that it belongs to, by the inode of the
+catalog's file: a copy has another one. `adopt` gives the directories to a copy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +24,16 @@ import aiofiles.os
 
 from storage import syscalls
 from storage.catalog.catalog import Catalog
-from storage.errors import ConflictError, DeviceError
+from storage.errors import ConflictError, DeviceError, NotFoundError
 from storage.tiers.data_file import DataFile
 from storage.tiers.extents import Extent, without
 from storage.tiers.nvme import NvmeTier
 
 LABEL = "paramserver.json"
+LOCK = "lock"
+CATALOG = "catalog.sqlite"
+# The label's key for the inode of the catalog's file.
+INODE = "catalog_inode"
 
 
 async def open_nvme(
@@ -41,16 +51,17 @@ async def open_nvme(
     """The tier over `directories`, or the state directory where there are none; `used` is what the catalog names.
 
     Raises:
-        ConflictError: a directory belongs to another store, or one with committed bytes is missing.
+        ConflictError: a directory is in use, or belongs to another store or to the original of this copied one, or one
+            with committed bytes is missing.
         DeviceError: a directory cannot be used.
         DataLossError: a file does not fit the catalog.
         BudgetExceededError: committed versions alone exceed the budget.
     """
-    places = await _find_files(catalog, state_dir, directories or [state_dir], used)
-    bad = [found.extent for found in catalog.bad_extents() if found.extent.file in places]
     async with AsyncExitStack() as undo:
+        places = await _find_files(catalog, state_dir, directories or [state_dir], used, undo)
+        bad = [found.extent for found in catalog.bad_extents() if found.extent.file in places]
         files: list[DataFile] = []
-        for number, directory in places.items():
+        for number, (directory, lock) in places.items():
             named = [extent for extent in used if extent.file == number]
             set_aside = [part for extent in bad if extent.file == number for part in without(extent, named)]
             file = DataFile(
@@ -60,8 +71,9 @@ async def open_nvme(
                 read_threads=read_threads,
                 write_threads=write_threads,
                 nice=nice,
+                lock_fd=None if lock is None else lock.keep(),
             )
-            undo.push_async_callback(file.io.close)
+            undo.push_async_callback(file.close)
             files.append(file)
             syscalls.sync_directory(directory)
         if len(files) > 1:
@@ -73,20 +85,76 @@ async def open_nvme(
     return tier
 
 
+async def adopt(state_dir: Path, directories: Sequence[Path]) -> None:
+    """Give the data directories of a store to a copy of its state directory, whose original must not be used again.
+
+    Raises:
+        NotFoundError: there is no catalog in the state directory.
+        ConflictError: a daemon uses one of the directories, or one has no label of this store.
+        DeviceError: a directory cannot be used.
+        DataLossError: the catalog is damaged.
+    """
+    if not (state_dir / CATALOG).exists():
+        raise NotFoundError(f"{state_dir} has no {CATALOG}: it is not a state directory")
+    directories = [directory for directory in directories if not _is_same(directory, state_dir)]
+    with ExitStack() as locks:
+        for directory in [state_dir, *directories]:
+            _Lock(directory, locks)
+        catalog = Catalog(state_dir / CATALOG)
+        locks.callback(catalog.close)
+        labels = {directory: await _read_label(directory) for directory in directories}
+        for directory, label in labels.items():
+            _check_store(catalog, directory, label or {}, catalog.files())
+        for directory, label in labels.items():
+            await _write_label(directory, {**(label or {}), **_owner(catalog)})
+
+
+class _Lock:
+    """The lock of a directory, which `locks` releases unless it was kept."""
+
+    def __init__(self, directory: Path, locks: ExitStack | AsyncExitStack) -> None:
+        """Raises ConflictError where another process has it."""
+        self._fd = syscalls.lock_file(directory / LOCK)
+        self._kept = False
+        locks.callback(self._release)
+
+    def keep(self) -> int:
+        """The descriptor that holds the lock; the caller closes it."""
+        self._kept = True
+        return self._fd
+
+    def _release(self) -> None:
+        if not self._kept:
+            os.close(self._fd)
+
+
 async def _find_files(
-    catalog: Catalog, state_dir: Path, directories: Iterable[Path], used: Iterable[Extent]
-) -> dict[int, Path]:
-    """The directory of each file, by the file's number."""
+    catalog: Catalog,
+    state_dir: Path,
+    directories: Iterable[Path],
+    used: Iterable[Extent],
+    locks: AsyncExitStack,
+) -> dict[int, tuple[Path, _Lock | None]]:
+    """The directory of each file and its lock, by the file's number; the state directory is locked already."""
     known, holding = catalog.files(), {extent.file for extent in used}
-    places: dict[int, Path] = {}
+    places: dict[int, tuple[Path, _Lock | None]] = {}
+    seen: set[Path] = set()
     for directory in directories:
         syscalls.make_directory(directory)
-        number = 0
-        if not _is_same(directory, state_dir):
-            number = await _number_of(catalog, directory.absolute(), known, holding)
-        if number in places:
+        if directory.resolve() in seen:
             raise ConflictError(f"nvme_dirs names {directory} twice; each directory counts once")
-        places[number] = directory
+        seen.add(directory.resolve())
+        if _is_same(directory, state_dir):
+            places[0] = directory, None
+            continue
+        lock = _Lock(directory, locks)
+        number = await _number_of(catalog, directory.absolute(), known, holding)
+        if number in places:
+            raise ConflictError(
+                f"{directory} and {places[number][0]} are both labelled as the directory of data.{number} (see "
+                f"{directory / LABEL}); one is a copy: leave it out of nvme_dirs"
+            )
+        places[number] = directory, lock
     for number in sorted(holding - places.keys()):
         raise ConflictError(
             f"data.{number} holds committed bytes and its directory, last {known.get(number, state_dir)}, is not among "
@@ -99,10 +167,16 @@ async def _number_of(catalog: Catalog, directory: Path, known: Mapping[int, str]
     """Which file belongs in a directory, by its label; a new one is labelled."""
     label = await _read_label(directory)
     if label is not None:
-        if label.get("store") != catalog.store_id or label.get("file") not in known:
+        _check_store(catalog, directory, label, known)
+        if INODE not in label:
+            # Written by an earlier version, which took any copy of the catalog for the original.
+            await _write_label(directory, {**label, **_owner(catalog)})
+        elif label[INODE] != _owner(catalog)[INODE]:
             raise ConflictError(
-                f"{directory} belongs to another store (see {directory / LABEL}); choose another directory, or delete "
-                "that store's files there"
+                f"{directory} belongs to the original of this state directory, and {catalog.path} is a copy (or was "
+                "moved to another file system): both would write into the same data file. To use the copy from now on, "
+                f"and never the original again, run `paramserver adopt` with --state-dir {catalog.path.parent} and the "
+                "--nvme-dir of each data directory; to use both, give this one other --nvme-dir"
             )
         return int(label["file"])
     # A crash may have come between the catalog's entry and the label: the entry is taken up again.
@@ -113,8 +187,21 @@ async def _number_of(catalog: Catalog, directory: Path, known: Mapping[int, str]
                 f"{directory} held committed bytes and has no label {LABEL} any more; mount the right disk there"
             )
         number = catalog.add_file(str(directory))
-    await _write_label(directory, {"store": catalog.store_id, "file": number})
+    await _write_label(directory, {"store": catalog.store_id, "file": number, **_owner(catalog)})
     return number
+
+
+def _check_store(catalog: Catalog, directory: Path, label: Mapping[str, Any], known: Mapping[int, str]) -> None:
+    if label.get("store") != catalog.store_id or label.get("file") not in known:
+        raise ConflictError(
+            f"{directory} belongs to another store (see {directory / LABEL}); choose another directory, or delete "
+            "that store's files there"
+        )
+
+
+def _owner(catalog: Catalog) -> dict[str, int]:
+    """What a label says of the catalog that its directory belongs to."""
+    return {INODE: syscalls.inode_of(catalog.path)}
 
 
 async def _read_label(directory: Path) -> dict[str, Any] | None:

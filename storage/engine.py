@@ -25,7 +25,7 @@ from storage.catalog.records import BadExtent
 from storage.commit import Committer
 from storage.config import EngineConfig
 from storage.copy_writes import CopyWrites
-from storage.directories import open_nvme
+from storage.directories import CATALOG, LOCK, open_nvme
 from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, StorageError
 from storage.failpoints import Failpoint, reach
 from storage.fetches import Fetches
@@ -106,9 +106,9 @@ class Engine:
         """
         syscalls.make_directory(config.state_dir)
         async with AsyncExitStack() as undo:
-            lock_fd = syscalls.lock_file(config.state_dir / "lock")
+            lock_fd = syscalls.lock_file(config.state_dir / LOCK)
             undo.callback(os.close, lock_fd)
-            catalog = Catalog(config.state_dir / "catalog.sqlite")
+            catalog = Catalog(config.state_dir / CATALOG)
             undo.callback(catalog.close)
             stored = catalog.load()
             used = [e for job in stored for steps in job.versions.values() for v in steps.values() for e in v.extents]

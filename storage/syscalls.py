@@ -453,7 +453,7 @@ def lock_file(path: Path) -> int:
     """Takes the exclusive lock `path` for this process and writes its pid there; the lock ends with the descriptor.
 
     Raises:
-        ConflictError: another process holds it; the message names its pid.
+        ConflictError: another process holds it; the message names its directory and its pid.
         DeviceError: the directory cannot be written to.
     """
     try:
@@ -466,12 +466,24 @@ def lock_file(path: Path) -> int:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise ConflictError(
-            f"state directory {path.parent} is in use by the daemon with pid {holder}; "
-            "stop that one, or give this one another --state-dir"
+            f"directory {path.parent} is in use by the daemon with pid {holder}; "
+            "stop that one, or give this one another --state-dir and other --nvme-dir"
         ) from error
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def inode_of(path: Path) -> int:
+    """The number by which the file system knows a file: a copy has another one, a file that was renamed its own.
+
+    Raises:
+        DeviceError: the file cannot be looked at.
+    """
+    try:
+        return os.stat(path).st_ino
+    except OSError as error:
+        raise _device_error("look at", path, error) from error
 
 
 def _device_error(verb: str, path: Path, error: OSError) -> DeviceError | DiskFullError:

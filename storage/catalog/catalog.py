@@ -56,7 +56,7 @@ class Catalog:
             DataLossError: it is damaged; the message names job and step where it can.
             DiskFullError, DeviceError: the file system refuses.
         """
-        self._path = path
+        self.path = path
         # The last transaction was refused, and may come true at a crash: see `settle`.
         self.in_doubt = False
         self._ledger = Ledger()
@@ -85,8 +85,8 @@ class Catalog:
         Raises:
             DataLossError: a job or step, which the message names, is damaged.
         """
-        with errors(self._path, opening=True):
-            return [job.stored() for job in read_jobs(self._db, self._path)]
+        with errors(self.path, opening=True):
+            return [job.stored() for job in read_jobs(self._db, self.path)]
 
     @property
     def store_id(self) -> str:
@@ -222,7 +222,7 @@ class Catalog:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All changes inside happen together, and are on the device when it ends; or none."""
-        with errors(self._path):
+        with errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             before, committing = self._ledger, False
             try:
@@ -247,9 +247,9 @@ class Catalog:
         self._db.close()
 
     def _create(self) -> None:
-        data = self._path.with_name("data.0")
+        data = self.path.with_name("data.0")
         if data.exists() and data.stat().st_size:
-            raise DataLossError(f"{self._path} is empty or was deleted, and {data} belongs to it; {REMEDY}")
+            raise DataLossError(f"{self.path} is empty or was deleted, and {data} belongs to it; {REMEDY}")
         with self.transaction():
             self._make_tables()
 
@@ -258,14 +258,14 @@ class Catalog:
         if version == 1:
             self._migrate_from_1()
         else:
-            self._ledger = read_ledger(self._db, self._path)
+            self._ledger = read_ledger(self._db, self.path)
             with self.transaction():
                 # In format 2 no job has a layout; in 2 and 3 regions have smaller blocks, which their number tells.
                 self._put_version()
-        log.info("%s was of format %d and is of format %d now", self._path, version, FORMAT_VERSION)
+        log.info("%s was of format %d and is of format %d now", self.path, version, FORMAT_VERSION)
 
     def _migrate_from_1(self) -> None:
-        check_references(self._db, self._path)
+        check_references(self._db, self.path)
         jobs = format_1.read_jobs(self._db)
         # Tables are dropped with all that refers to them.
         self._db.execute("PRAGMA foreign_keys = OFF")
@@ -325,7 +325,7 @@ class Catalog:
 
     def _job(self, name: str) -> JobEntry:
         if name not in self._ledger.jobs:
-            raise DataLossError(f"{self._path} has no job {name!r}")
+            raise DataLossError(f"{self.path} has no job {name!r}")
         return self._ledger.jobs[name]
 
     def _put(self, job: JobEntry) -> None:
@@ -346,7 +346,7 @@ class Catalog:
         ).fetchone()
         if checksum_of_manifest(job.name, step, packed) != job.manifests[step].checksum:
             raise DataLossError(
-                f"{self._path} was damaged while it was in use: it does not hold what step {step} of job {job.name!r} "
+                f"{self.path} was damaged while it was in use: it does not hold what step {step} of job {job.name!r} "
                 f"wrote; {REMEDY}"
             )
         return Manifest.unpack(packed)

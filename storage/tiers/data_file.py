@@ -1,7 +1,7 @@
 """One data file on one device: its free space, its I/O engine, and what is known of the device's speed.
 
-Owns the file's length. What an extent holds is the catalog's to know: after a crash, all that the catalog does not name
-is free.
+Owns the file's length, and the lock of its directory. What an extent holds is the catalog's to know: after a crash, all
+that the catalog does not name is free.
 """
 
 from __future__ import annotations
@@ -34,11 +34,20 @@ class DataFile:
     """`data.<number>` in one directory."""
 
     def __init__(
-        self, number: int, path: Path, used: Iterable[Extent], *, read_threads: int, write_threads: int, nice: int = 0
+        self,
+        number: int,
+        path: Path,
+        used: Iterable[Extent],
+        *,
+        read_threads: int,
+        write_threads: int,
+        nice: int = 0,
+        lock_fd: int | None = None,
     ) -> None:
         """Opens or creates the file; `used` are the extents of it that must not be written to.
 
-        The threads that do its I/O have the niceness `nice`.
+        The threads that do its I/O have the niceness `nice`. `lock_fd`, a descriptor that holds the lock of the file's
+        directory, is the file's once this returns; None: the directory is locked otherwise.
 
         Raises:
             DataLossError: `used` does not fit the file.
@@ -63,6 +72,7 @@ class DataFile:
                 "and speed: use ext4 or xfs on NVMe where you can",
                 *(path.name, path.parent),
             )
+        self._lock_fd = lock_fd
         # Bytes per second; None: not measured yet.
         self.bandwidth: float | None = None
         self._sampled = self.io.load
@@ -125,6 +135,12 @@ class DataFile:
         syscalls.extend(self._fd, self._size, nbytes, self.path)
         self._space.add(Extent(self._size, nbytes, self.number))
         self._size += nbytes
+
+    async def close(self) -> None:
+        """Finish all requests, close the file, and let go of its directory."""
+        await self.io.close()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
 
     async def probe(self, room_bytes: int) -> None:
         """Measures the device with scratch writes and reads; for them the file may grow by `room_bytes`."""

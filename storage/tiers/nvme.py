@@ -395,7 +395,7 @@ class NvmeTier:
         """Finishes all requests and closes the files."""
         await self.watch.close()
         for file in self.files:
-            await file.io.close()
+            await file.close()
 
     async def _move(self, transfers: Sequence[Transfer], priority: Priority, *, write: bool, checked: bool) -> None:
         requests: dict[int, list[IoRequest]] = {file.number: [] for file in self.files}

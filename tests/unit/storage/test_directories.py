@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from storage import syscalls
+from storage.directories import adopt
 from storage.engine import Engine
-from storage.errors import ConflictError, DeviceError, DiskFullError
+from storage.errors import ConflictError, DeviceError, DiskFullError, NotFoundError
 from storage.integrity import BLOCK_BYTES
 from storage.tiers import nvme as nvme_module
 from tests.unit.storage.builders import MIB, Layout, Training, engine_config, opened
@@ -97,6 +99,80 @@ async def test_the_directory_of_another_store_is_refused(tmp_path: Path) -> None
         await Engine.open(engine_config(tmp_path / "other", **config(tmp_path, "b")))
     with pytest.raises(ConflictError, match="twice"):
         await Engine.open(engine_config(tmp_path / "one", **config(tmp_path, "a", "a")))
+
+
+async def test_two_stores_never_have_a_data_directory_at_once(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
+        await Training(engine, LAYOUT).begin()
+        shutil.copytree(tmp_path / "state", tmp_path / "copy")
+        in_use = f"directory {tmp_path}/a is in use by the daemon with pid {os.getpid()}"
+        with pytest.raises(ConflictError, match=in_use):
+            await Engine.open(engine_config(tmp_path / "copy", **config(tmp_path, "a", "b")))
+        # One that is another store's state directory is not for this one either.
+        with pytest.raises(ConflictError, match=f"directory {tmp_path}/state is in use"):
+            await Engine.open(engine_config(tmp_path / "other", nvme_dirs=(tmp_path / "state",)))
+    # What was refused holds no lock of its own.
+    for name in ("a", "b", "copy"):
+        os.close(syscalls.lock_file(tmp_path / name / "lock"))
+
+
+async def test_a_copy_of_a_state_directory_is_known_and_can_take_the_place_of_its_original(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    async with opened(tmp_path / "state", **config(tmp_path, "a", "b")) as engine:
+        training = await Training(engine, LAYOUT).open()
+        await training.step()
+    with pytest.raises(ConflictError, match=rf"{tmp_path}/a belongs to the original .* run `paramserver adopt`"):
+        await Engine.open(engine_config(tmp_path / "copy", **config(tmp_path, "a", "b")))
+    # The original was not harmed by the attempt. A state directory that is renamed stays what it is.
+    (tmp_path / "state").rename(tmp_path / "renamed")
+    async with opened(tmp_path / "renamed", **config(tmp_path, "a", "b")) as engine:
+        training = await Training(engine, LAYOUT).open()
+        await training.assert_at(2)
+    shutil.rmtree(tmp_path / "copy")
+    shutil.copytree(tmp_path / "renamed", tmp_path / "copy")
+    await adopt(tmp_path / "copy", [tmp_path / "a", tmp_path / "b"])
+    async with opened(tmp_path / "copy", **config(tmp_path, "a", "b")) as engine:
+        training = await Training(engine, LAYOUT).open()
+        await training.assert_at(2)
+        with pytest.raises(ConflictError, match="in use"):
+            await adopt(tmp_path / "renamed", [tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ConflictError, match="belongs to the original"):
+        await Engine.open(engine_config(tmp_path / "renamed", **config(tmp_path, "a", "b")))
+
+
+async def test_a_copy_with_all_its_files_inside_is_a_store_of_its_own(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state") as engine:
+        await (await Training(engine, LAYOUT).begin()).step()
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    async with opened(tmp_path / "state") as engine, opened(tmp_path / "copy") as copy:
+        for one in (engine, copy):
+            training = await Training(one, LAYOUT).open()
+            await training.step()
+            await training.assert_at(2)
+
+
+async def test_only_the_directories_of_a_copy_can_be_adopted(tmp_path: Path) -> None:
+    async with opened(tmp_path / "one", **config(tmp_path, "a")), opened(tmp_path / "two", **config(tmp_path, "b")):
+        pass
+    with pytest.raises(ConflictError, match=f"{tmp_path}/b belongs to another store"):
+        await adopt(tmp_path / "one", [tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(NotFoundError, match="it is not a state directory"):
+        await adopt(tmp_path / "a", [tmp_path / "b"])
+
+
+async def test_a_label_of_an_earlier_version_is_completed(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state", **config(tmp_path, "a")):
+        pass
+    path = tmp_path / "a" / "paramserver.json"
+    label = json.loads(path.read_text())
+    path.write_text(json.dumps({key: label[key] for key in ("store", "file")}))
+    async with opened(tmp_path / "state", **config(tmp_path, "a")):
+        pass
+    assert json.loads(path.read_text()) == label
+    assert label["catalog_inode"] == (tmp_path / "state" / "catalog.sqlite").stat().st_ino
 
 
 async def test_a_crash_before_the_label_leaves_a_directory_that_can_be_used(tmp_path: Path) -> None:

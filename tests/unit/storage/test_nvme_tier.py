@@ -35,7 +35,7 @@ async def tier_at(path: Path, *, pages: int = BUDGET_PAGES, used: tuple[Extent, 
     try:
         tier = NvmeTier([file], pages * PAGE_BYTES, (), stuck_after_seconds=30)
     except BaseException:
-        await file.io.close()
+        await file.close()
         raise
     try:
         yield tier

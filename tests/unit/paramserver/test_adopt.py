@@ -1,0 +1,29 @@
+"""`paramserver adopt`: the command; what it does to directories is tested with the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from paramserver.cli import app
+from tests.unit.storage.builders import opened
+
+
+def adopt(state_dir: Path, *nvme_dirs: Path) -> tuple[int, str]:
+    flags = [flag for directory in nvme_dirs for flag in ("--nvme-dir", str(directory))]
+    result = CliRunner().invoke(app, ["adopt", "--state-dir", str(state_dir), *flags])
+    return result.exit_code, result.output
+
+
+async def test_it_says_what_it_did_or_why_it_could_not(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    # The command has an event loop of its own.
+    assert await asyncio.to_thread(adopt, tmp_path / "state", data) == (
+        1,
+        f"paramserver: {tmp_path}/state has no catalog.sqlite: it is not a state directory\n",
+    )
+    async with opened(tmp_path / "state", nvme_dirs=(data,)):
+        pass
+    assert await asyncio.to_thread(adopt, tmp_path / "state", data) == (0, f"{data}: now of {tmp_path}/state\n")
