@@ -48,7 +48,7 @@ class Residents:
         """Wait for a range that a copy of a slab fits into.
 
         Raises:
-            NotFoundError: the slab was deleted while this waited.
+            ConflictError: the slab was deleted while this waited.
             BudgetExceededError: there was no room before the deadline.
         """
         region = await self._host.allocate(slab.nbytes)

@@ -9,7 +9,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-from storage.errors import DataLossError, NotFoundError
+from storage.errors import ConflictError, DataLossError
 from storage.shard import GroupSpec, SlabKey, SlabSpec, TierName
 from storage.tiers.arena import ArenaRange
 from storage.tiers.nvme import NvmeRegion
@@ -72,9 +72,9 @@ class Slab:
     copy_write: CopyWrite | None = None
 
     def check_present(self) -> None:
-        """Raise NotFoundError if the slab was deleted while an operation waited for room or for a device."""
+        """Raise ConflictError if the slab was deleted while an operation waited for room or for a device."""
         if self.deleted:
-            raise NotFoundError(f"{self.key} was deleted with its job; open the job again")
+            raise ConflictError(f"job {self.key.job_name!r} was deleted while {self.key} was waited for; open it again")
 
     async def unclaimed(self) -> None:
         """Wait until no snapshot or reader needs the newest bytes to stay as they are."""

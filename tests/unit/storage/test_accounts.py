@@ -153,7 +153,7 @@ async def test_staging_that_waited_for_room_while_its_job_was_deleted_ends(tmp_p
             staging = asyncio.ensure_future(engine.stage(training.job, "block.0", Kind.PARAM))
             await asyncio.sleep(0)
             await engine.delete_job("job")
-        with pytest.raises(NotFoundError, match=r"job/block\.0/param was deleted with its job"):
+        with pytest.raises(ConflictError, match=r"job 'job' was deleted while job/block\.0/param was waited for"):
             await staging
 
 

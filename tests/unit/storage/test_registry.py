@@ -150,7 +150,7 @@ async def test_a_registration_whose_job_is_deleted_while_it_waits_for_room_keeps
         await asyncio.sleep(0.02)
         await engine.delete_job(layout.name)
         engine.host.free(filler)
-        with pytest.raises(ConflictError, match="job 'job' was deleted while its groups were registered"):
+        with pytest.raises(ConflictError, match=r"job 'job' was deleted while job/block\.0/param was waited for"):
             await opening
         assert engine.host.used_bytes == base
         await training.begin()

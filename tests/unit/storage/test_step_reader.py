@@ -236,7 +236,7 @@ async def test_a_fetch_that_waited_for_room_while_its_job_was_deleted_ends_and_f
                 await asyncio.sleep(0)
             await engine.delete_job("job")
         outcomes = await asyncio.gather(*fetches, return_exceptions=True)
-        assert all(isinstance(outcome, NotFoundError) for outcome in outcomes), outcomes
+        assert all(isinstance(outcome, ConflictError) for outcome in outcomes), outcomes
         assert engine.nvme.used_bytes == 0
         # Two allocations of all that is free would overlap, had an extent been freed twice.
         await (await Training(engine, LAYOUTS["nvme"]).begin()).step()
