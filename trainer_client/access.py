@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -76,7 +76,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
+class Change:
     """New values [n] of this rank's part of one kind of a parameter."""
 
     place: _Place
@@ -189,17 +189,20 @@ class StateAccess:
     # Changing
 
     @torch.no_grad()
-    def stage(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool, step: int) -> None:
-        """Makes new values of states part of the uncommitted `step`. Every rank names the same parameters and kinds.
+    def changes(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> list[Change]:
+        """Check new values of states, for `stage`. Every rank names the same parameters and kinds.
 
         Args:
             values: by parameter and kind: of the parameter's shape, or this rank's part [n] of it where `local`.
+
+        Raises:
+            ConfigError: a parameter, a kind or a shape is not the model's.
         """
         changes = []
         for (key, kind), value in values.items():
             place = self._place(key)
             changes += self._changes(place, kind, self._checked(place, kind, value, local=local))
-        self._stage(changes, step)
+        return changes
 
     @torch.no_grad()
     def set_gradient(self, key: ParameterKey, value: torch.Tensor, *, local: bool) -> None:
@@ -219,16 +222,11 @@ class StateAccess:
     @contextmanager
     def gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Parameters are whole within the context, and so are the others of their units. A collective."""
-        units = self._units_of(parameters)
-        held: list[Unit] = []
-        try:
-            for unit in units:
+        with ExitStack() as held:
+            for unit in self._units_of(parameters):
                 unit.hold()
-                held.append(unit)
+                held.callback(unit.let_go)
             yield
-        finally:
-            for unit in held:
-                unit.let_go()
 
     @property
     def is_holding(self) -> bool:
@@ -257,15 +255,17 @@ class StateAccess:
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)
             new = whole.reshape(-1)[place.part].cpu()
-            changes.append(_Change(place=place, kind=pb.KIND_PARAM, values=new))
+            changes.append(Change(place=place, kind=pb.KIND_PARAM, values=new))
             if place.state.group.has_master:
                 master = torch.where(new == old, masters.part(place, pb.KIND_MASTER), new.float())
-                changes.append(_Change(place=place, kind=pb.KIND_MASTER, values=master))
-        self._stage(changes, step)
+                changes.append(Change(place=place, kind=pb.KIND_MASTER, values=master))
+        self.stage(changes, step)
 
-    def _stage(self, changes: Iterable[_Change], step: int) -> None:
-        """One write for each kind of a group, which the store takes once in a step."""
-        by_state: dict[int, list[_Change]] = {}
+    @torch.no_grad()
+    def stage(self, changes: Iterable[Change], step: int) -> None:
+        """Make changes a part of the uncommitted `step`: one write for each kind of a group, because the store takes
+        one in a step."""
+        by_state: dict[int, list[Change]] = {}
         for change in changes:
             by_state.setdefault(id(change.place.state), []).append(change)
         for state in self._states:
@@ -281,14 +281,14 @@ class StateAccess:
             if mine:
                 state.refill()
 
-    def _changes(self, place: _Place, kind: str, part: torch.Tensor) -> list[_Change]:
+    def _changes(self, place: _Place, kind: str, part: torch.Tensor) -> list[Change]:
         group = place.state.group
         if kind not in (_PARAM, _MASTER):
-            return [_Change(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
+            return [Change(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
         # The two are one weight: the low-precision one always is the rounded master weight.
         weight = part.to(group.dtype) if kind == _PARAM else part
         kinds = (pb.KIND_PARAM, pb.KIND_MASTER) if group.has_master else (pb.KIND_PARAM,)
-        return [_Change(place=place, kind=each, values=weight) for each in kinds]
+        return [Change(place=place, kind=each, values=weight) for each in kinds]
 
     def _checked(self, place: _Place, kind: str, value: torch.Tensor, *, local: bool) -> torch.Tensor:
         """This rank's part [n] of a value that a user gives."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from trainer_client.errors import StoreError
 from trainer_client.link.channel import Pending
 from trainer_client.link.rank_store import RankStore
 from trainer_client.model.states import PlacedStates
@@ -87,8 +88,17 @@ class Commits:
         self._store.as_of_step = self.newest
         self._kept = None
 
+    def abandon(self) -> None:
+        """Wait for no commit any more, because the session with the store is about to end."""
+        self._pending = None
+
     def wait(self) -> None:
         """Returns when the newest commit is there as the job's durability class says. Raises StoreError."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        if self._pending is not None:
+            try:
+                self._pending.wait()
+            except StoreError:
+                self._pending = None
+                raise
+            # Not before: where the wait was interrupted, the next one has to wait for the same commit.
+            self._pending = None

@@ -126,10 +126,11 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point inputs are cast to the compute dtype."""
         self._require_open()
+        self._hooks.expect_forward()
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self._hooks.abandon_forward()
+            self._hooks.fail_forward()
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
@@ -151,12 +152,14 @@ class Engine:
             # The store prepares one step at a time; by now it has made the last one, which the forward has waited for.
             self.wait_for_commit()
         self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
-        self._hooks.begin_backward(self._commits.next, reduces=reduces)
         try:
+            self._hooks.begin_backward(self._commits.next, reduces=reduces)
             torch.autograd.backward(scaled, retain_graph=retain_graph)
             self._hooks.finish_backward()
-        except BaseException:
-            self._hooks.abort_backward()
+        except BaseException as error:
+            if self._hooks.abort_backward():
+                self._step.abandon()
+                self._give_up("a backward pass", error)
             raise
         self._backwards += 1
         return loss
@@ -188,7 +191,23 @@ class Engine:
             self._data.finish_micro_batch()
         if not boundary:
             return
-        self._hooks.begin_step()
+        voted = self._commits.newest
+        try:
+            self._hooks.begin_step()
+            self._make_step()
+        except BaseException as error:
+            self._step.abandon(is_voted_for=self._commits.newest != voted)
+            self._give_up("engine.step()", error)
+            raise
+        self._report()
+        if self._step.skipped_in_row == self._max_skipped_in_row:
+            raise NonFiniteGradientError(
+                f"the gradients of {self._step.skipped_in_row} steps in a row, up to step {self.global_steps}, are not "
+                "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
+                "states are those before these steps"
+            )
+
+    def _make_step(self) -> None:
         # Every rank waits here before it takes part in the norm: after the norm, the last step is settled everywhere.
         self.wait_for_commit()
         made = self._step.make(self._commits.next)
@@ -206,13 +225,6 @@ class Engine:
             self._collectives.barrier()
         self._step.refresh()
         self._hooks.finish_step()
-        self._report()
-        if self._step.skipped_in_row == self._max_skipped_in_row:
-            raise NonFiniteGradientError(
-                f"the gradients of {self._step.skipped_in_row} steps in a row, up to step {self.global_steps}, are not "
-                "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
-                "states are those before these steps"
-            )
 
     def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
@@ -403,9 +415,10 @@ class Engine:
         with self._access.gathered(chosen):
             yield
             self._require_between_steps("the end of gathered(modifier_rank=...)")
-            self.wait_for_commit()
-            self._access.stage_changed(chosen, before, modifier_rank, self._commits.next)
-        self._commit_change()
+            with self._changing():
+                self._access.stage_changed(chosen, before, modifier_rank, self._commits.next)
+        with self._changing():
+            self._commit_change()
 
     def _set(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> None:
         self._require_open()
@@ -415,9 +428,30 @@ class Engine:
         states = {key: value for key, value in values.items() if key[1] != "grad"}
         if states:
             self._require_between_steps("a change of parameters or optimizer states")
-            self.wait_for_commit()
-            self._access.stage(states, local=local, step=self._commits.next)
-            self._commit_change()
+            changes = self._access.changes(states, local=local)
+            with self._changing():
+                self._access.stage(changes, self._commits.next)
+                self._commit_change()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Surround a change of states. One that fails half-way cannot be undone and would be a part of the next commit,
+        so the engine makes none after it."""
+        self.wait_for_commit()
+        try:
+            yield
+        except BaseException as error:
+            self._hooks.fail_change()
+            self._give_up("a change of states", error)
+            raise
+
+    def _give_up(self, what: str, error: BaseException) -> None:
+        """Leave the other ranks, because this one cannot take part in the step any more and none of them shall wait for
+        it: neither in a collective, nor in the store for its vote."""
+        if self._collectives.world_size > 1:
+            self._collectives.give_up(what, error)
+            self._commits.abandon()
+            self._store.close()
 
     def _commit_change(self) -> None:
         self._hooks.forget_values()

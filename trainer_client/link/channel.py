@@ -172,17 +172,41 @@ class Pending(Generic[T]):
     """
 
     def __init__(
-        self, future: Any, finish: Callable[[Any], T], waited: Callable[[Any, float, float], None] = _ignore
+        self,
+        future: Any,
+        finish: Callable[[Any], T],
+        waited: Callable[[Any, float, float], None] = _ignore,
+        give_back: Callable[[Any], None] | None = None,
     ) -> None:
         """`waited` is told the response and from when to when it was waited for, in seconds of time.monotonic(): for
-        `waited_seconds`."""
+        `waited_seconds`. `give_back` gets the response and returns to the store what the call was granted."""
         self.waited_seconds = 0.0
+        self._give_back = give_back
         self._future = future
         self._finish = finish
         self._waited = waited
 
     def wait(self) -> T:
-        """Raises StoreError."""
+        """Wait for the result. Where this fails, for whatever reason, the caller gets nothing and has nothing to
+        return, because what the call was granted, or will be, goes back to the store.
+
+        Raises:
+            StoreError: the call failed.
+        """
+        try:
+            return self._wait()
+        except BaseException:
+            self.forgo()
+            raise
+
+    def forgo(self) -> None:
+        """Give back what the call is granted, as soon as the store has granted it, for a caller that has not waited for
+        it and does not want it any more. Does not wait. A refusal is not reported, because the caller wants nothing."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            self.on_response(give_back)
+
+    def _wait(self) -> T:
         began, computed = time.monotonic(), time.thread_time()
         try:
             response = self._future.result()

@@ -7,8 +7,9 @@ swallow a failure: what fails behind the caller's back is raised by the next cal
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -195,7 +196,7 @@ class RankStore:
         future = self._acquire(wants)
         if self._recorder.is_tracing:
             future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
-        return Pending(future, finish, waited)
+        return Pending(future, finish, waited, self._return_granted)
 
     def acquire_write(self, slabs: Iterable[Slab], step: int) -> Pending[list[LeasedBytes]]:
         """Write leases, all or none, in the order of the slabs; the bytes will belong to `step`."""
@@ -214,7 +215,32 @@ class RankStore:
             self._acquire(wants),
             finish,
             lambda _, began, ended: self._recorder.stalled(cause, where, began, ended),
+            self._return_granted,
         )
+
+    @contextmanager
+    def holding(self, pending: Pending[list[LeasedBytes]]) -> Iterator[list[LeasedBytes]]:
+        """Wait for read leases and hold them within the context. They go back to the store at its end, also after an
+        exception.
+
+        Raises:
+            SessionEndedError: at the end of the context, because what was read may be somebody else's bytes.
+        """
+        leases = pending.wait()
+        try:
+            yield leases
+            self.check_leases()
+        except BaseException:
+            self.give_back(leases)
+            raise
+        self.release(leases)
+
+    def give_back(self, leases: Iterable[LeasedBytes]) -> None:
+        """Return leases after a failure, without publishing what they hold. Does not wait and raises nothing, because
+        the caller has an error to report already. The store may have taken some of them already, for a call of which
+        only the answer is missing: each is therefore returned by a call of its own, which may find it gone."""
+        for leased in leases:
+            self._begin_release([pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id)])
 
     def release(self, leases: Iterable[LeasedBytes], next_use: int | None = None) -> Pending[None]:
         """Returns leases, and with them the right to look at their bytes. Does not wait, and need not be waited for."""
@@ -222,20 +248,13 @@ class RankStore:
         request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
         return self._send(self._stub.ReleaseLeases, request)
 
-    def forgo(self, pending: Pending[list[LeasedBytes]], next_use: int | None = None) -> None:
-        """Returns leases that were asked for and are not wanted any more, as soon as they are granted. Does not wait.
+    def _return_granted(self, response: pb.AcquireLeasesResponse) -> None:
+        self._begin_release([pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id) for lease in response.leases])
 
-        Where they are refused, nobody is told: nobody wants them.
-        """
-
-        def give_back(response: pb.AcquireLeasesResponse) -> None:
-            granted = [lease.lease_id for lease in response.leases]
-            releases = [pb.ReleaseLeasesRequest.Release(lease_id=each, next_use=next_use) for each in granted]
-            request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
-            future = self._sender.begin(self._stub.ReleaseLeases, request, CONTROL_DEADLINE_SECONDS)
-            future.add_done_callback(self._note_failure)
-
-        pending.on_response(give_back)
+    def _begin_release(self, releases: Sequence[pb.ReleaseLeasesRequest.Release]) -> None:
+        request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
+        future = self._sender.begin(self._stub.ReleaseLeases, request, CONTROL_DEADLINE_SECONDS)
+        future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.NOT_FOUND))
 
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
         """Returns write leases and stages their bytes as the version of their step."""

@@ -46,6 +46,9 @@ class Gather(Protocol):
             the groups are freed or owned. The others may be returned at once.
         """
 
+    def give_up(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
+        """Take note that a gather which `start` had begun has failed on this rank, before it was whole."""
+
 
 class CollectiveGather:
     """Each rank has its own chunk on its device, or leases it, and an all-gather makes the flat buffer of them. A
@@ -83,6 +86,10 @@ class CollectiveGather:
             group.allocate()
             self._collectives.gather_unit(group.flat, chunk, f"the gather of {unit}")
         return []
+
+    def give_up(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
+        # The others may be in the all-gather already, which this rank does not come to any more.
+        self._collectives.give_up(f"the gather of {groups[0].unit}" if groups else "a gather", error)
 
 
 class OneSidedGather:
@@ -127,3 +134,6 @@ class OneSidedGather:
                 # The leases are returned next: the device must have read them.
                 torch.cuda.current_stream(group.device).synchronize()
         return shown
+
+    def give_up(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
+        """Do nothing, because no other rank takes part in a gather."""

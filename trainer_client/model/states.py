@@ -109,10 +109,14 @@ class PlacedStates:
         """Takes what `start_load_parameters` has asked for. To be followed by `refill`, on every rank."""
         pending, self._loading = self._loading, None
         if pending is not None and self.group.chunk is not None:
-            (leased,) = leases = pending.wait()
-            self.group.chunk.copy_(leased.data.view(self.group.dtype))
-            self._store.check_leases()
-            self._store.release(leases)
+            with self._store.holding(pending) as (leased,):
+                self.group.chunk.copy_(leased.data.view(self.group.dtype))
+
+    def forgo_parameters(self) -> None:
+        """Give back what `start_load_parameters` has asked for, where it is not taken any more. Idempotent."""
+        pending, self._loading = self._loading, None
+        if pending is not None:
+            pending.forgo()
 
     def note_update(self, parameters: torch.Tensor | None = None) -> None:
         """What lives on the device was updated, and so were the `parameters` [layout.chunk] that live in the store."""
@@ -127,18 +131,20 @@ class PlacedStates:
             self._write(newer, step)
 
     def _read_stored(self, kind: pb.Kind) -> torch.Tensor:
-        leases = self._store.acquire_read([self.group.slab(kind)], position=0).wait()
-        values = leases[0].data.view(self.group.dtype_of(kind)).clone()
-        self._store.check_leases()
-        self._store.release(leases)
+        with self._store.holding(self._store.acquire_read([self.group.slab(kind)], position=0)) as (leased,):
+            values: torch.Tensor = leased.data.view(self.group.dtype_of(kind)).clone()
         return values
 
     @torch.no_grad()
     def _write(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
         leases = self._store.acquire_write([self.group.slab(kind) for kind in values], step).wait()
-        for (kind, chunk), leased in zip(values.items(), leases, strict=True):
-            leased.data.view(self.group.dtype_of(kind)).copy_(chunk)
-        self._store.publish(leases)
+        try:
+            for (kind, chunk), leased in zip(values.items(), leases, strict=True):
+                leased.data.view(self.group.dtype_of(kind)).copy_(chunk)
+            self._store.publish(leases)
+        except BaseException:
+            self._store.give_back(leases)
+            raise
 
 
 def placement_bytes(states: Iterable[PlacedStates]) -> dict[str, dict[str, int]]:

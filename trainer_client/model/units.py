@@ -6,7 +6,8 @@ Owns each unit's state. Must never decide when to gather: that is the hooks' bus
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trainer_client.link.channel import Pending
@@ -75,7 +76,8 @@ class Unit:
         self._store = store
         self.passing_bytes = 0
         self._pending: Pending[list[LeasedBytes]] | None = None
-        self._shown: list[LeasedBytes] = []
+        # What the unit holds: all leases of a gather while it is being finished, then those whose bytes are shown.
+        self._leases: list[LeasedBytes] = []
         self._copied = False  # whether any part of the gathered parameters is
         self._next_use: int | None = None
         self._holders = 0
@@ -108,14 +110,15 @@ class Unit:
         """Asks for the bytes. Does not wait."""
         if self.state is not UnitState.SHARDED:
             return
-        if self.groups:
-            self._pending = self._gather.start(self.groups, position)
-        self.state = UnitState.FETCHING
+        with self._gathering():
+            if self.groups:
+                self._pending = self._gather.start(self.groups, position)
+            self.state = UnitState.FETCHING
 
     @property
     def is_shown(self) -> bool:
         """Whether the parameters are the store's own bytes: leases are held as long as the unit is gathered."""
-        return bool(self._shown)
+        return self.state is not UnitState.FETCHING and bool(self._leases)
 
     @property
     def takes_no_memory(self) -> bool:
@@ -131,6 +134,24 @@ class Unit:
             next_use: the position at which the unit is needed again, for the store's placement.
             may_show: leases may be held until the release, instead of copying their bytes.
         """
+        with self._gathering():
+            return self._wait_gather(next_use, may_show=may_show)
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Surround a part of a gather. Whatever it fails with, the unit is released then and holds nothing, so that the
+        next gather begins anew."""
+        try:
+            yield
+        except BaseException as error:
+            leases, self._leases = self._leases, []
+            # The memory comes first: until it is given back, it may show the store's bytes.
+            self.release()
+            self._store.give_back(leases)
+            self._gather.give_up(self.groups, error)
+            raise
+
+    def _wait_gather(self, next_use: int | None, *, may_show: bool) -> GatherCost:
         if self.state is UnitState.SET_ASIDE:
             for group in self.groups:
                 group.allocate()
@@ -139,14 +160,15 @@ class Unit:
         if self.state in (UnitState.GATHERED, UnitState.RESIDENT):
             return GatherCost()
         pending, self._pending = self._pending, None
-        leases = pending.wait() if pending else []
+        self._leases = pending.wait() if pending else []
         self._next_use = next_use
-        self._shown = self._gather.finish(self.groups, leases, may_show=may_show)
-        shown = {leased.lease_id for leased in self._shown}
-        copied = [leased for leased in leases if leased.lease_id not in shown]
+        shown = self._gather.finish(self.groups, self._leases, may_show=may_show)
+        kept = {leased.lease_id for leased in shown}
+        copied = [leased for leased in self._leases if leased.lease_id not in kept]
+        self._return(copied)
+        self._leases = shown
         self.state = UnitState.GATHERED
         self._copied = bool(copied)
-        self._return(copied)
         waited = pending.waited_seconds if pending else 0.0
         return GatherCost(waited_seconds=waited, copied_bytes=sum(leased.data.nbytes for leased in copied))
 
@@ -161,9 +183,14 @@ class Unit:
         """
         if not self.is_held:
             self._release_owed = self.state is not UnitState.GATHERED
-        self.start_gather(position=0)
-        self.wait_gather(next_use=None)
-        self.own()
+        try:
+            self.start_gather(position=0)
+            self.wait_gather(next_use=None)
+            self.own()
+        except BaseException:
+            if self._release_owed:
+                self.release()
+            raise
         self._holders += 1
 
     def own(self) -> None:
@@ -171,7 +198,7 @@ class Unit:
         if self.is_shown:
             for group in self.groups:
                 group.own()
-            self._return_shown()
+            self._return_all()
 
     def let_go(self) -> None:
         self._holders -= 1
@@ -186,21 +213,21 @@ class Unit:
             self.state = UnitState.SET_ASIDE
 
     def release(self) -> None:
-        """Gives the memory back, unless it is resident or held, or the leases of a gather that nobody waited for."""
+        """Gives the memory and all leases back, unless the unit is resident or held: also those of a gather that has
+        failed half-way, or that nobody waited for."""
         if self.state is UnitState.RESIDENT:
             return
         if self.is_held:
             self._release_owed = True
             return
-        was_gathered = self.state in (UnitState.GATHERED, UnitState.SET_ASIDE)
-        self.state = UnitState.SHARDED
-        if was_gathered:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.forgo()
+        elif self.state is not UnitState.SHARDED:
             for group in self.groups:
                 group.free()
-            self._return_shown()
-        elif self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._store.forgo(pending)
+        self.state = UnitState.SHARDED
+        self._return_all()
 
     def abandon(self) -> None:
         """Lets go of shared memory without a word to the store, whose session is about to end with all its leases."""
@@ -208,12 +235,12 @@ class Unit:
         if self.is_shown:
             for group in self.groups:
                 group.free()
-            self._shown = []
+            self._leases = []
             self.state = UnitState.SHARDED
 
-    def _return_shown(self) -> None:
-        shown, self._shown = self._shown, []
-        self._return(shown)
+    def _return_all(self) -> None:
+        leases, self._leases = self._leases, []
+        self._return(leases)
 
     def _return(self, leases: list[LeasedBytes]) -> None:
         """Returns leases whose bytes were used. Raises SessionEndedError if they may have been somebody else's."""

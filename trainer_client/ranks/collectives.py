@@ -6,9 +6,10 @@ same calls in the same order: callers decide *whether* to communicate only by wh
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 # The process groups; see [Note: process groups]. The last one is of the host, whatever the device.
 _MAIN, _UNITS, _CONTROL = range(3)
+
+# Of the message of an error that other ranks are shown.
+_SHOWN_CHARACTERS = 300
+
+# For the groups of a rank that has given up to end.
+_END_SECONDS = 10.0
+
+
+def _end(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        with suppress(RuntimeError, ValueError):  # torch.distributed itself has been ended meanwhile
+            dist.destroy_process_group(groups.pop(0))
 
 
 class PendingRows:
@@ -69,6 +82,8 @@ class Collectives:
         self._timeout_seconds = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
         self._watch: Watch | None = None
+        self._ending: threading.Thread | None = None  # of the groups, once this rank has given up
+        self._given_up: str | None = None  # what this rank has failed in, and why
         if self.world_size > 1:
             timeout = timedelta(seconds=timeout_seconds)
             self._groups = [
@@ -88,6 +103,31 @@ class Collectives:
         groups, self._groups = self._groups, []
         for group in groups:
             dist.destroy_process_group(group)
+        if self._ending is not None:
+            # The others have given up as well, or will soon. gloo ends a process that exits meanwhile with SIGABRT.
+            self._ending.join(_END_SECONDS)
+
+    def give_up(self, what: str, error: BaseException) -> None:
+        """Leave the process groups for good, because this rank has failed in `what` and cannot stay in step with the
+        others any more: those that wait for it have an error at once instead of after their time-out, and this rank's
+        later collectives raise. Does not wait; idempotent."""
+        if self._watch is None or self._given_up is not None:
+            return
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:_SHOWN_CHARACTERS]
+        self._given_up = f"{what} ({why})"
+        self._watch.give_up(what, why)
+        groups, self._groups = self._groups, []
+        # gloo ends a group when what was begun in it has ended, and an exchange may wait for another rank.
+        self._ending = threading.Thread(target=_end, args=(groups,), name="paramserver-give-up", daemon=True)
+        self._ending.start()
+
+    def _require_part(self) -> None:
+        """Raise CollectiveError where this rank has given up."""
+        if self._given_up is not None:
+            raise CollectiveError(
+                f"this rank takes part in no collective any more, because it has failed in {self._given_up}: restart "
+                "the job, it resumes from the last commit"
+            )
 
     @contextmanager
     def within(self, what: str, begun: float | None = None) -> Iterator[None]:
@@ -95,6 +135,7 @@ class Collectives:
         if self._watch is None:
             yield
             return
+        self._require_part()
         begun = time.monotonic() if begun is None else begun
         try:
             with self._watch.within(what), self._recorder.waiting(Cause.RANKS, what):
@@ -164,6 +205,7 @@ class Collectives:
 
     def start_gather_headers(self, header: torch.Tensor, what: str) -> PendingRows:
         """Every rank's `header` [n] on the CPU, one n always, world size > 1. Does not wait."""
+        self._require_part()
         rows = torch.empty(self.world_size, header.numel(), dtype=header.dtype)
         begun = time.monotonic()
         work = _all_gather(rows.view(-1), header, group=self._groups[_CONTROL], async_op=True)
@@ -171,6 +213,7 @@ class Collectives:
 
     def start_exchange(self, row: torch.Tensor, what: str) -> PendingRows:
         """Every rank's `row` [n] of integers on the CPU, one n always, world size > 1. Does not wait."""
+        self._require_part()
         rows = torch.zeros(self.world_size, row.numel(), dtype=row.dtype)
         rows[self.rank] = row
         begun = time.monotonic()
@@ -186,17 +229,17 @@ class Collectives:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._groups[_MAIN])
         return [bool(flag) for flag in tensor.tolist()]
 
-    def gather_ids(self, identity: bytes) -> list[bytes]:
+    def gather_ids(self, identity: bytes, what: str = "an exchange") -> list[bytes]:
         """Every rank's `identity`, all of one length."""
-        rows = self.gather_rows(torch.tensor(list(identity), dtype=torch.uint8))
+        rows = self.gather_rows(torch.tensor(list(identity), dtype=torch.uint8), what)
         return [bytes(row) for row in rows.tolist()]
 
-    def gather_bytes(self, content: bytes) -> list[bytes]:
+    def gather_bytes(self, content: bytes, what: str = "an exchange") -> list[bytes]:
         """Every rank's `content`, of any lengths."""
-        sizes = [int(size) for (size,) in self.gather_rows(torch.tensor([len(content)])).tolist()]
+        sizes = [int(size) for (size,) in self.gather_rows(torch.tensor([len(content)]), what).tolist()]
         row = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         row[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-        rows = self.gather_rows(row).cpu()
+        rows = self.gather_rows(row, what).cpu()
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_id(self, identity: bytes) -> bytes:

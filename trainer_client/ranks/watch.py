@@ -67,6 +67,11 @@ class Watch:
         # Not where it failed: that is where this rank still is.
         self._place = _Place(number, what, False)
 
+    def give_up(self, what: str, why: str) -> None:
+        """Tell the other ranks that this one does not come to `what` or to any later collective, and why."""
+        self._place = _Place(self._place.number + 1, f"{what}, which it gave up ({why})", True)
+        self._say()
+
     def places(self) -> str:
         """Where each rank is, or was when it was last heard of."""
         self._say()

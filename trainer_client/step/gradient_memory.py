@@ -40,6 +40,9 @@ class GradientMemory(Protocol):
     def give_back(self) -> None:
         """The gradient is done with. Returns when the next step may ask for memory."""
 
+    def abandon(self) -> None:
+        """Give the memory back after a failure. Does not wait and raises nothing; idempotent."""
+
 
 class LeasedMemory:
     """In the store's host memory: what is handed over is there already."""
@@ -74,6 +77,14 @@ class LeasedMemory:
         if self.is_there:
             leased, self._leased = self._wait(), None
             self._store.release([leased]).wait()
+
+    def abandon(self) -> None:
+        pending, self._pending = self._pending, None
+        leased, self._leased = self._leased, None
+        if pending is not None:
+            pending.forgo()
+        if leased is not None:
+            self._store.give_back([leased])
 
     def _wait(self) -> LeasedBytes:
         if self._pending is not None:
@@ -111,9 +122,16 @@ class DeviceMemory:
 
     def lease(self, step: int) -> LeasedBytes:
         (leased,) = self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], step).wait()
-        leased.data.view(self._group.gradient_dtype).copy_(self.chunk)
+        try:
+            leased.data.view(self._group.gradient_dtype).copy_(self.chunk)
+        except BaseException:
+            self._store.give_back([leased])
+            raise
         self._chunk = None
         return leased
 
     def give_back(self) -> None:
+        self._chunk = None
+
+    def abandon(self) -> None:
         self._chunk = None

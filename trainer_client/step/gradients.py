@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from trainer_client.config import TrainingConfig
-from trainer_client.errors import TrainerClientError
+from trainer_client.errors import StoreError, TrainerClientError
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import RankStore
 from trainer_client.model.flat_group import FlatGroup
@@ -192,6 +193,15 @@ class GradientGroup:
         leased = self.memory.lease(step)
         self.finish()
         return leased
+
+    def abandon(self) -> None:
+        """Undo the update that has begun with this gradient, and give the gradient's memory back, after a failure that
+        the caller reports. Where the store refuses to undo it, it has lost this session or the step, and the update
+        with it."""
+        with suppress(StoreError):
+            self.begin_change()
+        self.memory.abandon()
+        self.finish()
 
     def finish(self) -> None:
         """The step is over: nothing of it stays here."""
@@ -378,6 +388,11 @@ class Gradients:
         """Gives the memory of a step back that is not made."""
         for group in self._groups:
             group.finish()
+
+    def abandon(self) -> None:
+        """Give everything back after a failure: updates that have begun, and all memory. Raises no StoreError."""
+        for group in self._groups:
+            group.abandon()
 
 
 def _put(target: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:

@@ -34,7 +34,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError
+from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError, StoreError
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.precision import cast_floating_inputs
@@ -53,8 +53,20 @@ class _Frame:
 
     unit: Unit
     module: nn.Module
+    records: int  # how many of UnitHooks._records are older
     may_release: bool = True  # after the forward: its backward will be noticed, or there is none
     has_returned: bool = False  # the module's forward, without an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Before:
+    """What was there when the outermost forward began, to go back to if it fails."""
+
+    phase: Phase
+    trace: Trace
+    mark: tuple[int, int]  # in the trace
+    holds: frozenset[tuple[Holder, int]]
+    used: int  # how many units were used since the last backward
 
 
 class UnitHooks:
@@ -94,6 +106,9 @@ class UnitHooks:
         self._in_backward: set[int] = set()  # units whose backward has begun and is not over
         self._almost_over: set[int] = set()  # of them, those whose last gradients are being accumulated
         self._open: list[set[object]] = [set() for _ in units]  # forwards of a unit whose backward is not over
+        # Those of _open that the outermost forward under way has made, with their units' indices.
+        self._records: list[tuple[int, object]] = []
+        self._before: _Before | None = None  # the last outermost forward; None: it is not to be undone any more
         self._used: dict[int, None] = {}  # units in the order of their first use since the last backward
 
     @property
@@ -134,8 +149,8 @@ class UnitHooks:
     def begin_backward(self, step: int, *, reduces: bool) -> None:
         """Gradients that come from now on belong to `step`; `reduces`: see Gradients.begin_backward. A collective,
         which is not waited for."""
+        self.expect_forward()
         self._phases.enter(Verb.BEGIN_BACKWARD)
-        self._running.clear()
         self._trace = self._training
         self._step = step
         self._gradients.begin_backward(reduces=reduces)
@@ -153,17 +168,47 @@ class UnitHooks:
         self._recorder.compute(None)
         self._phases.enter(Verb.END_BACKWARD)
 
-    def abort_backward(self) -> None:
-        """Autograd or a hook failed: gives memory and leases back, without a collective."""
-        self._reduction_order.abandon()
-        self._end_uses(keep=False)
+    def abort_backward(self) -> bool:
+        """Give the units' memory and leases back, without a collective, because autograd or a hook has failed. Returns
+        whether a backward pass was under way at all: it may have been refused."""
+        if self.phase is not Phase.BACKWARD:
+            return False
         self._phases.enter(Verb.FAIL_BACKWARD)
+        self._reduction_order.abandon()
+        # The caller reports why the backward failed: it is the cause of what the store refuses now.
+        with suppress(StoreError):
+            self._end_uses(keep=False)
+        return True
 
-    def abandon_forward(self) -> None:
-        """A forward was interrupted by what no hook of torch hears of (KeyboardInterrupt). Idempotent."""
+    def expect_forward(self) -> None:
+        """Take note that no forward is under way, and that the last one is not to be undone any more. A module that was
+        called directly may have been interrupted by what no hook of torch hears of (KeyboardInterrupt): it failed."""
         if self._running:
-            self._running.clear()
-            self._end_forward()
+            self.fail_forward()
+        self._before = None
+
+    def fail_forward(self) -> None:
+        """Undo the outermost forward, which has failed: what it held is let go, and what it noted is forgotten, so that
+        the next one finds what this one found. Idempotent."""
+        self._running.clear()
+        self._forget_records(0)
+        before, self._before = self._before, None
+        if before is None or self.phase not in (Phase.INFERENCE, Phase.FORWARD):
+            return
+        before.trace.rewind(before.mark)
+        while len(self._used) > before.used:
+            self._used.popitem()
+        self._recorder.compute(None)
+        self._residency.pause()
+        if before.phase is Phase.IDLE:
+            self._phases.enter(Verb.FAIL_FORWARD)
+        # The caller reports why the forward failed: it is the cause of what the store refuses now.
+        with suppress(StoreError):
+            self._residency.go_back_to(before.holds)
+
+    def fail_change(self) -> None:
+        """Take note that a change of states between two steps has failed half-way."""
+        self._phases.enter(Verb.FAIL_CHANGE)
 
     def forget_values(self) -> None:
         """Somebody changes parameters between two steps: what stayed gathered is not what it was."""
@@ -171,6 +216,7 @@ class UnitHooks:
 
     def begin_step(self) -> None:
         """The parameters are about to change: nothing of them stays on the device, and no lease on them is held."""
+        self.expect_forward()
         self._phases.enter(Verb.BEGIN_STEP)
         self._end_uses(keep=False)
         for index in range(len(self._units)):
@@ -217,11 +263,21 @@ class UnitHooks:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
         outermost = not self._running
         nested = any(frame.unit is unit for frame in self._running)
-        self._running.append(_Frame(unit, module))
+        if outermost:
+            self._records.clear()
+        self._running.append(_Frame(unit, module, len(self._records)))
         if outermost and self.phase is not Phase.BACKWARD:
             grad = torch.is_grad_enabled()
+            before = self.phase
             self._phases.enter(Verb.BEGIN_FORWARD if grad else Verb.BEGIN_INFERENCE)
             self._trace = self._training if grad else self._inference
+            self._before = _Before(
+                phase=before,
+                trace=self._trace,
+                mark=self._trace.mark(),
+                holds=self._residency.holds(),
+                used=len(self._used),
+            )
         if self.phase is Phase.FORWARD and self._trace is self._training and not unit.is_root:
             self._used.setdefault(unit.index)
         if not nested:
@@ -233,6 +289,11 @@ class UnitHooks:
             return
         frame = self._running.pop()
         unit = frame.unit
+        if not frame.has_returned:
+            self._forget_records(frame.records)
+            if not self._running and self.phase is not Phase.BACKWARD:
+                self.fail_forward()
+                return
         # Where the forward failed, that is what its caller is told.
         with nullcontext() if frame.has_returned else suppress(SessionEndedError):
             if all(other.unit is not unit for other in self._running):
@@ -300,6 +361,7 @@ class UnitHooks:
     def _watch_inputs(self, unit: Unit, inputs: TensorTree) -> None:
         record = object()
         self._open[unit.index].add(record)
+        self._records.append((unit.index, record))
         tensors = inputs.requiring_grad()
         if not tensors:
             return  # nothing tells when its backward is over: the end of backward does
@@ -314,6 +376,12 @@ class UnitHooks:
                 self._after_backward(unit, waits=has_leaves)
 
         handle = register_multi_grad_hook(tensors, after_backward)
+
+    def _forget_records(self, since: int) -> None:
+        """Expect no backward of forwards that have failed."""
+        for index, record in self._records[since:]:
+            self._open[index].discard(record)
+        del self._records[since:]
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
         self._step_of_backward()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from statistics import median
@@ -136,11 +137,28 @@ class Residency:
         self._held_by.clear()
         for holders in self._holders:
             holders.clear()
-        for unit in self._units:
-            if keep and unit.state is UnitState.GATHERED:
-                self._put_away_if_idle(unit, None)
-            else:
-                unit.release()
+        with ExitStack() as every:  # Also where the release of one of them raises.
+            for unit in self._units:
+                if keep and unit.state is UnitState.GATHERED:
+                    every.callback(self._put_away_if_idle, unit, None)
+                else:
+                    every.callback(unit.release)
+
+    def holds(self) -> frozenset[tuple[Holder, int]]:
+        """Return who holds which unit now, for `go_back_to`."""
+        return frozenset((holder, index) for holder, indices in self._held_by.items() for index in indices)
+
+    def go_back_to(self, holds: Set[tuple[Holder, int]]) -> None:
+        """Let go of all that is held beyond `holds`, after a failure. What remains unheld is released, and so are the
+        leases that were asked for ahead."""
+        for holder, index in self.holds() - holds:
+            self._held_by[holder].discard(index)
+            self._holders[index].discard(holder)
+        self._held_by = {holder: indices for holder, indices in self._held_by.items() if indices}
+        with ExitStack() as every:
+            for unit in self._units:
+                if not self._holders[unit.index]:
+                    every.callback(unit.release)
 
     def prefetch(self, *traces: Trace) -> None:
         """Tells the store what comes next in one of the traces, unless it knows."""

@@ -51,6 +51,15 @@ class Trace:
             self._cursor = places[following] + 1
         return self._clock.now
 
+    def mark(self) -> tuple[int, int]:
+        """Return where the sequence is, for `rewind`."""
+        return self._cursor, len(self._used)
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Forget the uses since `mark`, because what used the units has failed and will be repeated."""
+        self._cursor, used = mark
+        del self._used[used:]
+
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """The expected rest of the sequence as (unit, position). Ends where the sequence ends."""
         for index in range(self._cursor, len(self._expected)):

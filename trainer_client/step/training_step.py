@@ -103,6 +103,11 @@ class TrainingStep:
         self._scaler.update(overflow=not finite)
         return finite
 
+    def abandon(self, *, is_voted_for: bool = False) -> None:
+        """Give back all that the step holds, after a failure that the caller reports; see Updates.abandon."""
+        self._updates.abandon(is_voted_for=is_voted_for)
+        self._gradients.abandon()
+
     def refresh(self) -> None:
         """Makes the parameters on this rank's device those of the step. A collective, after the ranks' votes for it."""
         self._updates.refresh()

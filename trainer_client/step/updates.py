@@ -13,12 +13,14 @@ bits are those of the update after the norm. Until the step is made, reads see t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import update_rules
+from trainer_client.errors import StoreError
 from trainer_client.link.planes import LeasedBytes
 from trainer_client.link.rank_store import GroupUpdate, RankStore
 from trainer_client.model.flat_group import FlatGroup
@@ -78,6 +80,7 @@ class Updates:
         self._store = store
         self._collectives = collectives
         self._updated: list[PlacedStates] = []
+        self._accepted: list[EarlyUpdate] = []  # of the step that `apply` has made: the commit consumes their leases
         self._foreseen: tuple[int, UpdateRule] | None = None
 
     def foresee(self, step: int, rule: UpdateRule | None) -> None:
@@ -128,9 +131,10 @@ class Updates:
         where states are replicated.
         """
         self._updated = []
+        self._accepted = []
         self._foreseen = None
         own: list[GradientGroup] = []
-        stored: list[GroupUpdate] = []
+        stored: list[GradientGroup] = []
         for gradient in gradients:
             state = self._states[gradient.flat_group.name]
             self._updated.append(state)
@@ -139,21 +143,48 @@ class Updates:
                 continue
             if self._is_made(step, gradient, rule):
                 continue
-            update = self._describe(gradient, gradient.take_lease(step), rule)
             if state.placement.gradients is Home.DEVICE:
                 # One at a time: the store's memory need not hold more of them than it works on.
-                self._store.apply_gradients(step, rule.table.rows, [update])
+                self._hand_over(step, [gradient], rule)
             else:
-                stored.append(update)
+                stored.append(gradient)
         if stored:
-            self._store.apply_gradients(step, rule.table.rows, stored)
+            self._hand_over(step, stored, rule)
         for gradient in own:
             self._update_on_device(self._states[gradient.flat_group.name], gradient, rule)
+
+    def _hand_over(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
+        """Have the store update groups. Their leases are the store's once it has accepted them."""
+        leases: list[LeasedBytes] = []
+        updates: list[GroupUpdate] = []
+        try:
+            for gradient in gradients:
+                leases.append(gradient.take_lease(step))
+                updates.append(self._describe(gradient, leases[-1], rule))
+            self._store.apply_gradients(step, rule.table.rows, updates)
+        except BaseException:
+            self._store.give_back(leases)
+            raise
+
+    def abandon(self, *, is_voted_for: bool) -> None:
+        """Give back what the step under way holds, after a failure that the caller reports.
+
+        Args:
+            is_voted_for: this rank has voted for the step, whose commit consumes the gradients of early updates.
+        """
+        for state in self._states.values():
+            state.forgo_parameters()
+        accepted, self._accepted = self._accepted, []
+        for early in () if is_voted_for else accepted:
+            with suppress(StoreError):
+                early.withdraw()
+            self._store.give_back([early.update.gradient])
 
     def refresh(self) -> None:
         """Brings what this rank keeps of the parameters up to date with the step that `apply` made and all ranks have
         voted for. A collective, for what is resident."""
         updated, self._updated = self._updated, []
+        self._accepted = []
         for index, state in enumerate(updated):
             # One ahead: the store reads the next group while this rank copies and gathers.
             for ahead in updated[index : index + 2]:
@@ -173,6 +204,7 @@ class Updates:
             gradient.begin_change()
             return False
         # The commit consumes the lease.
+        self._accepted.append(early)
         gradient.take_lease(step)
         return True
 

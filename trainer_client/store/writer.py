@@ -331,13 +331,13 @@ class StoreWriterSync:
 
     def _fill(self, link: Link, call: Call, lease: pb.Lease, source: torch.Tensor) -> Any:
         """Puts bytes into a write lease, and begins its publication."""
+        releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
         try:
             link.copy_in(call, lease, source)
+            return link.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), call.left_seconds)
         except BaseException:
             release(link, [lease.lease_id])
             raise
-        releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
-        return link.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), call.left_seconds)
 
     def _check_tensor(self, fqn: str, tensor: torch.Tensor) -> None:
         spec = self._layout.tensors.get(fqn)

@@ -1,0 +1,86 @@
+"""Failures on demand: an operation of torch, or a module's forward or backward, that raises when its turn comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WIDTH = 32
+BLOCKS = 3
+
+
+class Failing(TorchDispatchMode):
+    """Within the context torch's `at`-th operation raises OutOfMemoryError, as each may that needs memory; counted from
+    1, with those that the engine's hooks call. Without `at` none raises.
+
+    Attributes:
+        calls: operations so far.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+        self._at = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == self._at:
+            raise torch.OutOfMemoryError(f"as told, in call {self.calls}, of {func}")
+        return func(*args, **kwargs or {})
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, error: type[BaseException]) -> torch.Tensor:
+        ctx.error = error
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ctx.error("as told, in backward")
+
+
+class Block(nn.Module):
+    """Attributes:
+    fails: what its next forward raises; None: nothing.
+    fails_in_backward: what the backward of its next forward raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fails: type[BaseException] | None = None
+        self.fails_in_backward: type[BaseException] | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + torch.tanh(self.linear(hidden))
+        if self.fails is not None:
+            error, self.fails = self.fails, None
+            raise error("as told, in forward")
+        if self.fails_in_backward is not None:
+            error, self.fails_in_backward = self.fails_in_backward, None
+            failing: torch.Tensor = _RaiseInBackward.apply(hidden, error)  # type: ignore[no-untyped-call]
+            return failing
+        return hidden
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+def inputs(step: int, rank: int = 0) -> torch.Tensor:
+    """[4, WIDTH]."""
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
