@@ -213,6 +213,8 @@ class UnitHooks:
     def forget_values(self) -> None:
         """Somebody changes parameters between two steps: what stayed gathered is not what it was."""
         self._residency.let_all_go()
+        # Those of resident units, which are not released; see flat_group.py [Note: autocast].
+        torch.clear_autocast_cache()
 
     def begin_step(self) -> None:
         """The parameters are about to change: nothing of them stays on the device, and no lease on them is held."""
@@ -226,6 +228,8 @@ class UnitHooks:
 
     def finish_step(self) -> None:
         """The parameters are updated: the next step begins, and with it the uses that the last one saw."""
+        # Those of resident units, which are not released; see flat_group.py [Note: autocast].
+        torch.clear_autocast_cache()
         self._training.end()
         self._residency.pause()
         self._residency.prefetch(self._training)
