@@ -14,7 +14,7 @@ import trainer_client
 from tests.integration.daemon import Daemon, tiers
 from tests.integration.failing import Failing, Tower, inputs
 from tests.integration.waiting import wait_until
-from trainer_client import Engine
+from trainer_client import Engine, StoreClientSync
 from trainer_client.errors import PhaseError
 from trainer_client.step.phases import Phase
 
@@ -236,3 +236,22 @@ def test_access_to_parameters_may_fail_anywhere(store: str, expected: dict[str, 
         fail_each_call(engine.full_state_dict)
         assert_nothing_is_leased(store)
         assert_equal(engine.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_puts_and_gets_of_the_store_client_may_fail_anywhere(store: str, streams: bool) -> None:
+    values = {"large": torch.arange(300_000.0), "small": torch.arange(7.0)}
+    with StoreClientSync.connect(store, prefer_streams=streams) as client:
+        with client.open(f"client-{streams}", values, shard_bytes=1 << 19) as writer:
+
+            def put() -> None:
+                writer.roll_back()
+                writer.put(values)
+
+            fail_each_call(put)
+            assert_nothing_is_leased(store)
+            writer.commit()
+        with client.read(f"client-{streams}") as reader:
+            for fqn, value in values.items():
+                assert torch.equal(fail_each_call(partial(reader.get, fqn)), value)
+                assert_nothing_is_leased(store)

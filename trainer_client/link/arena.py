@@ -24,7 +24,7 @@ import grpc
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.errors import SessionEndedError
+from trainer_client.errors import SessionEndedError, StoreUnavailableError
 from trainer_client.link.mapping import FileRange, map_file
 
 log = logging.getLogger(__name__)
@@ -76,9 +76,14 @@ class Arena:
         return _enter(inode, description) if inode else None
 
     def view(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + size_bytes) of the arena, uint8, shared with the store."""
+        """Bytes [offset, offset + size_bytes) of the arena, uint8, shared with the store.
+
+        Raises:
+            StoreUnavailableError: the arena is closed, because another thread has found the session ended or closed it.
+        """
         if self._tensor is None:
-            raise RuntimeError("the arena is closed")
+            # No RuntimeError: torch raises it where memory is exhausted, which is no reason to connect again.
+            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
         return self._tensor[offset : offset + size_bytes]
 
     def file_range(self, offset: int) -> FileRange | None:

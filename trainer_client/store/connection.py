@@ -166,7 +166,7 @@ class Link:
         """Copies the bytes of a read lease: from the mapped arena, or as a stream. Raises StoreError."""
         with call.at_memory():
             if self._arena is not None:
-                target.copy_(_view(self._arena, lease))
+                target.copy_(self._arena.view(lease.arena_offset, lease.size_bytes))
                 self._arena.check()
             else:
                 source = pb.ReadRequest.Open(lease_id=lease.lease_id)
@@ -176,7 +176,7 @@ class Link:
         """Fills a write lease with bytes that may be on a device, and zeros behind them. Raises StoreError."""
         with call.at_memory():
             if self._arena is not None:
-                view = _view(self._arena, lease)
+                view = self._arena.view(lease.arena_offset, lease.size_bytes)
                 view[: source.numel()] = source
                 # Not somebody else's old bytes.
                 view[source.numel() :] = 0
@@ -217,14 +217,6 @@ class Link:
     def call(self, method: str, request: Any, call: Call) -> Any:
         """A unary call. Raises StoreError."""
         return result_of(self.begin(method, request, call.left_seconds))
-
-
-def _view(arena: Arena, lease: pb.Lease) -> torch.Tensor:
-    try:
-        return arena.view(lease.arena_offset, lease.size_bytes)
-    except RuntimeError as error:
-        # Another call has found the session ended, or the client was closed.
-        raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed") from error
 
 
 class Connection:

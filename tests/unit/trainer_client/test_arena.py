@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.errors import SessionEndedError
+from trainer_client.errors import SessionEndedError, StoreUnavailableError
 from trainer_client.link.arena import Arena
 
 SIZE = 1 << 16
@@ -140,7 +140,7 @@ def test_the_lock_lasts_until_the_last_view_is_gone(path: Path) -> None:
     assert locked(path) == "10"
     del part
     assert locked(path) == "00"
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(StoreUnavailableError, match="closed"):
         arena.view(0, 1)
 
 
