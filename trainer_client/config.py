@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic import ValidationError as PydanticError
 
-from trainer_client.config_section import Section
+from trainer_client.config_section import Agreement, Section
 from trainer_client.errors import ConfigError
 from trainer_client.link.credentials import Credentials
 from trainer_client.optimizers.optimizer_sections import OPTIMIZERS, OptimizerSection
@@ -68,7 +68,8 @@ class Fp16Section(Section):
 
 class OffloadSection(Section):
     device: Literal["none", "cpu", "nvme"]
-    nvme_path: Path | None = None
+    # The state directory that follows from it is compared: see `TrainingConfig.daemon_values`.
+    nvme_path: Annotated[Path | None, Agreement.NONE] = None
 
 
 class OffloadOptimizerSection(OffloadSection):
@@ -130,7 +131,8 @@ class DataSection(Section):
 
     seed: NonNegativeInt = 0
     shuffle: bool = True
-    workers: NonNegativeInt = 0
+    # Nodes have different processors, and the order of the samples does not depend on it.
+    workers: Annotated[NonNegativeInt, Agreement.NONE] = 0
 
 
 class TraceSection(Section):
@@ -157,15 +159,18 @@ class ParamserverSection(Section):
     `may_thaw` has patterns of FQNs: of parameters that are frozen, and in no parameter group, and may be trained later.
     """
 
-    address: str | None = None
-    token_file: Path | None = None
-    tls: TlsSection = TlsSection()
-    insecure: bool = False
+    # Each node has a daemon of its own, and may have several. Whether there is an address at all is compared: see
+    # `TrainingConfig.daemon_values`. Credentials belong to the address; what is in their files is nobody else's.
+    address: Annotated[str | None, Agreement.NONE] = None
+    token_file: Annotated[Path | None, Agreement.NONE] = None
+    tls: Annotated[TlsSection, Agreement.NONE] = TlsSection()
+    insecure: Annotated[bool, Agreement.NONE] = False
     job: Annotated[str, Field(min_length=1)] = "default"
     peers: tuple[str, ...] = ()
-    state_dir: Path | None = None
-    host_budget: ByteSize = ByteSize(1 << 30)
-    nvme_budget: ByteSize = ByteSize(64 << 30)
+    # As `nvme_path`.
+    state_dir: Annotated[Path | None, Agreement.NONE] = None
+    host_budget: Annotated[ByteSize, Agreement.NODE] = ByteSize(1 << 30)
+    nvme_budget: Annotated[ByteSize, Agreement.NODE] = ByteSize(64 << 30)
     resume: Literal["auto", "never", "must"] = "auto"
     units: UnitsSection = UnitsSection()
     gather: Literal["auto", "collective", "store"] = "auto"
@@ -178,7 +183,8 @@ class ParamserverSection(Section):
     gradient_clipping_value: PositiveFloat | None = None
     max_consecutive_skipped_steps: PositiveInt | None = None
     early_updates: bool = True
-    trace: TraceSection | None = None
+    # A rank writes its trace on its own.
+    trace: Annotated[TraceSection | None, Agreement.NONE] = None
 
 
 class TrainingConfig(Section):
@@ -186,7 +192,8 @@ class TrainingConfig(Section):
     train_micro_batch_size_per_gpu: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None
     gradient_clipping: NonNegativeFloat = 0.0
-    steps_per_print: PositiveInt | None = 10
+    # Rank 0 alone prints.
+    steps_per_print: Annotated[PositiveInt | None, Agreement.NONE] = 10
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
     data_types: DataTypesSection = DataTypesSection()
@@ -198,6 +205,14 @@ class TrainingConfig(Section):
     def store_address(self, environ: Mapping[str, str]) -> str | None:
         """The address of a daemon that is not ours to start; None: start one for the job."""
         return self.paramserver.address or environ.get(ADDRESS_VARIABLE) or None
+
+    def daemon_values(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return what the ranks of a node must agree on, because one of them starts a daemon that all of them use: the
+        values as JSON, by key."""
+        if self.store_address(environ) is not None:
+            return {f"paramserver.address (or ${ADDRESS_VARIABLE})": json.dumps("given")}
+        directory = {"paramserver.state_dir (or nvme_path)": json.dumps(str(self.state_dir().absolute()))}
+        return dict(self.values(Agreement.NODE)) | directory
 
     def credentials(self, environ: Mapping[str, str]) -> Credentials:
         """What to show to that daemon; the config goes before the environment. Raises ConfigError for half of TLS."""

@@ -17,6 +17,11 @@ class ConfigError(TrainerClientError, ValueError):
     """The config, the model or an argument of `initialize` asks for something that cannot be honoured."""
 
 
+class RankMismatchError(ConfigError):
+    """The ranks of a run were given different configs, models or optimizers. Every rank raises the same message, which
+    says for each key which ranks have which value; nothing was started or opened."""
+
+
 class DeferredInitError(TrainerClientError, RuntimeError):
     """The model's constructor does something that cannot be put off until there is memory for its tensors."""
 

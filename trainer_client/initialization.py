@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer_client.access import StateAccess
 from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
+from trainer_client.config_section import Agreement
 from trainer_client.data import TrainingLoader, make_loader
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
@@ -37,6 +38,7 @@ from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.precision import LossScaler, PrecisionPolicy
+from trainer_client.ranks.agreement import Declaration, require_agreement
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
 from trainer_client.report.reporter import Reporter
@@ -112,6 +114,7 @@ def initialize(
 
     Raises:
         ConfigError: an argument or a config key that cannot be honoured.
+        RankMismatchError: ranks differ in config, model, optimizer or arguments; every rank raises the same message.
         StoreError, LocalDaemonError: the store refused, cannot be reached or cannot be started.
     """
     refused = {"mpu": mpu, "mesh_param": mesh_param}
@@ -132,6 +135,25 @@ def initialize(
         recorder = Recorder()
         collectives = Collectives(device, settings.paramserver.collective_timeout_seconds, recorder)
         processes.callback(collectives.close)
+        # First of all: ranks that differ would wait for each other, or for a daemon that none of them starts.
+        require_agreement(
+            _declare(
+                settings,
+                parameters,
+                store_optimizer,
+                device,
+                {
+                    "lr_scheduler": scheduler,
+                    "training_data": training_data,
+                    "weights": weights,
+                    "param_init_fn": param_init_fn,
+                    "unit_policy": unit_policy,
+                },
+                strict_weights=strict_weights,
+            ),
+            local_rank,
+            collectives,
+        )
         batch = resolve_batch_sizes(settings, collectives.world_size)
         loader = make_loader(
             training_data,
@@ -318,6 +340,43 @@ def _make_scheduler(
         raise ConfigError("lr_scheduler ReduceLROnPlateau is not honoured by this version: it steps on a metric")
     made: Scheduler | None = scheduler
     return made
+
+
+def _declare(
+    settings: TrainingConfig,
+    parameters: Sequence[ModelParameter],
+    optimizer: StoreOptimizer,
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    *,
+    strict_weights: bool,
+) -> Declaration:
+    """Return what this rank has, of which all ranks must have the same. Of `arguments` that have names of their own on
+    each rank, it is whether they are given, and the size of the data."""
+    given = {f"initialize({name}=...)": "given" for name, value in arguments.items() if value is not None}
+    data = arguments["training_data"]
+    return Declaration(
+        run=dict(settings.values(Agreement.RUN))
+        | given
+        | {
+            "initialize(strict_weights=...)": str(strict_weights),
+            "samples of training_data": str(len(data)) if isinstance(data, Sized) else "none",
+            "torch.__version__": torch.__version__,
+            "device": device.type,
+        },
+        node=settings.daemon_values(os.environ),
+        lists={
+            "parameter": [
+                f"{p.fqn} {list(p.shape)} {p.tensor.dtype} {'trained' if optimizer.has_states(p) else 'frozen'}"
+                for p in parameters
+            ],
+            "optimizer setting": [
+                f"{key} = {value!r} of parameter group {number}"
+                for number, group in enumerate(optimizer.settings())
+                for key, value in sorted(group.items())
+            ],
+        },
+    )
 
 
 def _join_processes(required: bool | None, port: int, processes: ExitStack) -> tuple[int, torch.device]:

@@ -1,0 +1,180 @@
+"""What all ranks must have alike, compared before anything is built on it.
+
+Owns the comparison and its message. Must never send what does not differ: ranks exchange digests first. Every decision
+follows from what all ranks have received, so that all raise the same error, or none does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer_client.errors import RankMismatchError
+from trainer_client.ranks.collectives import Collectives
+
+_DIGEST_BYTES = 16
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_WHAT = "the comparison of configs"
+
+# Of a message, however many ranks and keys there are.
+_SHOWN_KEYS = 10
+_SHOWN_VALUES = 4
+_SHOWN_RANGES = 6
+_SHOWN_CHARACTERS = 160
+
+_ABSENT = "not set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What a rank has, as texts that are shown where they differ: never a secret.
+
+    Attributes:
+        run: by key, what all ranks must have alike.
+        node: by key, what the ranks of a node must have alike.
+        lists: by the name of an item ("parameter"), long lists that all ranks must have alike; the first item that
+            differs is shown.
+    """
+
+    run: Mapping[str, str]
+    node: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def require_agreement(mine: Declaration, local_rank: int, collectives: Collectives) -> None:
+    """Compare what all ranks declare. A collective: of 56 bytes for each rank where they agree.
+
+    Raises:
+        RankMismatchError: they do not; on every rank, with one message.
+    """
+    if collectives.world_size == 1:
+        return
+    identity = _boot_id() + local_rank.to_bytes(8, "little", signed=True)
+    digests = (_digest([mine.run, mine.lists]), _digest(mine.node))
+    rows = collectives.gather_ids(identity + b"".join(digests), _WHAT)
+    nodes = _nodes([(row[:_DIGEST_BYTES], row[_DIGEST_BYTES : len(identity)]) for row in rows])
+    everybody = [list(range(collectives.world_size))]
+    of_run = [row[len(identity) : -_DIGEST_BYTES] for row in rows]
+    of_node = [row[-_DIGEST_BYTES:] for row in rows]
+    if not _differ(of_run, everybody) and not _differ(of_node, nodes):
+        return
+    comparison = _Comparison(collectives)
+    lines = [
+        *comparison.of_keys(mine.run, everybody, ""),
+        *comparison.of_lists(mine.lists),
+        *comparison.of_keys(mine.node, nodes, " (ranks of one node)"),
+    ]
+    if more := lines[_SHOWN_KEYS:]:
+        lines[_SHOWN_KEYS:] = [f"and {len(more)} more"]
+    raise RankMismatchError(
+        "the ranks of this run do not have the same config, model and optimizer:\n  "
+        + "\n  ".join(lines)
+        + "\nGive all of them the same (docs/config.md says which keys may differ); nothing was started"
+    )
+
+
+class _Comparison:
+    """The exchanges that find out what differs."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def of_keys(self, mine: Mapping[str, str], groups: Iterable[Sequence[int]], suffix: str) -> list[str]:
+        """A line for each key that differs within a group of ranks."""
+        groups = list(groups)
+        digests = self._gather({key: _digest(value).hex() for key, value in mine.items()})
+        keys = sorted({key for row in digests for key in row})
+        differing = [key for key in keys if _differ([row.get(key) for row in digests], groups)]
+        values = self._gather({key: _cut(mine[key]) for key in differing[:_SHOWN_KEYS] if key in mine})
+        lines = []
+        for key in differing:
+            found = [row.get(key, _ABSENT) for row in values]
+            odd = [rank for group in groups if _differ([row.get(key) for row in digests], [group]) for rank in group]
+            lines.append(f"{key}: {_who_has_what(found, odd)}{suffix}")
+        return lines
+
+    def of_lists(self, mine: Mapping[str, Sequence[str]]) -> list[str]:
+        """A line for each list that differs: its first item that does."""
+        lines = []
+        for name, items in sorted(mine.items()):
+            sizes = self._gather(len(items))
+            if not self._differs_within(items, max(sizes)):
+                continue
+            equal, differing = 0, max(sizes)  # of how many first items it is known
+            while differing - equal > 1:
+                middle = (equal + differing) // 2
+                if self._differs_within(items, middle):
+                    differing = middle
+                else:
+                    equal = middle
+            values = self._gather(_cut(items[equal]) if equal < len(items) else f"none, of {len(items)}")
+            lines.append(f"{name} {equal}: {_who_has_what(values, range(len(values)))}")
+        return lines
+
+    def _differs_within(self, items: Sequence[str], count: int) -> bool:
+        digests = self._collectives.gather_ids(_digest(list(items[:count])), _WHAT)
+        return len(set(digests)) > 1
+
+    def _gather(self, value: Any) -> list[Any]:
+        return [json.loads(row) for row in self._collectives.gather_bytes(json.dumps(value).encode(), _WHAT)]
+
+
+def _nodes(places: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
+    """The ranks of each node, by (boot, local rank) of all ranks: a kernel that runs has one boot id, and a local rank
+    that comes again begins another node, where a test has several on one machine."""
+    nodes: list[list[int]] = []
+    current: dict[bytes, tuple[list[int], set[bytes]]] = {}
+    for rank, (boot, local_rank) in enumerate(places):
+        if boot not in current or local_rank in current[boot][1]:
+            current[boot] = [], set()
+            nodes.append(current[boot][0])
+        current[boot][0].append(rank)
+        current[boot][1].add(local_rank)
+    return nodes
+
+
+def _boot_id() -> bytes:
+    return hashlib.sha256(_BOOT_ID.read_bytes()).digest()[:_DIGEST_BYTES]
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()[:_DIGEST_BYTES]
+
+
+def _differ(values: Sequence[object], groups: Iterable[Sequence[int]]) -> bool:
+    return any(len({values[rank] for rank in group}) > 1 for group in groups)
+
+
+def _who_has_what(values: Sequence[str], ranks: Iterable[int]) -> str:
+    """ "3 on ranks 0, 2-5; 2 on rank 1"."""
+    by_value: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_value.setdefault(values[rank], []).append(rank)
+    shown = [f"{value} on {_ranks(held)}" for value, held in list(by_value.items())[:_SHOWN_VALUES]]
+    if (others := len(by_value) - _SHOWN_VALUES) > 0:
+        shown.append(f"{others} other values")
+    return "; ".join(shown)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_SHOWN_RANGES]]
+    if len(ranges) > _SHOWN_RANGES:
+        shown.append("...")
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
+
+
+def _cut(text: str) -> str:
+    """Shorten a long text; two that differ are still told apart, by their digests."""
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}... (digest {_digest(text).hex()[:8]})"
