@@ -1,5 +1,65 @@
-"""`python -m paramserver` is the `paramserver` command."""
+"""The entry of both commands, and of the daemon that a trainer starts, which is this file run by its path.
 
-from paramserver.cli import main
+Must import nothing of the project before `use_own_packages` has run. The names `paramserver` and `storage` are common:
+a `storage.py` in the working directory (`python -m` looks there first) or in a directory of PYTHONPATH would be
+imported in place of this project's package.
+"""
 
-main()
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = ("paramserver", "storage")
+
+
+class _OwnPackages(MetaPathFinder):
+    """Finds the project's packages beside this one, and leaves all other names to the path."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return PathFinder.find_spec(fullname, [str(_ROOT)]) if fullname in _PACKAGES else None
+
+
+def use_own_packages() -> None:
+    """Have the project's packages imported from the directory of this one from now on.
+
+    Raises:
+        SystemExit: a foreign module has one of the names already, as where sitecustomize.py has imported it.
+    """
+    for name in _PACKAGES:
+        if (module := sys.modules.get(name)) is not None:
+            # A directory without an __init__.py has no file.
+            place = Path(module.__file__ or next(iter(module.__path__)))
+            if place not in (_ROOT / name / "__init__.py", _ROOT / name):
+                sys.exit(
+                    f"paramserver: {place} was imported in place of the package {name!r} in {_ROOT}: rename it, or "
+                    "take its directory out of PYTHONPATH and of what sitecustomize.py and .pth files import"
+                )
+    sys.meta_path.insert(0, _OwnPackages())
+
+
+def main() -> None:
+    """Run `paramserver`."""
+    use_own_packages()
+    from paramserver.cli import main as run  # noqa: PLC0415
+
+    run()
+
+
+def admin() -> None:
+    """Run `paramserver-admin`."""
+    use_own_packages()
+    from paramserver.admin.cli import main as run  # noqa: PLC0415
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,10 @@ client of that store for everything else."""
 
 from __future__ import annotations
 
+from trainer_client.own_packages import check_own_packages
+
+check_own_packages()
+
 from trainer_client import utils, zero
 from trainer_client.access import StateShard
 from trainer_client.data import TrainingLoader

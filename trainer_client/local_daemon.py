@@ -16,13 +16,19 @@ from pathlib import Path
 
 import grpc
 
+from paramserver import v1
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
 from trainer_client.config import TrainingConfig
-from trainer_client.errors import LocalDaemonError
+from trainer_client.errors import LocalDaemonError, StoreUnavailableError
 from trainer_client.link.channel import check_address, is_serving, open_channel
 
 log = logging.getLogger(__name__)
+
+# The file itself, because a module of the same name may lie in the working directory or on PYTHONPATH.
+_PROGRAM = Path(v1.__file__).parents[1] / "__main__.py"
+# Neither puts a directory in front of the path of modules. A trainer that ignores PYTHONPATH has a daemon that does.
+_PATH_FLAG = "-I" if sys.flags.isolated else "-P"
 
 SOCKET_NAME = "paramserver.sock"
 LOG_NAME = "daemon.log"
@@ -58,7 +64,7 @@ class LocalDaemon:
                 "correct paramserver.state_dir or zero_optimization.*.nvme_path"
             ) from error
         self._command = [
-            *(sys.executable, "-m", "paramserver", "serve", "--exit-with-stdin"),
+            *(sys.executable, _PATH_FLAG, str(_PROGRAM), "serve", "--exit-with-stdin"),
             *("--state-dir", str(self._state_dir)),
             *("--host-budget", str(int(config.paramserver.host_budget))),
             *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
@@ -135,14 +141,14 @@ class LocalDaemon:
 
     def _wait_for_peers(self) -> None:
         deadline = time.monotonic() + _PEERS_SECONDS
-        with open_channel(self.address) as channel:
+        # These errors say that the daemon, or its directory, is gone already, and with it all sessions.
+        with suppress(grpc.RpcError, StoreUnavailableError), open_channel(self.address) as channel:
             admin = admin_pb_grpc.StoreAdminStub(channel)
-            with suppress(grpc.RpcError):  # gone already, with all sessions
-                while admin.GetTiers(admin_pb.GetTiersRequest(), timeout=5.0).sessions:
-                    if time.monotonic() > deadline:
-                        log.warning("the store daemon is stopped although ranks of this node are attached to it")
-                        return
-                    time.sleep(_POLL_SECONDS)
+            while admin.GetTiers(admin_pb.GetTiersRequest(), timeout=5.0).sessions:
+                if time.monotonic() > deadline:
+                    log.warning("the store daemon is stopped although ranks of this node are attached to it")
+                    return
+                time.sleep(_POLL_SECONDS)
 
     @staticmethod
     def _close_stdin(process: subprocess.Popen[bytes]) -> None:
