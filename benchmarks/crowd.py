@@ -11,6 +11,7 @@ import grpc.aio
 import uvloop
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.channel import NO_PROXY, target_of
 from trainer_client.link.channel import SERVICE_NAME
 
 STREAMS_PER_CHANNEL = 100
@@ -42,10 +43,14 @@ async def _read_slowly(channel: grpc.aio.Channel, session_id: str, lease_id: int
             await asyncio.sleep(SLOW_PAUSE_SECONDS)
 
 
+def _channel(address: str) -> grpc.aio.Channel:
+    """A connection of its own."""
+    return grpc.aio.insecure_channel(target_of(address), options=[*NO_PROXY, ("grpc.use_local_subchannel_pool", 1)])
+
+
 async def main(address: str, session_id: str, lease_id: int, count: int) -> None:
     """Opens the streams and keeps them."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(-(-count // STREAMS_PER_CHANNEL))]
+    channels = [_channel(address) for _ in range(-(-count // STREAMS_PER_CHANNEL))]
     idle = [await _open(channels[i // STREAMS_PER_CHANNEL], session_id, lease_id, 1) for i in range(count)]
     slow = asyncio.ensure_future(_read_slowly(channels[0], session_id, lease_id))
     print("ready", flush=True)

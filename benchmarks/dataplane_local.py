@@ -33,6 +33,7 @@ from benchmarks import store_daemon
 from benchmarks.measure import BenchmarkError
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from paramserver.v1.channel import NO_PROXY, channel_to, target_of
 from trainer_client.link.rank_store import RankStore, Slab
 
 MIB = 1 << 20
@@ -144,7 +145,7 @@ def _no_calls() -> Calls:
 
 def _sync_calls(address: str, echo: str, wants: dict[int, pb.AcquireLeasesRequest], count: int) -> dict[int, Calls]:
     calls = {mib: _no_calls() for mib in wants}
-    with grpc.insecure_channel(address) as channel, grpc.insecure_channel(echo) as bare:
+    with channel_to(address) as channel, channel_to(echo) as bare:
         stub = pb_grpc.ParameterStoreStub(channel)
         echo_call = bare.unary_unary(ECHO_METHOD, *_serializers())
         for number in range(-WARM_UP_CALLS, count):
@@ -157,11 +158,15 @@ def _sync_calls(address: str, echo: str, wants: dict[int, pb.AcquireLeasesReques
     return calls
 
 
+def _aio_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(target_of(address), options=NO_PROXY)
+
+
 async def _aio_calls(
     address: str, echo: str, wants: dict[int, pb.AcquireLeasesRequest], count: int
 ) -> dict[int, Calls]:
     calls = {mib: _no_calls() for mib in wants}
-    async with grpc.aio.insecure_channel(address) as channel, grpc.aio.insecure_channel(echo) as bare:
+    async with _aio_channel(address) as channel, _aio_channel(echo) as bare:
         stub: Any = pb_grpc.ParameterStoreStub(channel)
         echo_call = bare.unary_unary(ECHO_METHOD, *_serializers())
         for number in range(-WARM_UP_CALLS, count):

@@ -13,6 +13,7 @@ import socket
 import struct
 from pathlib import Path
 
+from paramserver.v1.sockets import system_path
 from storage.errors import ConflictError, DeviceError
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def clear_socket(path: Path) -> None:
         raise DeviceError(f"cannot listen on socket {path}: it is there and is no socket; correct `socket` (--socket)")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            probe.connect(str(path))
+            probe.connect(system_path(path))
         except ConnectionRefusedError:
             path.unlink()
             return
@@ -46,7 +47,7 @@ class ArenaDoor:
         self._fd = fd
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(str(path))
+            self._listener.bind(system_path(path))
         except OSError as error:
             self._listener.close()
             raise DeviceError(

@@ -14,9 +14,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, mo
 from paramserver.security.quotas import QuotasSection
 from paramserver.transfers import MIN_BUDGET_BYTES
 from paramserver.v1.chunks import MAX_CHUNK_BYTES
-
-# The kernel's limit for the path of a UNIX socket, with the ending zero (man 7 unix).
-MAX_SOCKET_PATH_BYTES = 107
+from paramserver.v1.sockets import check_path
 
 
 class ConfigError(Exception):
@@ -116,11 +114,7 @@ class DaemonConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_addresses(self) -> DaemonConfig:
-        if len(str(self.arena_socket_path).encode()) > MAX_SOCKET_PATH_BYTES:
-            raise ValueError(
-                f"socket: the path {self.arena_socket_path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that the "
-                "kernel allows; choose a shorter state_dir, or set `socket` to a shorter path"
-            )
+        check_path(self.arena_socket_path)
         if self.arena_file is not None and self.huge_pages:
             raise ValueError(
                 f"huge_pages: memory with a name (arena_file = {self.arena_file}) is in ordinary pages; leave out "

@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import sys
-from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -35,6 +34,7 @@ from paramserver.tracing import Traces
 from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
+from paramserver.v1.sockets import grpc_target
 from storage.config import EngineConfig
 from storage.engine import Engine
 from storage.errors import DeviceError
@@ -166,7 +166,8 @@ async def _serve(
     health_pb2_grpc.add_HealthServicer_to_server(health_service, checking)
     described = [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(gate, described), checking)
-    _bind(server, f"unix:{config.socket_path}", f"socket {config.socket_path}")
+    _bind(server, grpc_target(config.socket_path), f"socket {config.socket_path}")
+    config.socket_path.chmod(0o600)
     if config.listen is not None:
         _bind(server, config.listen, f"listen address {config.listen}", credentials)
         _tell_who_is_trusted(config)
@@ -211,8 +212,6 @@ def _bind(server: grpc.aio.Server, address: str, what: str, credentials: grpc.Se
         raise DeviceError(f"cannot listen on {what}: it is in use or not an address of this machine") from error
     if bound == 0:
         raise DeviceError(f"cannot listen on {what}")
-    if address.startswith("unix:"):
-        Path(address.removeprefix("unix:")).chmod(0o600)
 
 
 def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo_support.errors import DemoError, log_tail
+from paramserver.v1.channel import channel_to
 
 SERVICE = "paramserver.v1.ParameterStore"
 START_SECONDS = 60.0
@@ -52,13 +52,11 @@ class StoreDaemon:
     def __init__(self, *, state_dir: Path, log_path: Path, host_budget: str, nvme_budget: str) -> None:
         self.memory = DaemonMemory()
         self._log_path = log_path
-        # Not under state_dir: a socket's path must be short, and nobody knows how deep this checkout lies.
-        self._socket_dir = tempfile.TemporaryDirectory(prefix="paramserver-")
-        socket = Path(self._socket_dir.name) / "paramserver.sock"
-        self.address = f"unix:{socket}"
+        state_dir.mkdir(parents=True, exist_ok=True)
+        self.address = f"unix:{state_dir.absolute() / 'paramserver.sock'}"
         self._command = [
             *(sys.executable, "-m", "paramserver", "serve", "--exit-with-stdin"),
-            *("--state-dir", str(state_dir), "--socket", str(socket)),
+            *("--state-dir", str(state_dir)),
             *("--host-budget", host_budget, "--nvme-budget", nvme_budget),
         ]
 
@@ -91,7 +89,7 @@ class StoreDaemon:
     def _wait_until_serving(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         request = health_pb2.HealthCheckRequest(service=SERVICE)
-        with grpc.insecure_channel(self.address) as channel:
+        with channel_to(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 self.check()
@@ -113,7 +111,6 @@ class StoreDaemon:
                 break
             signal_it()
         self._process.wait()
-        self._socket_dir.cleanup()
 
     # The admin tool
 

@@ -14,7 +14,8 @@ import grpc
 import typer
 
 from paramserver.config import is_loopback
-from paramserver.v1.bearer import TokenBearer
+from paramserver.v1.channel import TlsFiles, channel_to, is_socket
+from paramserver.v1.sockets import with_real_paths
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
@@ -38,19 +39,22 @@ class Access:
     insecure: bool = False
 
     def channel(self, address: str) -> grpc.Channel:
-        """Ends the program where a file cannot be used, or the token would cross the network in the clear."""
+        """Return a channel to the daemon. Ends the program where the address or a file cannot be used, or the token
+        would cross the network in the clear."""
         token = None if self.token_file is None else _read(self.token_file).decode(errors="replace").strip()
-        local = address.startswith("unix:")
+        local = is_socket(address)
         tls = [path for path in (self.tls_ca, self.tls_key, self.tls_certificate) if path is not None]
         if tls and len(tls) < 3:
             _fail("TLS needs all of --tls-ca, --tls-certificate and --tls-key")
-        if tls and not local:
-            channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*map(_read, tls)))
-        elif token is not None and not (local or self.insecure or is_loopback(address)):
+        files = TlsFiles(*map(_read, tls)) if tls and not local else None
+        if token is not None and not (files or local or self.insecure or is_loopback(address)):
             _fail(f"a token for {address} would cross the network in the clear: give --tls-ca and so on, or --insecure")
-        else:
-            channel = grpc.insecure_channel(address)
-        return channel if token is None else grpc.intercept_channel(channel, TokenBearer(token))
+        try:
+            return channel_to(address, tls=files, token=token)
+        except ValueError as error:
+            _fail(f"address {address}: {error}")
+        except OSError as error:
+            _fail(f"no daemon answers at {address}; the directory of its socket cannot be used: {error.strerror}")
 
 
 # Set by the options before the verb.
@@ -68,7 +72,7 @@ def connect(address: str | None) -> Iterator[StoreAdminStub]:
     except grpc.RpcError as error:
         # Every error of a call is a Call too; the stubs do not say so.
         assert isinstance(error, grpc.Call)
-        details = error.details() or ""
+        details = with_real_paths(error.details() or "")
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             details = f"no daemon answers at {address}; is it running, and is the address right? ({details})"
         typer.echo(f"paramserver-admin: {error.code().name}: {details}", err=True)

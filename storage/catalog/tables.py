@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -70,6 +71,11 @@ _TABLES = {
 }
 # What is new in 3 is in the names of jobs, in 4 in the number of a region's checksums.
 _TABLES[3] = _TABLES[4] = _TABLES[2]
+
+
+# SQLite opens files by names of at most 512 bytes, "-journal" at their end included. A link does not help, because
+# SQLite resolves it first.
+_MAX_PATH_BYTES = 512 - len("-journal")
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -169,6 +175,13 @@ def errors(path: Path, *, opening: bool = False) -> Iterator[None]:
             ) from error
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or (opening and code not in _NO_DAMAGE):
             raise DataLossError(f"{path} is damaged ({error}); {REMEDY}") from error
+        length = len(os.fsencode(path.resolve()))
+        if code == sqlite3.SQLITE_CANTOPEN and length > _MAX_PATH_BYTES:
+            raise DeviceError(
+                f"{path} has a path of {length} bytes, and SQLite opens files whose paths have at most "
+                f"{_MAX_PATH_BYTES}; choose a state directory of at most "
+                f"{_MAX_PATH_BYTES - len(os.fsencode(path.name)) - 1} bytes"
+            ) from error
         raise DeviceError(f"{path}: {error}") from error
     except (LookupError, TypeError, ValueError) as error:
         if not opening:

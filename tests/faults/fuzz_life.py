@@ -17,6 +17,7 @@ import grpc.aio
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from paramserver.v1.channel import NO_PROXY, target_of
 from storage.shard import TierName
 from tests.faults.fuzz_calls import DEADLINE_SECONDS, METHODS, WAITING, Call, Ending, send
 from tests.faults.fuzz_requests import Known, Requests, encoded
@@ -57,7 +58,7 @@ class Life:
         await self._in_session(self._replay, history, old_session, report)
 
     async def _in_session(self, act: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(target_of(self._address), options=[*NO_PROXY, *CHANNEL_OPTIONS])
         try:
             session = pb_grpc.ParameterStoreStub(channel).Session()
             await session.write(pb.SessionRequest(hello=pb.SessionRequest.Hello(client="fuzz")))

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from paramserver.v1.channel import channel_to
 from tests.integration.forked import ROOT, Forked
 
 SERVICE = "paramserver.v1.ParameterStore"
@@ -28,7 +29,6 @@ OVERHEAD_BYTES = 384 * MIB
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
     # A daemon that was just started is looked at again soon.
     ("grpc.initial_reconnect_backoff_ms", 20),
     ("grpc.max_reconnect_backoff_ms", 100),
@@ -118,7 +118,7 @@ class Daemon:
         """Whether it answers SERVING now."""
         if not self.socket.exists():
             return False
-        with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        with channel_to(self.address, options=CHANNEL_OPTIONS) as channel:
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(
                     health_pb2.HealthCheckRequest(service=SERVICE), timeout=5
@@ -164,7 +164,7 @@ def _toml(value: Any) -> str:
 @contextmanager
 def admin_of(address: str) -> Iterator[admin_grpc.StoreAdminStub]:
     """The admin service at an address."""
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with channel_to(address, options=CHANNEL_OPTIONS) as channel:
         yield admin_grpc.StoreAdminStub(channel)
 
 

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,8 @@ from paramserver import wire
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from paramserver.v1.channel import channel_to
+from paramserver.v1.sockets import system_path
 from storage.shard import GroupSpec, Kind
 from tests.integration.daemon import CHANNEL_OPTIONS
 from tests.unit.storage.builders import GRAD_SCALE, Layout, Reference, reference_of
@@ -39,7 +42,7 @@ class Client:
     def __init__(
         self, address: str, name: str = "test", *, silent: bool = False, channel: grpc.Channel | None = None
     ) -> None:
-        self.channel = channel or grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.channel = channel or channel_to(address, options=CHANNEL_OPTIONS)
         self.store = pb_grpc.ParameterStoreStub(self.channel)
         self.admin = admin_grpc.StoreAdminStub(self.channel)
         self.notices: list[str] = []
@@ -71,7 +74,7 @@ class Client:
         """The arena, by the descriptor that comes over its socket."""
         if self.arena is None:
             with socket.socket(socket.AF_UNIX) as door:
-                door.connect(self.welcome.arena.socket_path)
+                door.connect(system_path(Path(self.welcome.arena.socket_path)))
                 _, (descriptor,), _, _ = socket.recv_fds(door, 1, 1)
             self.arena = mmap.mmap(descriptor, self.welcome.arena.size_bytes)
             os.close(descriptor)

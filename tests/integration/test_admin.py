@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from paramserver.admin.cli import app
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1.channel import channel_to
 from storage.shard import DType, Kind, TierName
 from tests.integration.daemon import MIB, SERVICE, Daemon, admin_of, tiers
 from tests.integration.store_client import Clients, Rank, refused
@@ -171,7 +172,7 @@ def test_the_command_line_says_what_is_wrong_in_one_line(daemon: Daemon, job: st
 
 
 def test_health_and_reflection_name_the_services(daemon: Daemon) -> None:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with channel_to(daemon.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", SERVICE, "paramserver.v1.StoreAdmin"):
             answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)

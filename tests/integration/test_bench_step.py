@@ -25,12 +25,6 @@ TASK = TrainingTask(layers=1, hidden=64, vocab=512, batch=1, tokens=10)
 USE = Use(main_cpu_seconds=2.0, children_cpu_seconds=1.0, bytes_read=300, bytes_written=600)
 
 
-@pytest.fixture
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a short name: below it are sockets, whose paths may have 107 bytes."""
-    return tmp_path_factory.mktemp("b")
-
-
 def run(module: str, directory: Path, *options: str) -> dict[str, Any]:
     """The JSON object that a quick run prints; nothing stays in `directory`."""
     result = subprocess.run(
@@ -46,8 +40,8 @@ def run(module: str, directory: Path, *options: str) -> dict[str, Any]:
     return value
 
 
-def test_a_heat_states_what_each_contestant_took_and_cost(directory: Path) -> None:
-    result = run("step", directory, "--heat", "nvme", "--clip", "0.5")
+def test_a_heat_states_what_each_contestant_took_and_cost(tmp_path: Path) -> None:
+    result = run("step", tmp_path, "--heat", "nvme", "--clip", "0.5")
     assert set(result) == {"machine", "provenance", "parameters", "heats", "targets"}
     assert result["parameters"]["clip"] == 0.5
     plain, nvme = (result["heats"]["nvme"][name] for name in ("plain", "nvme"))
@@ -116,14 +110,14 @@ def test_deepspeed_may_differ_a_little_and_else_does_not_count() -> None:
     assert found["absent"] == {"not_run": "no compiler"}
 
 
-def test_the_probe_moves_whole_requests_and_leaves_nothing(directory: Path) -> None:
-    with StepProbe(directory, REQUEST_BYTES + 1, 1, Threads(read=2, write=1)) as probe:
+def test_the_probe_moves_whole_requests_and_leaves_nothing(tmp_path: Path) -> None:
+    with StepProbe(tmp_path, REQUEST_BYTES + 1, 1, Threads(read=2, write=1)) as probe:
         assert probe.nbytes == 3 * REQUEST_BYTES
         assert probe.run() > 0
-    assert list(directory.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_cost_by_size_is_a_table_and_a_plot(directory: Path) -> None:
+def test_cost_by_size_is_a_table_and_a_plot(tmp_path: Path) -> None:
     plain = standing("compute", "compute", [block(1, 1)], [1.0])
     nvme = standing("nvme", "ours", [block(3, 3)], [2.0])
     about = {"layers": 1, "hidden": 64, "host_budget_bytes": 1 << 30}
@@ -132,9 +126,9 @@ def test_cost_by_size_is_a_table_and_a_plot(directory: Path) -> None:
     result = {"parameters": {"batch": 1, "tokens": 8, "precision": "bf16"}, "sizes": sizes, "growth": growth}
     assert "| 1 x 64 | 2 M | 1.00 | 3.00 | 1.00 | 0.00 | 0.33 |" in scale.markdown(result)
     for name in ("first.svg", "second.svg"):
-        scale_plot.draw(result, directory / name)
-    assert "roofline" in (directory / "first.svg").read_text()
-    assert (directory / "first.svg").read_bytes() == (directory / "second.svg").read_bytes()
+        scale_plot.draw(result, tmp_path / name)
+    assert "roofline" in (tmp_path / "first.svg").read_text()
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
 
 
 def test_the_largest_model_has_a_budget_of_4_gib_and_1_3_billion_parameters() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1.channel import channel_to
 from storage.shard import Kind
 from tests.faults.fuzz_calls import METHODS
 from tests.integration.daemon import CHANNEL_OPTIONS, Daemon
@@ -354,7 +355,7 @@ def test_bytes_that_are_no_grpc_do_no_harm(clients: Clients, daemon: Daemon, job
 def test_bytes_that_are_no_message_are_refused_without_a_stack_in_the_log(daemon: Daemon, path: str) -> None:
     method = METHODS[path]
     kinds = "stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary"
-    with grpc.insecure_channel(daemon.address, options=CHANNEL_OPTIONS) as channel:
+    with channel_to(daemon.address, options=CHANNEL_OPTIONS) as channel:
         call = getattr(channel, "_".join(kinds))(path)
         request = iter([b"\xff" * 9]) if method.client_streaming else b"\xff" * 9
         with refused(CODE.INVALID_ARGUMENT):
@@ -371,7 +372,7 @@ def test_a_refusal_is_short_however_long_the_name_is(clients: Clients) -> None:
 
 
 def test_a_client_that_goes_while_it_is_refused_leaves_no_stack_in_the_log(daemon: Daemon) -> None:
-    with grpc.insecure_channel(daemon.address, options=CHANNEL_OPTIONS) as channel:
+    with channel_to(daemon.address, options=CHANNEL_OPTIONS) as channel:
         session: Any = channel.stream_stream("/paramserver.v1.ParameterStore/Session")
         for _ in range(200):
             session(iter([b""])).cancel()

@@ -25,6 +25,7 @@ from paramserver.security.tokens import Role, add_token, remove_token
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from paramserver.v1.channel import NO_PROXY
 from tests.integration.guarded import Guarded, expired_certificate, guarded_daemon
 from tests.integration.store_client import CALL_SECONDS, Client, Rank, refused
 from tests.integration.training import Run, assert_bit_equal, store_config, train_plain, train_through_store
@@ -276,7 +277,9 @@ def test_a_client_without_a_good_certificate_is_not_let_in(guarded: Guarded, oth
     late: dict[str, Any] = {"tls_certificate": expired, "tls_key": expired_key}
     channels = {
         "none": grpc.secure_channel(
-            guarded.address, grpc.ssl_channel_credentials((guarded.certificates / "ca.pem").read_bytes())
+            guarded.address,
+            grpc.ssl_channel_credentials((guarded.certificates / "ca.pem").read_bytes()),
+            options=NO_PROXY,
         ),
         "of another authority": guarded.channel("operator", **foreign),
         "expired": guarded.channel("operator", **late),

@@ -20,6 +20,7 @@ from paramserver.admin.cli import app
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1.channel import channel_to
 from storage.shard import Kind
 from tests.integration.conftest import GRACE_SECONDS
 from tests.integration.cutter import Cutter
@@ -48,7 +49,7 @@ class RawStream:
     """A Session call in our own hands: on a connection of its own, that ends when and how the test says."""
 
     def __init__(self, address: str, **hello: str) -> None:
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.channel = channel_to(address, options=CHANNEL_OPTIONS)
         self.store = pb_grpc.ParameterStoreStub(self.channel)
         self.outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self.outgoing.put(pb.SessionRequest(hello=pb.SessionRequest.Hello(**({"client": "raw"} | hello))))

@@ -15,6 +15,7 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1.channel import channel_to
 from storage.shard import Kind
 from tests.integration.daemon import CHANNEL_OPTIONS, MIB, Daemon, admin_of
 from tests.integration.store_client import Clients, Rank, refused
@@ -132,7 +133,7 @@ def test_dead_readers_neither_stall_others_nor_grow_the_daemon(strict_daemon: Da
     with ExitStack() as cleanup:
         for number in range(200):
             if number % 20 == 0:
-                channel = cleanup.enter_context(grpc.insecure_channel(strict_daemon.address, options=SMALL_WINDOWS))
+                channel = cleanup.enter_context(channel_to(strict_daemon.address, options=SMALL_WINDOWS))
             dead = Reading(
                 rank, pb_grpc.ParameterStoreStub(channel), lease_id=lease.lease_id, credit_bytes=SLAB_BYTES, seconds=60
             )
@@ -153,7 +154,7 @@ def test_dead_readers_neither_stall_others_nor_grow_the_daemon(strict_daemon: Da
 
 def test_a_reader_that_begins_to_read_late_is_told_to_come_again(strict_daemon: Daemon, rank: Rank) -> None:
     lease = rank.acquire("a", Kind.PARAM, pb.LEASE_MODE_READ)
-    with grpc.insecure_channel(strict_daemon.address, options=SMALL_WINDOWS) as channel:
+    with channel_to(strict_daemon.address, options=SMALL_WINDOWS) as channel:
         reading = Reading(
             rank, pb_grpc.ParameterStoreStub(channel), lease_id=lease.lease_id, credit_bytes=SLAB_BYTES, seconds=30
         )

@@ -19,11 +19,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import grpc
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1.sockets import system_path
 from trainer_client.errors import SessionEndedError, StoreUnavailableError
 from trainer_client.link.mapping import FileRange, map_file
 
@@ -127,7 +129,7 @@ def _receive_descriptor(socket_path: str) -> int:
     """The descriptor that the daemon sends with one byte to whoever connects. OSError if it does not."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_TIMEOUT_SECONDS)
-        connection.connect(socket_path)
+        connection.connect(system_path(Path(socket_path)))
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not descriptors:
         raise OSError(f"{socket_path} sent no file descriptor")

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paramserver.v1.channel import is_socket, socket_path
+from paramserver.v1.sockets import with_real_paths
 from trainer_client.errors import (
     ConfigError,
     DataLossError,
@@ -35,12 +38,7 @@ CONTROL_DEADLINE_SECONDS = 30.0
 LEASE_DEADLINE_SECONDS = 300.0
 COMMIT_DEADLINE_SECONDS = 900.0
 
-# sun_path of a UNIX socket, without the closing NUL.
-_MAX_SOCKET_PATH_BYTES = 107
-
 _OPTIONS = (
-    # A proxy of the environment has no business between a trainer and the daemon of its node.
-    ("grpc.enable_http_proxy", 0),
     # A daemon that has just been started serves within a second; grpc's default waits as long before it looks again.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -83,17 +81,13 @@ def check_address(address: str) -> str:
     """A gRPC target for `unix:/path/to.sock` or `host:port`.
 
     Raises:
-        ConfigError: it is neither, or the socket's path is longer than the system allows.
+        ConfigError: it is neither, or no socket can be at the path.
     """
-    if address.startswith("unix:"):
-        path = address.removeprefix("unix:")
-        if not path.startswith("/"):
-            raise ConfigError(f"store address {address!r}: write the absolute path of the socket after 'unix:'")
-        if len(path.encode()) > _MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(
-                f"store address {address!r}: a socket's path has at most {_MAX_SOCKET_PATH_BYTES} bytes, "
-                f"this one {len(path.encode())}: choose a shorter directory"
-            )
+    if is_socket(address):
+        try:
+            socket_path(address)
+        except ValueError as error:
+            raise ConfigError(f"store address {address!r}: {error}") from error
         return address
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -107,6 +101,7 @@ def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grp
     Raises:
         ConfigError: the address is none, a file of the credentials cannot be used, or a token would cross the network
             in the clear.
+        StoreUnavailableError: the socket's path is long, and its directory is not there.
     """
     return credentials.connect(check_address(address), _OPTIONS)
 
@@ -122,7 +117,7 @@ def _why_not_serving(channel: grpc.Channel, timeout_seconds: float) -> str | Non
         answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=timeout_seconds)
     except grpc.RpcError as error:
         assert isinstance(error, grpc.Call)
-        return error.details() or str(error.code())
+        return with_real_paths(error.details() or str(error.code()))
     return None if answer.status == health_pb2.HealthCheckResponse.SERVING else "it is not ready"
 
 
@@ -134,8 +129,16 @@ def wait_until_serving(address: str, timeout_seconds: float, credentials: Creden
         StoreUnavailableError: it did not within the time.
     """
     deadline = time.monotonic() + timeout_seconds
-    with open_channel(address, credentials) as channel:
-        while (reason := _why_not_serving(channel, timeout_seconds=min(1.0, timeout_seconds))) is not None:
+    with ExitStack() as cleanup:
+        channel: grpc.Channel | None = None
+        while True:
+            try:
+                channel = channel or cleanup.enter_context(open_channel(address, credentials))
+                reason = _why_not_serving(channel, timeout_seconds=min(1.0, timeout_seconds))
+            except StoreUnavailableError as error:
+                reason = error.message
+            if reason is None:
+                return
             if time.monotonic() > deadline:
                 raise StoreUnavailableError(
                     grpc.StatusCode.UNAVAILABLE,
@@ -151,7 +154,7 @@ def translate(error: grpc.RpcError) -> StoreError:
     # Every RpcError that grpc raises or keeps in a future is also a grpc.Call.
     assert isinstance(error, grpc.Call)
     code = error.code() or grpc.StatusCode.UNKNOWN
-    reason = error.details() or "no reason given"
+    reason = with_real_paths(error.details() or "no reason given")
     if code is grpc.StatusCode.UNAVAILABLE:
         reason = (
             f"the store daemon cannot be reached any more ({reason}): look at its log, then restart the job; "

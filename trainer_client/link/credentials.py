@@ -10,12 +10,11 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 
-from paramserver.v1.bearer import TokenBearer
-from trainer_client.errors import ConfigError
+from paramserver.v1.channel import Options, TlsFiles, channel_to, is_socket
+from trainer_client.errors import ConfigError, StoreUnavailableError
 
 TOKEN_FILE_VARIABLE = "PARAMSERVER_TOKEN_FILE"
 TLS_CA_VARIABLE = "PARAMSERVER_TLS_CA"
@@ -85,24 +84,27 @@ class Credentials:
             )
         return token
 
-    def connect(self, address: str, options: Any) -> grpc.Channel:
+    def connect(self, address: str, options: Options) -> grpc.Channel:
         """A channel that shows them; `address` is good.
 
         Raises:
             ConfigError: a file cannot be used, or the token would cross the network in the clear.
+            StoreUnavailableError: the socket's path is long, and its directory is not there.
         """
-        token = self.read_token()
-        if self.tls_ca and self.tls_certificate and self.tls_key and not address.startswith("unix:"):
-            files = (_read(self.tls_ca), _read(self.tls_key), _read(self.tls_certificate))
-            channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*files), options=options)
+        token, tls = self.read_token(), None
+        if self.tls_ca and self.tls_certificate and self.tls_key and not is_socket(address):
+            tls = TlsFiles(_read(self.tls_ca), _read(self.tls_key), _read(self.tls_certificate))
         elif token is not None and not self.insecure and not _stays_here(address):
             raise ConfigError(
                 f"a token for {address} would cross the network in the clear: set paramserver.tls, or "
                 "paramserver.insecure to true on a network that you trust"
             )
-        else:
-            channel = grpc.insecure_channel(address, options=options)
-        return channel if token is None else grpc.intercept_channel(channel, TokenBearer(token))
+        try:
+            return channel_to(address, options=options, tls=tls, token=token)
+        except OSError as error:
+            raise StoreUnavailableError(
+                grpc.StatusCode.UNAVAILABLE, f"the directory of {address} cannot be used: {error.strerror}"
+            ) from error
 
 
 NO_CREDENTIALS = Credentials()
@@ -110,7 +112,7 @@ NO_CREDENTIALS = Credentials()
 
 def _stays_here(address: str) -> bool:
     """Whether nothing that is sent there leaves this machine."""
-    if address.startswith("unix:"):
+    if is_socket(address):
         return True
     host = address.rpartition(":")[0].strip("[]")
     try:

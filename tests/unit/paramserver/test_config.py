@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paramserver.config import MAX_SOCKET_PATH_BYTES, ConfigError, DaemonConfig, load_config
+from paramserver.config import ConfigError, DaemonConfig, load_config
+from paramserver.v1.sockets import MAX_NAME_BYTES
 
 MIB = 1 << 20
 
@@ -152,16 +153,17 @@ def test_a_bad_quota_is_refused_by_its_key(quotas: dict[str, Any], named: str) -
     assert named in str(caught.value)
 
 
-def test_a_socket_path_that_the_kernel_cannot_hold_is_refused_before_anything_starts() -> None:
-    room = MAX_SOCKET_PATH_BYTES - len("/paramserver.sock.arena")
-    fits = "/" + "d" * (room - 1)
-    assert len(str(load_config(None, {"state_dir": fits}).arena_socket_path)) == MAX_SOCKET_PATH_BYTES
-    refusal = "longer than the 107 bytes that the kernel allows; choose a shorter state_dir, or set `socket`"
-    with pytest.raises(ConfigError, match=refusal):
-        load_config(None, {"state_dir": fits + "d"})
-    assert load_config(None, {"state_dir": fits + "d", "socket": "/run/s"})
-    with pytest.raises(ConfigError, match="longer than"):
-        load_config(None, {"state_dir": "/" + "\N{SNOWMAN}" * 35})
+def test_a_socket_may_be_at_a_long_path_and_its_name_only_as_long_as_the_kernel_allows_there() -> None:
+    deep = "/" + "/".join(["d" * 200] * 5)
+    assert load_config(None, {"state_dir": deep}).arena_socket_path == Path(f"{deep}/paramserver.sock.arena")
+    longest = "s" * (MAX_NAME_BYTES - len(".arena"))
+    assert load_config(None, {"state_dir": "/d", "socket": f"{deep}/{longest}"})
+    with pytest.raises(ConfigError, match=f"last part may have {MAX_NAME_BYTES} bytes, not {MAX_NAME_BYTES + 1}"):
+        load_config(None, {"state_dir": "/d", "socket": f"{deep}/{longest}s"})
+    # The kernel takes a short path as it is.
+    assert load_config(None, {"state_dir": "/d", "socket": "/" + "s" * 100})
+    with pytest.raises(ConfigError, match=r"/\\udcff/paramserver.sock.arena' is not UTF-8"):
+        load_config(None, {"state_dir": "/\udcff"})
 
 
 def test_every_key_says_what_it_is() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paramserver.v1.sockets import MAX_NAME_BYTES
 from trainer_client.errors import ConfigError, StoreUnavailableError
 from trainer_client.link.channel import Pending, check_address, wait_until_serving
 from trainer_client.link.rank_store import RankStore
@@ -27,9 +28,25 @@ def test_bad_addresses_are_refused_with_their_text(address: str) -> None:
     assert repr(address) in str(caught.value)
 
 
-def test_a_socket_path_that_the_system_cannot_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match="107 bytes"):
-        check_address("unix:/" + "d" * 107)
+def test_a_path_of_any_length_is_an_address_unless_its_last_part_is_too_long() -> None:
+    deep = "unix:/" + "/".join(["d" * 200] * 5)
+    assert check_address(f"{deep}/paramserver.sock") == f"{deep}/paramserver.sock"
+    with pytest.raises(ConfigError, match=f"its last part may have {MAX_NAME_BYTES} bytes"):
+        check_address(f"{deep}/{'s' * 107}")
+
+
+def test_a_directory_that_is_not_there_is_waited_for_whatever_its_length(tmp_path: Path) -> None:
+    for state_dir in (tmp_path / "short", tmp_path / ("d" * 200) / ("e" * 200)):
+        with pytest.raises(StoreUnavailableError, match=f"no store daemon serves at unix:{state_dir}/s .waited 0.2 s"):
+            wait_until_serving(f"unix:{state_dir}/s", timeout_seconds=0.2)
+
+
+def test_an_unreachable_daemon_is_named_by_its_directory(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 200)
+    directory.mkdir()
+    with pytest.raises(StoreUnavailableError) as caught:
+        RankStore(f"unix:{directory}/none.sock", "test")
+    assert f"unix:{directory}/none.sock" in str(caught.value) and "/proc/self" not in str(caught.value)
 
 
 def test_an_unreachable_daemon_is_named_with_the_remedy(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""UNIX sockets at paths of any length and with any letters, for the daemon that listens and for its clients.
+
+The kernel takes at most 107 bytes as a socket's path (sun_path in man 7 unix). A longer path is reached through an open
+descriptor of its directory, as /proc/self/fd/N/NAME: no second name of the socket lies in a directory that other users
+can write to, and nothing has to be removed after a crash. Owns these descriptors.
+
+[Note: descriptors stay open] gRPC connects from threads of its own, and again whenever a connection breaks, so that
+a descriptor must live at least as long as the last channel that uses it. gRPC also shares connections between channels
+of equal addresses, so that the number of a descriptor must never come to mean another directory. One descriptor for
+each long directory therefore stays open until the process ends. A forked child inherits descriptors and table alike.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import quote
+
+# sun_path, without the closing zero.
+_MAX_PATH_BYTES = 107
+_DESCRIPTORS = "/proc/self/fd"
+# What is left of sun_path for the name where the number of the descriptor has its most digits.
+MAX_NAME_BYTES = _MAX_PATH_BYTES - len(f"{_DESCRIPTORS}/{(1 << 31) - 1}/")
+
+_descriptors: dict[str, int] = {}
+
+
+def check_path(path: Path) -> None:
+    """Check that a socket can be at `path`, whether or not it is there.
+
+    Raises:
+        ValueError: the message says what is wrong with the path.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the socket's path {str(path)!r} is not UTF-8: choose another directory") from None
+    name = len(os.fsencode(path.name))
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES and name > MAX_NAME_BYTES:
+        raise ValueError(
+            f"the socket's path {path} is longer than {_MAX_PATH_BYTES} bytes, and then its last part may have "
+            f"{MAX_NAME_BYTES} bytes, not {name}: choose a shorter name"
+        )
+
+
+def system_path(path: Path) -> str:
+    """Return the path by which this process binds or connects the socket at the absolute `path`.
+
+    Raises:
+        OSError: the path is long, and its directory is not there or cannot be entered.
+    """
+    if len(os.fsencode(path)) <= _MAX_PATH_BYTES:
+        return str(path)
+    return f"{_DESCRIPTORS}/{_descriptor_of(str(path.parent))}/{path.name}"
+
+
+def grpc_target(path: Path) -> str:
+    """Return gRPC's name of the socket at the absolute `path`, for a server or a channel of this process.
+
+    gRPC reads the name as a URI: in a path that is not quoted it takes `%`, `?` and `#` for something else.
+
+    Raises:
+        OSError: see `system_path`.
+    """
+    return f"unix:{quote(os.fsencode(system_path(path)))}"
+
+
+def with_real_paths(text: str) -> str:
+    """Return gRPC's error message with the directories that it knows by the number of a descriptor only."""
+    directories = {number: directory for directory, number in _descriptors.items()}
+    return re.sub(rf"{_DESCRIPTORS}/(\d+)(?=/)", lambda found: directories.get(int(found[1]), found[0]), text)
+
+
+def _descriptor_of(directory: str) -> int:
+    """Return the descriptor of a directory; see [Note: descriptors stay open]."""
+    opened = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    known = _descriptors.get(directory)
+    if known is not None and _is_same(known, opened):
+        os.close(opened)
+        return known
+    # This is the first use, or another directory was made at the path since.
+    _descriptors[directory] = opened
+    return opened
+
+
+def _is_same(known: int, opened: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(known), os.fstat(opened))
+    except OSError:
+        # The program has closed all descriptors, as it does to become a background process.
+        return False

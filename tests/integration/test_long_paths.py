@@ -1,0 +1,112 @@
+"""A state directory works whatever its path: longer than a socket's path may be, and with letters that a URI quotes."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import trainer_client
+from paramserver.admin.cli import app
+from tests.integration.daemon import Daemon, run_serve
+from trainer_client import StoreClientSync
+
+# SQLite opens the catalog of no longer directory.
+LONGEST = 489
+
+
+def directory_of(parent: Path, length: int, end: str = "e") -> Path:
+    """A directory, not made yet, whose path has `length` bytes and ends with `end`."""
+    path = str(parent)
+    while length - len(path) > 200:
+        path += "/" + "d" * 150
+    missing = length - len(path) - len(end) - 1
+    if missing < 0:
+        pytest.skip(f"the temporary directory's path has {len(str(parent))} bytes")
+    return Path(f"{path}/{'x' * missing}{end}")
+
+
+@pytest.fixture
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a short path."""
+    return tmp_path_factory.mktemp("p")
+
+
+def put(address: str, value: float) -> None:
+    """Commits a step in which the weight is `value`, through shared memory."""
+    with StoreClientSync.connect(address) as client, client.open("job", {"w": torch.zeros(1000)}) as job:
+        assert client.maps_memory
+        job.put({"w": torch.full((1000,), value)})
+        job.commit()
+
+
+def got(address: str, *, prefer_streams: bool = False) -> float:
+    """The weight of the newest step."""
+    with StoreClientSync.connect(address, prefer_streams=prefer_streams) as client, client.read("job") as reader:
+        weight = reader.get("w")
+        assert bool((weight == weight[0]).all())
+        return float(weight[0])
+
+
+@pytest.mark.parametrize("length", [84, 85, 120, 300, LONGEST])
+def test_a_daemon_serves_every_client_in_a_long_directory_and_after_a_restart(short: Path, length: int) -> None:
+    state_dir = directory_of(short, length)
+    state_dir.parent.mkdir(parents=True, exist_ok=True)
+    with Daemon(state_dir) as daemon:
+        assert len(str(state_dir)) == length and daemon.address == f"unix:{state_dir}/paramserver.sock"
+        sockets = [daemon.socket, Path(f"{daemon.socket}.arena")]
+        assert all(path.is_socket() and stat.S_IMODE(path.stat().st_mode) == 0o600 for path in sockets)
+        put(daemon.address, 1.0)
+        assert got(daemon.address) == got(f"unix://{state_dir}/paramserver.sock", prefer_streams=True) == 1.0
+        shown = CliRunner().invoke(app, ["jobs", "--json", "--address", daemon.address])
+        assert shown.exit_code == 0 and [job["name"] for job in json.loads(shown.output)["jobs"]] == ["job"]
+        daemon.kill()
+    with Daemon(state_dir) as daemon:
+        assert got(daemon.address) == 1.0
+        put(daemon.address, 2.0)
+        second = run_serve("--state-dir", str(state_dir), "--host-budget", "16MiB")
+        assert second.returncode == 1 and f"{state_dir} is in use by the daemon" in second.stderr
+        assert daemon.stop() == 0
+        assert not any(path.exists() for path in sockets)
+    nowhere = CliRunner().invoke(app, ["jobs", "--address", daemon.address])
+    assert nowhere.exit_code == 1 and f"no daemon answers at unix:{state_dir}/" in nowhere.output
+    assert "/proc/self" not in nowhere.output
+
+
+def test_two_daemons_whose_directories_differ_only_at_the_end(short: Path) -> None:
+    one, two = directory_of(short, 300, "one"), directory_of(short, 300, "two")
+    one.parent.mkdir(parents=True)
+    with Daemon(one) as first, Daemon(two) as second:
+        put(first.address, 1.0)
+        put(second.address, 2.0)
+        assert (got(first.address), got(second.address)) == (1.0, 2.0)
+
+
+def test_a_directory_that_the_catalog_cannot_be_in_is_named_with_the_limit(short: Path) -> None:
+    state_dir = directory_of(short, 1000)
+    ended = run_serve("--state-dir", str(state_dir), "--host-budget", "16MiB")
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert f"{state_dir}/catalog.sqlite has a path of 1015 bytes" in ended.stderr
+    assert f"choose a state directory of at most {LONGEST} bytes" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["d" * 200, "50%41 of what? a\N{SNOWMAN}b #1"])
+def test_a_trainer_starts_its_daemon_in_such_a_directory_and_resumes_there(tmp_path: Path, name: str) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / name)}},
+        "paramserver": {"host_budget": "64MiB", "nvme_budget": "256MiB"},
+    }
+    for begin in (0, 1):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        with trainer_client.initialize(model=model, config=config)[0] as engine:
+            assert engine.global_steps == begin
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+    assert (tmp_path / name / "catalog.sqlite").exists()
