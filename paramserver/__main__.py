@@ -7,6 +7,7 @@ imported in place of this project's package.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -45,9 +46,35 @@ def use_own_packages() -> None:
     sys.meta_path.insert(0, _OwnPackages())
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null in place of each standard stream that the parent process has closed.
+
+    Without this, the event loop's or a data file's descriptor would be 0, 1 or 2, to which libraries write their
+    messages; libuv aborts when it closes such a one.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The kernel gives the lowest free number, which is this one.
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def leave_deleted_directory() -> None:
+    """Make / the working directory if the present one was deleted: in such a one, MKL ends the process when torch loads
+    it."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        os.chdir("/")
+
+
 def main() -> None:
     """Run `paramserver`."""
     use_own_packages()
+    open_standard_streams()
+    leave_deleted_directory()
     from paramserver.cli import main as run  # noqa: PLC0415
 
     run()

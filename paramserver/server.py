@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from paramserver import __version__, numa
 from paramserver.arena_door import ArenaDoor, clear_socket
-from paramserver.config import DaemonConfig, is_loopback
+from paramserver.config import ConfigError, DaemonConfig, is_loopback
 from paramserver.handlers import CheckingServer
 from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
@@ -64,7 +64,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     """Runs a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
 
     Raises:
-        ConfigError: a certificate, the token file or the NUMA node cannot be used.
+        ConfigError: a certificate, the token file, the NUMA node or the standard input cannot be used.
         StorageError: the state directory, its files or the budgets do not allow to start.
     """
     stop = asyncio.Event()
@@ -72,7 +72,13 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if exit_with_stdin:
-        loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
+        try:
+            loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
+        except PermissionError as error:
+            raise ConfigError(
+                "--exit-with-stdin: standard input is closed, a file or /dev/null, whose end cannot be waited for; "
+                "give the daemon a pipe"
+            ) from error
 
     # Before anything is made: what is wrong with them is wrong with the configuration.
     credentials = _credentials(config)

@@ -43,7 +43,7 @@ class Daemon:
     """`paramserver serve` over one state directory; `config` are keys of its TOML file; `prefix` starts its command.
 
     One with a prefix is a program of its own, with a standard input, as users start it; so is a `fresh` one, which may
-    be another `program`. Others are forked, which is much quicker.
+    be another `program`. Both may have an `environment` of their own. Others are forked, which is much quicker.
     Used as a context manager, it is killed at the end if it still runs.
     """
 
@@ -58,6 +58,7 @@ class Daemon:
         prefix: Sequence[str] = (),
         fresh: bool = False,
         program: Sequence[str] = ("-m", "paramserver"),
+        environment: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> None:
         self.state_dir = state_dir
@@ -79,6 +80,7 @@ class Daemon:
                 self.process = subprocess.Popen(
                     [*prefix, sys.executable, *program, *arguments],
                     cwd=ROOT,
+                    env=environment,
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,

@@ -89,6 +89,7 @@ def test_everything_it_makes_is_for_its_user_alone(tmp_path: Path) -> None:
             ],
             "tls_certificate: cannot read /nonexistent/c.pem: No such file or directory",
         ),
+        (["--exit-with-stdin"], "--exit-with-stdin: standard input is closed, a file or /dev/null"),
         (["--config", "/nonexistent/p.toml"], "cannot read config file /nonexistent/p.toml: No such file or directory"),
     ],
 )

@@ -1,0 +1,214 @@
+"""Everyday surroundings: what shells, schedulers, containers and clusters do to a process before it starts. A daemon
+serves, ends cleanly and starts again in each of them, and a trainer trains in those that reach it.
+
+Some run at a time, because most of what a process costs here is to import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.daemon import Daemon
+from tests.integration.forked import ROOT
+from trainer_client import StoreClientSync
+
+AT_A_TIME = 3
+TRAIN_SECONDS = 300.0
+
+TRAIN = """
+import sys, torch, trainer_client
+nvme = {"device": "nvme", "nvme_path": sys.argv[1]}
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+    "paramserver": {"host_budget": "64MiB", "nvme_budget": "256MiB"},
+}
+torch.manual_seed(1)
+with trainer_client.initialize(model=torch.nn.Linear(4, 1), config=config)[0] as engine:
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+    engine.wait_for_commit()
+sys.exit(0 if engine.global_steps == 2 else 9)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrounding:
+    """What differs from the surroundings of the tests.
+
+    Attributes:
+        variables: of the environment; None: not set.
+        shell: runs the program, which is "$@", in a process of the same id; $0 is a directory.
+        empty: no variable is set but `variables`.
+        state_dir: name of the state directory.
+        needs_namespace: the shell makes a mount namespace, which is not allowed everywhere.
+    """
+
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    shell: str = 'exec "$@"'
+    empty: bool = False
+    state_dir: str = "state"
+    needs_namespace: bool = False
+
+    def environment(self, usual: Mapping[str, str]) -> dict[str, str]:
+        """The whole environment, where `usual` is that of the tests."""
+        changed = {} if self.empty else dict(usual)
+        for name, value in self.variables.items():
+            changed.pop(name, None)
+            if value is not None:
+                changed[name] = value
+        return changed
+
+    def prefix(self, directory: Path) -> list[str]:
+        """What comes before the program's command; `directory` is the shell's to use, as $0."""
+        return ["/bin/sh", "-c", self.shell, str(directory)]
+
+
+CLOSED = 'exec "$@" <&- >&- 2>&-'
+DELETED = 'mkdir "$0/gone" && cd "$0/gone" && rmdir "$0/gone" && exec "$@"'
+BROKEN = 'mkfifo "$0/pipe"; : <"$0/pipe" & exec >"$0/pipe" 2>&1; rm "$0/pipe"; exec "$@"'
+OPTIMISED = 'python=$1; shift; exec "$python" -OO "$@"'
+NO_SHARED_MEMORY = """exec unshare --mount /bin/sh -c 'mount -t tmpfs -o ro none /dev/shm && exec "$@"' sh "$@\""""
+DEAD_PROXY = "http://127.0.0.1:9"
+
+FOR_DAEMONS = {
+    "C locale": Surrounding(variables={"LC_ALL": "C", "LANG": None}),
+    "ASCII locale": Surrounding(variables={"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+    "Turkish locale, odd time zone": Surrounding(
+        variables={"LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "TZ": "Pacific/Kiritimati"}
+    ),
+    "no HOME": Surrounding(variables={"HOME": None, "USER": None, "LOGNAME": None}),
+    "HOME and TMPDIR that are not there": Surrounding(variables={"HOME": "/nonexistent", "TMPDIR": "/nonexistent"}),
+    "no PATH": Surrounding(variables={"PATH": None}),
+    "empty environment": Surrounding(empty=True),
+    "umask 000": Surrounding(shell='umask 000; exec "$@"'),
+    "umask 077": Surrounding(shell='umask 077; exec "$@"'),
+    "warnings as errors": Surrounding(variables={"PYTHONWARNINGS": "error"}),
+    "-OO": Surrounding(shell=OPTIMISED),
+    "development mode": Surrounding(variables={"PYTHONDEVMODE": "1"}),
+    "closed stdin": Surrounding(shell='exec "$@" <&-'),
+    "all streams closed": Surrounding(shell=CLOSED),
+    "full output": Surrounding(shell='exec "$@" >/dev/full 2>&1'),
+    "closed pipe as output": Surrounding(shell=BROKEN),
+    "read-only working directory": Surrounding(shell='cd /proc && exec "$@"'),
+    "deleted working directory": Surrounding(shell=DELETED),
+    "256 descriptors, no core, no locked memory": Surrounding(shell='ulimit -n 256 -c 0 -l 0; exec "$@"'),
+    "signals that are ignored, as by nohup and &": Surrounding(shell="trap '' HUP INT QUIT TERM PIPE; exec \"$@\""),
+    # The lowest, 19, has a hundredth of a core where the machine is busy: a start would take minutes.
+    "lower priority": Surrounding(shell='exec nice -n 5 "$@"'),
+    "no shared memory directory": Surrounding(shell=NO_SHARED_MEMORY, needs_namespace=True),
+    "Python's switches": Surrounding(
+        variables={
+            **{"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            **{"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1"},
+        }
+    ),
+    "libraries' switches": Surrounding(
+        variables={
+            **{"OMP_NUM_THREADS": "3", "MALLOC_ARENA_MAX": "1", "MALLOC_PERTURB_": "165"},
+            **{"GRPC_VERBOSITY": "debug", "http_proxy": DEAD_PROXY, "https_proxy": DEAD_PROXY},
+        }
+    ),
+    "spaces and letters in the path": Surrounding(state_dir="Zust\xe4nde von  heute \N{SNOWMAN} 100%"),
+}
+FOR_TRAINERS = {
+    "warnings as errors": FOR_DAEMONS["warnings as errors"],
+    "-OO, 256 descriptors": Surrounding(shell=f"ulimit -n 256; {OPTIMISED}"),
+    "empty environment, read-only working directory": Surrounding(empty=True, shell='cd /proc && exec "$@"'),
+    "all streams closed": FOR_DAEMONS["all streams closed"],
+}
+
+
+def serve(surrounding: Surrounding, usual: Mapping[str, str], directory: Path) -> None:
+    """Starts a daemon twice; puts, commits and gets through it."""
+    weight = {"w": torch.zeros(1000)}
+    for value in (1.0, 2.0):
+        prefix, environment = surrounding.prefix(directory), surrounding.environment(usual)
+        with Daemon(directory / surrounding.state_dir, prefix=prefix, environment=environment) as daemon:
+            with StoreClientSync.connect(daemon.address) as client:
+                assert client.maps_memory
+                assert value == 1.0 or weight_of(client) == 1.0, "what was committed before the restart"
+                with client.open("job", weight) as job:
+                    job.put({"w": torch.full((1000,), value)})
+                    job.commit()
+                assert weight_of(client) == value
+            made = [daemon.state_dir, *daemon.state_dir.iterdir()]
+            assert [path for path in made if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+            assert daemon.stop() == 0, daemon.log
+            assert not daemon.socket.exists() and "Traceback" not in daemon.log, daemon.log
+
+
+def weight_of(client: StoreClientSync) -> float:
+    with client.read("job") as reader:
+        weight = reader.get("w")
+    assert bool((weight == weight[0]).all())
+    return float(weight[0])
+
+
+def train(surrounding: Surrounding, usual: Mapping[str, str], directory: Path) -> None:
+    """Trains two steps in a daemon of the trainer's own."""
+    script, state_dir, output = directory / "train.py", directory / surrounding.state_dir, directory / "output"
+    script.write_text(TRAIN)
+    with output.open("w") as file:
+        ended = subprocess.run(
+            [*surrounding.prefix(directory), sys.executable, str(script), str(state_dir)],
+            cwd=ROOT,
+            env=surrounding.environment(usual),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            timeout=TRAIN_SECONDS,
+            check=False,
+        )
+    log = state_dir / "daemon.log"
+    told = f"{output.read_text()}\n{log.read_text() if log.exists() else 'no daemon was started'}"
+    assert ended.returncode == 0 and "Traceback" not in told, told
+
+
+CASES = {f"daemon: {name}": (serve, surrounding) for name, surrounding in FOR_DAEMONS.items()} | {
+    f"trainer: {name}": (train, surrounding) for name, surrounding in FOR_TRAINERS.items()
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Future[None]]]:
+    """Of the cases that are to be run, some at a time, in the order of the tests."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    names = [str(item.callspec.params["case"]) for item in items if item.module is request.module]
+    # A copy: pytest changes a variable with each test, and a process that starts meanwhile would find neither value.
+    usual = dict(os.environ)
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        started: dict[str, Future[None]] = {}
+        for number, name in enumerate(names):
+            run, surrounding = CASES[name]
+            if not surrounding.needs_namespace or may_mount():
+                started[name] = pool.submit(run, surrounding, usual, tmp_path_factory.mktemp(f"case-{number}"))
+        yield started
+        for outcome in started.values():
+            outcome.cancel()
+
+
+def may_mount() -> bool:
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/dev/shm"]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_works(outcomes: Mapping[str, Future[None]], case: str) -> None:
+    if case not in outcomes:
+        pytest.skip("mount namespaces are not to be had here")
+    outcomes[case].result()
