@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 
 from paramserver.cpu_shortage import CpuShortage
+from paramserver.logs import OwnText
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,6 @@ class StallLog:
             "the event loop has not answered for more than %g s (%d stalls since the last such line); it is here:\n%s",
             STALL_SECONDS,
             self._left_out + 1,
-            stack,
+            OwnText(stack),
         )
         self._next, self._left_out = now + LOG_INTERVAL_SECONDS, 0

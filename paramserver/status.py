@@ -13,6 +13,7 @@ import grpc.aio
 
 from paramserver.security.gate import RefusalLog, RefusedError
 from paramserver.transfers import TransferStalledError
+from paramserver.v1.printable import printable
 from storage import errors
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
+    text = printable(text)
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}..."
     try:

@@ -15,6 +15,7 @@ import typer
 
 from paramserver.config import is_loopback
 from paramserver.v1.channel import TlsFiles, channel_to, is_socket
+from paramserver.v1.printable import printable
 from paramserver.v1.sockets import with_real_paths
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
@@ -75,7 +76,7 @@ def connect(address: str | None) -> Iterator[StoreAdminStub]:
         details = with_real_paths(error.details() or "")
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             details = f"no daemon answers at {address}; is it running, and is the address right? ({details})"
-        typer.echo(f"paramserver-admin: {error.code().name}: {details}", err=True)
+        typer.echo(f"paramserver-admin: {error.code().name}: {printable(details)}", err=True)
         raise typer.Exit(1) from None
     except (BrokenPipeError, KeyboardInterrupt):
         # The reader of a pipe went away, or the person had enough: both end the output quietly.
@@ -93,5 +94,5 @@ def _read(path: Path) -> bytes:
 
 
 def _fail(message: str) -> NoReturn:
-    typer.echo(f"paramserver-admin: {message}", err=True)
+    typer.echo(f"paramserver-admin: {printable(message)}", err=True)
     raise typer.Exit(2)

@@ -25,4 +25,4 @@ def delete_job(
         if as_json:
             printers.print_json(response)
         else:
-            printers.console().print(f"deleted job {job}", markup=False, highlight=False)
+            printers.console().print(printers.text(f"deleted job {job}"))

@@ -1,8 +1,14 @@
-"""Readings as tables for people and as JSON for programs. No calls to the daemon in here."""
+"""Readings as tables for people and as JSON for programs. No calls to the daemon in here.
+
+Names come from clients, so every cell, title and line goes through `text`: rich never sees a string, in which it would
+look for markup and emoji codes.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 
@@ -10,11 +16,12 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1.printable import printable
 
 
 def print_json(message: Message) -> None:
@@ -29,9 +36,10 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
     table = _table(f"Tiers of {response.state_dir} ({response.sessions} sessions)", columns, left=("tier", "state"))
     for tier in response.tiers:
         asked = tier.hits + tier.misses
-        table.add_row(
+        _add_row(
+            table,
             tier_name(tier.tier),
-            "[red]degraded[/red]" if tier.problems else "ok",
+            text("degraded", "red") if tier.problems else "ok",
             decimal(tier.used_bytes),
             decimal(tier.budget_bytes),
             f"{tier.used_bytes / tier.budget_bytes:.0%}" if tier.budget_bytes else "-",
@@ -43,19 +51,17 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
             f"{decimal(tier.bytes_written)} {_rate(tier.bytes_written, tier.write_seconds)}".strip(),
         )
     # Paths are long: below the table, where they do not squeeze the figures.
-    lines = [f"{tier_name(tier.tier)}: {tier.detail}" for tier in response.tiers]
-    lines += [
-        f"{tier_name(tier.tier)}: {decimal(tier.quarantined_bytes)} held back: processes whose sessions ended map them"
-        for tier in response.tiers
-        if tier.quarantined_bytes
-    ]
-    lines += [f"[red]{escape(problem)}[/red]" for tier in response.tiers for problem in tier.problems]
+    lines = [text(f"{tier_name(tier.tier)}: {tier.detail}") for tier in response.tiers]
+    for tier in response.tiers:
+        if tier.quarantined_bytes:
+            held = f"{decimal(tier.quarantined_bytes)} held back: processes whose sessions ended map them"
+            lines.append(text(f"{tier_name(tier.tier)}: {held}"))
+    lines += [text(problem, "red") for tier in response.tiers for problem in tier.problems]
     if response.loop_stalls:
         longest = response.longest_loop_stall_seconds
-        lines.append(
-            f"[yellow]event loop: blocked {response.loop_stalls} times, up to {longest:.2f} s (see the log)[/yellow]"
-        )
-    table.caption = "\n".join(lines)
+        blocked = f"event loop: blocked {response.loop_stalls} times, up to {longest:.2f} s (see the log)"
+        lines.append(text(blocked, "yellow"))
+    table.caption = Text("\n", "table.caption").join(lines)
     table.caption_justify = "left"
     return table
 
@@ -86,7 +92,8 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
     for job in jobs:
         size = {entry.tier: entry.bytes for entry in job.bytes}
         committed_at = job.committed_at_unix_seconds
-        table.add_row(
+        _add_row(
+            table,
             job.name,
             str(job.world_size),
             str(job.sessions),
@@ -112,12 +119,13 @@ def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
         left=("client", "peer", "job", "state", "bytes by"),
     )
     for session in sessions:
-        table.add_row(
-            escape(session.client),
-            escape(session.peer),
-            escape(session.job) or "-",
+        _add_row(
+            table,
+            session.client,
+            session.peer,
+            session.job or "-",
             str(session.rank) if session.job else "-",
-            "[yellow]detached[/yellow]" if session.detached else "attached",
+            text("detached", "yellow") if session.detached else "attached",
             "arena" if session.maps_arena else "streams",
             str(session.read_leases),
             str(session.write_leases),
@@ -138,7 +146,8 @@ def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
         left=("parameter", "kind", "type", "home", "tiers", "group"),
     )
     for shard in shards:
-        table.add_row(
+        _add_row(
+            table,
             shard.fqn,
             pb.Kind.Name(shard.kind).removeprefix("KIND_").lower(),
             str(shard.offset),
@@ -152,8 +161,16 @@ def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
     return table
 
 
+def text(shown: str, style: str = "") -> Text:
+    """Return text that rich shows as it is, with what a terminal would act upon escaped."""
+    return Text(printable(shown), style)
+
+
 def console() -> Console:
     """Standard output; a file or a pipe gets whole lines, however long."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name may have characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     out = Console()
     return out if out.is_terminal else Console(width=200)
 
@@ -164,10 +181,14 @@ def tier_name(tier: pb.Tier) -> str:
 
 
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=text(title, "table.title"), title_justify="left", header_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     return table
+
+
+def _add_row(table: Table, *cells: str | Text) -> None:
+    table.add_row(*(cell if isinstance(cell, Text) else text(cell) for cell in cells))
 
 
 def _rate(nbytes: int, seconds: float) -> str:

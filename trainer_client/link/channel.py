@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.v1.channel import is_socket, socket_path
+from paramserver.v1.printable import printable
 from paramserver.v1.sockets import with_real_paths
 from trainer_client.errors import (
     ConfigError,
@@ -117,7 +118,7 @@ def _why_not_serving(channel: grpc.Channel, timeout_seconds: float) -> str | Non
         answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=timeout_seconds)
     except grpc.RpcError as error:
         assert isinstance(error, grpc.Call)
-        return with_real_paths(error.details() or str(error.code()))
+        return printable(with_real_paths(error.details() or str(error.code())))
     return None if answer.status == health_pb2.HealthCheckResponse.SERVING else "it is not ready"
 
 
@@ -154,7 +155,7 @@ def translate(error: grpc.RpcError) -> StoreError:
     # Every RpcError that grpc raises or keeps in a future is also a grpc.Call.
     assert isinstance(error, grpc.Call)
     code = error.code() or grpc.StatusCode.UNKNOWN
-    reason = with_real_paths(error.details() or "no reason given")
+    reason = printable(with_real_paths(error.details() or "no reason given"))
     if code is grpc.StatusCode.UNAVAILABLE:
         reason = (
             f"the store daemon cannot be reached any more ({reason}): look at its log, then restart the job; "

@@ -19,6 +19,7 @@ import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from paramserver.v1.printable import printable
 from trainer_client.errors import DaemonRestartedError, StoreError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.link.arena import session_ended
 from trainer_client.link.channel import CONTROL_DEADLINE_SECONDS, translate
@@ -163,7 +164,7 @@ class Session:
                 self._enter(SessionState.ATTACHED)
             case "notice":
                 level = logging.INFO if response.notice.event in _GOOD_NEWS else logging.WARNING
-                log.log(level, "store daemon: %s", response.notice.text)
+                log.log(level, "store daemon: %s", printable(response.notice.text))
 
     def _take_up(self, cause: StoreError) -> None:
         """Opens streams until one is welcomed.

@@ -1,0 +1,105 @@
+"""A job, a client, a parameter or a group called whatever a client likes: every verb shows it, the log keeps its lines,
+and what cannot be shown is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from paramserver.admin.cli import app
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1.printable import printable
+from storage.shard import Kind
+from tests.hostile_names import ACCEPTED, REFUSED
+from tests.integration.daemon import Daemon
+from tests.integration.forked import ROOT
+from tests.integration.store_client import Client, Clients, refused
+from tests.unit.paramserver.test_printable import assert_harmless, without_lines
+from tests.unit.storage.builders import Layout
+
+CODE = grpc.StatusCode
+
+
+def admin(daemon: Daemon, *arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [arguments[0], "--address", daemon.address, *arguments[1:]])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("name", ACCEPTED.values(), ids=ACCEPTED)
+def test_every_verb_shows_a_name_that_is_printable(daemon: Daemon, clients: Clients, name: str) -> None:
+    since = len(daemon.log)
+    rank = clients.rank(Layout(name=name, numels=(16,), groups=(name[:300],)), name=name).begin()
+    rank.train(1, 1)
+    tables = [admin(daemon, verb) for verb in ("tiers", "jobs", "sessions")]
+    tables.append(admin(daemon, "shards", "--", name))
+    for table in tables:
+        assert_harmless(table)
+    if len(name) < 20:
+        assert all(name in without_lines(table) for table in tables[1:])
+    (job,) = json.loads(admin(daemon, "jobs", "--json"))["jobs"]
+    (session,) = json.loads(admin(daemon, "sessions", "--json"))["sessions"]
+    shards = json.loads(admin(daemon, "shards", "--json", "--", name))["shards"]
+    assert job["name"] == session["client"] == session["job"] == name
+    assert {shard["group"] for shard in shards} == {name[:300]}
+    # A message of the daemon that quotes it, as an error and in the log.
+    assert_harmless(admin(daemon, "delete-job", "--yes", "--", name, code=1))
+    with refused(CODE.NOT_FOUND):
+        rank.acquire(name + "?", Kind.PARAM, pb.LEASE_MODE_READ)
+    rank.close()
+    assert_harmless(admin(daemon, "delete-job", "--yes", "--", name))
+    written = daemon.log[since:]
+    assert f"session opened by {name}" in written
+    assert_harmless(written)
+
+
+@pytest.mark.parametrize("name", REFUSED.values(), ids=REFUSED)
+def test_a_name_that_a_terminal_would_act_upon_is_refused_wherever_it_is_given(
+    daemon: Daemon, clients: Clients, job: str, name: str
+) -> None:
+    since = len(daemon.log)
+    with refused(CODE.INVALID_ARGUMENT, "hello.client must be"):
+        Client(daemon.address, name)
+    rank = clients.rank(Layout(name=job, numels=(16,), groups=("a",)))
+    for field in ("job", "layout", "run_id"):
+        changes: dict[str, Any] = {field: name}
+        with refused(CODE.INVALID_ARGUMENT, f"{field} must be 1 to 1024 bytes of printable text"):
+            rank.open(**changes)
+    rank.open()
+    for method in ("OpenReader", "ListStoredTensors"):
+        with pytest.raises(grpc.RpcError) as caught:
+            rank.call(method, job=name)
+        assert isinstance(caught.value, grpc.Call)
+        assert_harmless(caught.value.details() or "")
+    with pytest.raises(grpc.RpcError) as caught:
+        rank.admin.ListShards(admin_pb.ListShardsRequest(job=name, page_token=name))
+    assert isinstance(caught.value, grpc.Call)
+    assert_harmless(caught.value.details() or "")
+    assert_harmless(admin(daemon, "shards", "--", name, code=1))
+    assert_harmless(daemon.log[since:])
+
+
+def test_a_terminal_that_lacks_the_characters_of_a_name_shows_them_escaped(
+    daemon: Daemon, clients: Clients, job: str
+) -> None:
+    name = f"{job}-\N{GRINNING FACE}"
+    clients.rank(Layout(name=name, numels=(16,), groups=("a",))).open()
+    shown = subprocess.run(
+        [sys.executable, "-c", "from paramserver.admin.cli import main; main()", "jobs", "--address", daemon.address],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "\\U0001f600" in shown.stdout and printable(job) in shown.stdout
