@@ -13,10 +13,16 @@ import socket
 import struct
 from pathlib import Path
 
+from paramserver.background import repeat
+from paramserver.errors import StartError
 from paramserver.v1.sockets import system_path
-from storage.errors import ConflictError, DeviceError
+from storage.errors import ConflictError
 
 log = logging.getLogger(__name__)
+
+# After an accept that the kernel refused, for example because the process has no descriptor left. Who connects waits
+# meanwhile in the socket's backlog.
+RETRY_SECONDS = 0.2
 
 
 def clear_socket(path: Path) -> None:
@@ -24,12 +30,12 @@ def clear_socket(path: Path) -> None:
 
     Raises:
         ConflictError: another process listens there.
-        DeviceError: it is something else than a socket.
+        StartError: it is something else than a socket.
     """
     if not path.exists():
         return
     if not path.is_socket():
-        raise DeviceError(f"cannot listen on socket {path}: it is there and is no socket; correct `socket` (--socket)")
+        raise StartError(f"cannot listen on socket {path}: it is there and is no socket; correct `socket` (--socket)")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(system_path(path))
@@ -50,7 +56,7 @@ class ArenaDoor:
             self._listener.bind(system_path(path))
         except OSError as error:
             self._listener.close()
-            raise DeviceError(
+            raise StartError(
                 f"cannot listen on socket {path}: {error.strerror}; correct `socket` (--socket)"
             ) from error
         path.chmod(0o600)
@@ -66,14 +72,18 @@ class ArenaDoor:
         self._path.unlink(missing_ok=True)
 
     async def _serve(self) -> None:
+        await repeat("to hand out the arena", RETRY_SECONDS, self._hand_out)
+
+    async def _hand_out(self) -> None:
+        """Serve one client after the other. Raises OSError where no connection can be accepted now."""
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(self._listener)
             with connection:
-                if (uid := _peer_uid(connection)) not in (os.getuid(), 0):
-                    log.warning("refused the arena to user %d: it is for user %d and root only", uid, os.getuid())
-                    continue
                 try:
+                    if (uid := _peer_uid(connection)) not in (os.getuid(), 0):
+                        log.warning("refused the arena to user %d: it is for user %d and root only", uid, os.getuid())
+                        continue
                     # One byte into an empty socket buffer: this cannot block.
                     socket.send_fds(connection, [b"a"], [self._fd])
                 except OSError as error:

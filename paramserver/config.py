@@ -94,6 +94,18 @@ class DaemonConfig(BaseModel):
     )
     # Each takes 16 bytes of the arena's header: within the least host_budget, that is a small part.
     max_sessions: int = Field(default=4096, ge=1, le=16_384, description="most sessions at once")
+    reserved_sessions: int | None = Field(
+        default=None, ge=0, description="sessions kept free for operators, and as many for clients of this node"
+    )
+    max_sessions_per_identity: int | None = Field(
+        default=None, ge=1, description="most sessions of one token of role job, or of one certificate without tokens"
+    )
+    max_sessions_per_address: int | None = Field(
+        default=None, ge=1, description="most sessions from one address of another machine"
+    )
+    connection_idle_seconds: float = Field(
+        default=30.0, ge=0.1, le=3600.0, description="time after which a connection without a call is closed"
+    )
     arena_file: Path | None = Field(
         default=None, description="name of the shared memory, on a tmpfs, for clients in other containers"
     )
@@ -139,6 +151,30 @@ class DaemonConfig(BaseModel):
                 "listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_sessions(self) -> DaemonConfig:
+        if 2 * self.sessions_reserved >= self.max_sessions:
+            raise ValueError(
+                f"reserved_sessions: {self.sessions_reserved}, twice, leaves no session of max_sessions = "
+                f"{self.max_sessions} for clients of other nodes; lower it, or raise max_sessions"
+            )
+        return self
+
+    @property
+    def sessions_reserved(self) -> int:
+        """Sessions that are kept free for operators, and as many again for clients of this node."""
+        return self.max_sessions // 64 if self.reserved_sessions is None else self.reserved_sessions
+
+    @property
+    def sessions_per_identity(self) -> int:
+        """Most sessions of one token or certificate."""
+        return self.max_sessions_per_identity or max(1, self.max_sessions // 4)
+
+    @property
+    def sessions_per_address(self) -> int:
+        """Most sessions from one address of another machine."""
+        return self.max_sessions_per_address or max(1, self.max_sessions // 2)
 
     @property
     def socket_path(self) -> Path:

@@ -18,6 +18,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from paramserver import __version__, numa
 from paramserver.arena_door import ArenaDoor, clear_socket
 from paramserver.config import ConfigError, DaemonConfig, is_loopback
+from paramserver.descriptors import connections_of_a_listener, raise_limit
+from paramserver.errors import StartError
 from paramserver.handlers import CheckingServer
 from paramserver.loop_watch import LoopWatch, StallLog
 from paramserver.parameter_store import ParameterStore
@@ -26,6 +28,7 @@ from paramserver.security.quotas import Quotas
 from paramserver.security.reflection import Reflection
 from paramserver.security.tls import CertificateFiles, server_credentials
 from paramserver.security.tokens import TokenFile
+from paramserver.sessions.seats import SeatLimits
 from paramserver.sessions.service import SessionService
 from paramserver.sessions.sessions import SessionLimits, Sessions
 from paramserver.store_admin import StoreAdmin
@@ -37,7 +40,6 @@ from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admi
 from paramserver.v1.sockets import grpc_target
 from storage.config import EngineConfig
 from storage.engine import Engine
-from storage.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ KEEPALIVE = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 2_500),
 )
+# Calls that one connection may have under way; gRPC's clients keep further ones back until there is room. The limit is
+# far above what trainers and readers use, and bounds what one connection can make the daemon keep.
+MAX_CALLS_OF_A_CONNECTION = 1024
 STOP_GRACE_SECONDS = 5.0
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"].full_name
 ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"].full_name
@@ -65,7 +70,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
 
     Raises:
         ConfigError: a certificate, the token file, the NUMA node or the standard input cannot be used.
-        StorageError: the state directory, its files or the budgets do not allow to start.
+        StorageError: the state directory, its files, the budgets or the limit of open files do not allow to start.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -80,6 +85,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
                 "give the daemon a pipe"
             ) from error
 
+    raise_limit()
     # Before anything is made: what is wrong with them is wrong with the configuration.
     credentials = _credentials(config)
     tokens = TokenFile(config.token_file) if config.token_file is not None else None
@@ -139,7 +145,12 @@ async def _serve(
         SessionLimits(
             heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
             grace_seconds=config.session_grace_seconds,
-            max_sessions=config.max_sessions,
+            seats=SeatLimits(
+                total=config.max_sessions,
+                reserved=config.sessions_reserved,
+                per_identity=config.sessions_per_identity,
+                per_address=config.sessions_per_address,
+            ),
         ),
         on_end=end_session,
     )
@@ -160,6 +171,7 @@ async def _serve(
             ("grpc.so_reuseport", 0),
             ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
             *KEEPALIVE,
+            *_connection_limits(config),
         ]
     )
     checking = CheckingServer(server)
@@ -191,6 +203,20 @@ async def _serve(
         config.socket_path.unlink(missing_ok=True)
 
 
+def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
+    """gRPC's options for a listener's connections. It counts those of each listener apart."""
+    idle_millis = int(config.connection_idle_seconds * 1000)
+    listeners = 1 if config.listen is None else 2
+    return [
+        ("grpc.max_allowed_incoming_connections", connections_of_a_listener(listeners, config.max_sessions)),
+        # Until the client has finished TLS and said its first words of HTTP/2.
+        ("grpc.server_handshake_timeout_ms", idle_millis),
+        # Afterwards, while it has no call under way. A session's stream is a call.
+        ("grpc.max_connection_idle_ms", idle_millis),
+        ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
+    ]
+
+
 def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
     if config.tls_certificate is None or config.tls_key is None or config.tls_client_ca is None:
         return None
@@ -215,9 +241,9 @@ def _bind(server: grpc.aio.Server, address: str, what: str, credentials: grpc.Se
         else:
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise DeviceError(f"cannot listen on {what}: it is in use or not an address of this machine") from error
+        raise StartError(f"cannot listen on {what}: it is in use or not an address of this machine") from error
     if bound == 0:
-        raise DeviceError(f"cannot listen on {what}")
+        raise StartError(f"cannot listen on {what}")
 
 
 def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
+from paramserver.errors import UnavailableError
 from paramserver.security.gate import RefusalLog, RefusedError
 from paramserver.transfers import TransferStalledError
 from paramserver.v1.printable import printable
@@ -34,6 +35,7 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.StepAbortedError, grpc.StatusCode.ABORTED),
     (errors.DataLossError, grpc.StatusCode.DATA_LOSS),
     (TransferStalledError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
 )
 

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from paramserver.security.tokens import ANYONE, Principal, Role, TokenFile
+from paramserver.v1.printable import printable
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,12 @@ class Gate:
         principal = self.principal(context)
         if principal.role is not Role.ADMIN:
             raise ForbiddenError(f"token {principal.name} is no admin's")
+
+
+def certificate_name(context: Caller) -> str:
+    """Return the common name of the certificate that the client showed; empty where it showed none."""
+    names = context.auth_context().get("x509_common_name", ())
+    return next((printable(name.decode(errors="replace")) for name in names), "")
 
 
 def check_job(principal: Principal, job: str) -> None:

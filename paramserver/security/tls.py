@@ -81,17 +81,22 @@ class _Reload:
     def __init__(self, files: CertificateFiles, seen: tuple[Fingerprint | None, ...]) -> None:
         self._files = files
         self._seen = seen
+        # What was logged last about changed files that cannot be used.
+        self._problem = ""
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
         now = self._files.fingerprints()
         if now == self._seen:
             return None
-        self._seen = now
         try:
             changed = self._files.read()
         except ConfigError as error:
-            log.error("changed certificates cannot be used, the ones before stay in use: %s", error)
+            # They are read again at the next connection: perhaps they could not be read for a moment only.
+            if self._problem != (problem := str(error)):
+                log.error("changed certificates cannot be used, the ones before stay in use: %s", problem)
+                self._problem = problem
             return None
+        self._seen, self._problem = now, ""
         log.info("changed certificates are in use for new connections")
         return changed
 

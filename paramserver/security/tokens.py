@@ -27,6 +27,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from paramserver.background import repeat
 from paramserver.config import ConfigError
 from paramserver.security.files import fingerprint, replace_file
 
@@ -159,6 +160,8 @@ class TokenFile:
         self._path = path
         # Before it is read: a change in between is seen by the first look.
         self._seen = fingerprint(path)
+        # What was logged last about a changed file that cannot be used.
+        self._problem = ""
         self._entries = {entry.sha256: entry for entry in read_entries(path)}
 
     def find(self, token: str) -> Entry | None:
@@ -166,21 +169,23 @@ class TokenFile:
         return self._entries.get(digest(token))
 
     async def follow(self) -> None:
-        """Runs until it is cancelled."""
-        while True:
-            await asyncio.sleep(FOLLOW_SECONDS)
-            await asyncio.to_thread(self._look)
+        """Take changes of the file up. Runs until it is cancelled."""
+        await repeat("a look at the token file", FOLLOW_SECONDS, lambda: asyncio.to_thread(self._look))
 
     def _look(self) -> None:
         now = fingerprint(self._path)
         if now == self._seen:
             return
-        self._seen = now
         try:
             entries = read_entries(self._path)
         except ConfigError as error:
-            log.error("the changed token file cannot be used, the tokens before stay in use: %s", error)
+            # It is read again at the next look: a token that was removed must not stay in use for good because the
+            # file could not be read for a moment.
+            if self._problem != (problem := str(error)):
+                log.error("the changed token file cannot be used, the tokens before stay in use: %s", problem)
+                self._problem = problem
             return
+        self._seen, self._problem = now, ""
         self._entries = {entry.sha256: entry for entry in entries}
         log.info("the token file has changed: %d tokens are in use", len(entries))
 

@@ -16,13 +16,15 @@ from typing import Any
 import grpc.aio
 
 from paramserver import wire
-from paramserver.security.gate import Caller, Gate, RefusedError, check_owner
-from paramserver.security.tokens import Principal
+from paramserver.background import repeat
+from paramserver.errors import UnavailableError
+from paramserver.security.gate import Caller, Gate, RefusedError, certificate_name, check_owner
 from paramserver.sessions.notices import Notice, NoticeBoard
+from paramserver.sessions.seats import Visitor
 from paramserver.sessions.sessions import Session, Sessions, SessionState
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
-from storage.errors import DeviceError, InvalidRequestError, StorageError
+from storage.errors import InvalidRequestError, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class SessionService:
         self._welcome = welcome
         self._board = NoticeBoard(engine)
         self._stopping = False
-        self._looking = asyncio.ensure_future(self._look())
+        self._looking = asyncio.ensure_future(repeat("a look at the tiers", LOOK_SECONDS, self._look))
 
     async def serve(
         self,
@@ -66,7 +68,8 @@ class SessionService:
         if hello is None or hello.WhichOneof("message") != "hello":
             raise InvalidRequestError("the first message of a session must be hello")
         stream = _Stream(context)
-        session = self._attach(hello.hello, owner, context.peer(), stream)
+        visitor = Visitor(owner=owner, peer=context.peer(), certificate=certificate_name(context))
+        session = self._attach(hello.hello, visitor, stream)
         try:
             stream.post("welcome", pb.SessionResponse(welcome=self._welcome_of(session)))
             for tier, notice in self._board.standing.items():
@@ -91,15 +94,15 @@ class SessionService:
         check_owner(self._gate.principal(context), session.owner)
         session.heard()
 
-    def _attach(self, hello: pb.SessionRequest.Hello, owner: Principal, peer: str, stream: _Stream) -> Session:
+    def _attach(self, hello: pb.SessionRequest.Hello, visitor: Visitor, stream: _Stream) -> Session:
         if self._stopping:
-            raise DeviceError("the daemon is shutting down")
+            raise UnavailableError("the store daemon is shutting down; connect again when it has been started anew")
         client = wire.name(hello.client, "hello.client")
         if not hello.session_id:
-            return self._sessions.open(client, owner, peer, stream)
+            return self._sessions.open(client, visitor, stream)
         session = self._sessions.get(hello.session_id)
-        check_owner(owner, session.owner)
-        self._sessions.take_up(session, peer, stream)
+        check_owner(visitor.owner, session.owner)
+        self._sessions.take_up(session, visitor.peer, stream)
         return session
 
     def _welcome_of(self, session: Session) -> pb.SessionResponse.Welcome:
@@ -112,11 +115,9 @@ class SessionService:
         return welcome
 
     async def _look(self) -> None:
-        while True:
-            for notice in self._board.look():
-                log.warning("%s", notice.text)
-                self._announce(notice)
-            await asyncio.sleep(LOOK_SECONDS)
+        for notice in self._board.look():
+            log.warning("%s", notice.text)
+            self._announce(notice)
 
     def _announce(self, notice: Notice) -> None:
         for session in self._sessions:

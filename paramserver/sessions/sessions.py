@@ -22,9 +22,10 @@ from paramserver.security.tokens import Principal
 from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.quarantine import Quarantine
 from paramserver.sessions.runs import Run, Runs
+from paramserver.sessions.seats import SeatLimits, Seats, Visitor
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
-from storage.errors import BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError, StorageError
+from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StorageError
 from storage.reader import StepReader
 from storage.shard import DType, JobSpec, Kind
 from storage.slab import NEVER, Slab
@@ -68,7 +69,7 @@ class SessionLimits:
 
     heartbeat_timeout_seconds: float
     grace_seconds: float
-    max_sessions: int
+    seats: SeatLimits
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +78,9 @@ class Session:
 
     session_id: str
     client: str
-    # Who opened it: nobody else may use it.
-    owner: Principal
-    peer: str
+    # Who opened it: only the same principal may use it.
+    visitor: Visitor
+    peer: str  # of its present stream
     slot: Slot | None  # None: it may not map the arena
     stream: Stream
     heard_at: float  # on the loop's clock
@@ -91,6 +92,11 @@ class Session:
     readers: dict[int, StepReader] = field(default_factory=dict)
     run: Run[Session] | None = None
     rank: int = -1
+
+    @property
+    def owner(self) -> Principal:
+        """The principal that opened it, and that alone may use it."""
+        return self.visitor.owner
 
     def heard(self) -> None:
         """It is alive."""
@@ -134,6 +140,7 @@ class Sessions:
         self._slots = engine.arena.slots
         self._runs: Runs[Session] = Runs(engine)
         self._sessions: dict[str, Session] = {}
+        self._seats = Seats(limits.seats)
         self._lease_ids = itertools.count(1)
         self._reader_ids = itertools.count(1)
         self._cleaning_up: set[asyncio.Task[None]] = set()
@@ -167,19 +174,15 @@ class Sessions:
 
     # --- life
 
-    def open(self, client: str, owner: Principal, peer: str, stream: Stream) -> Session:
-        """A new session, attached.
+    def open(self, client: str, visitor: Visitor, stream: Stream) -> Session:
+        """Open a session, attached to the stream.
 
         Raises:
-            BudgetExceededError: there are as many as may be.
+            BudgetExceededError: a limit of Seats is reached.
         """
-        if len(self._sessions) >= self.limits.max_sessions:
-            raise BudgetExceededError(
-                f"max_sessions: {len(self._sessions)} sessions are open, which is the limit; close some, or raise "
-                "max_sessions"
-            )
+        self._seats.take(visitor)
         now = asyncio.get_running_loop().time()
-        session = Session(secrets.token_hex(16), client, owner, peer, self._slots.take(), stream, now)
+        session = Session(secrets.token_hex(16), client, visitor, visitor.peer, self._slots.take(), stream, now)
         self._sessions[session.session_id] = session
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         log.info("session opened by %s", client)
@@ -234,6 +237,7 @@ class Sessions:
         if session.timer is not None:
             session.timer.cancel()
         del self._sessions[session.session_id]
+        self._seats.give_back(session.visitor)
         self._engine.end_prefetch(session.session_id)
         self._on_end(session.session_id)
         held = len(session.leases)

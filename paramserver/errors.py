@@ -1,0 +1,13 @@
+"""What can go wrong in the daemon itself, beside what storage/errors.py names; status.py has the status of each."""
+
+from __future__ import annotations
+
+from storage.errors import StorageError
+
+
+class UnavailableError(StorageError):
+    """The daemon does not serve this now, and another attempt, perhaps with the next daemon, may be served."""
+
+
+class StartError(StorageError):
+    """The daemon cannot start on this machine as it is configured; the message says what to change."""

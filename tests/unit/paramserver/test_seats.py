@@ -1,0 +1,79 @@
+"""Who may open one more session: everybody has a share, and the last seats are kept for those who must get in."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramserver.security.tokens import ANYONE, Principal, Role
+from paramserver.sessions.seats import SeatLimits, Seats, Standing, Visitor
+from storage.errors import BudgetExceededError
+
+ALICE = Principal(name="alice", role=Role.JOB, jobs=("alice-*",))
+BOB = Principal(name="bob", role=Role.JOB, jobs=("bob",))
+OPERATOR = Principal(name="operator", role=Role.ADMIN)
+LIMITS = SeatLimits(total=10, reserved=2, per_identity=4, per_address=5)
+MANY = SeatLimits(total=10, reserved=2, per_identity=99, per_address=99)
+
+
+def remote(owner: Principal, host: str = "10.0.0.1", certificate: str = "") -> Visitor:
+    return Visitor(owner=owner, peer=f"ipv4:{host}:4711", certificate=certificate)
+
+
+def local(owner: Principal) -> Visitor:
+    return Visitor(owner=owner, peer="unix:")
+
+
+def fill(seats: Seats, visitor: Visitor) -> int:
+    """Takes seats until one is refused; how many there were."""
+    for taken in range(100):
+        try:
+            seats.take(visitor)
+        except BudgetExceededError:
+            return taken
+    return 100
+
+
+@pytest.mark.parametrize(
+    ("visitor", "standing", "identity", "address"),
+    [
+        (remote(ALICE), Standing.REMOTE, "token alice", "ipv4:10.0.0.1"),
+        (local(ALICE), Standing.LOCAL, "token alice", ""),
+        (remote(OPERATOR), Standing.OPERATOR, "", ""),
+        (local(OPERATOR), Standing.OPERATOR, "", ""),
+        (local(ANYONE), Standing.OPERATOR, "", ""),
+        (remote(ANYONE), Standing.REMOTE, "", "ipv4:10.0.0.1"),
+        (remote(ANYONE, certificate="c"), Standing.REMOTE, "certificate 'c'", "ipv4:10.0.0.1"),
+        (Visitor(owner=BOB, peer="ipv6:%5B::1%5D:4711"), Standing.REMOTE, "token bob", "ipv6:%5B::1%5D"),
+    ],
+)
+def test_who_a_visitor_is(visitor: Visitor, standing: Standing, identity: str, address: str) -> None:
+    assert (visitor.standing, visitor.identity, visitor.address) == (standing, identity, address)
+
+
+def test_the_last_seats_are_kept_in_two_steps_and_all_come_back() -> None:
+    seats = Seats(MANY)
+    order = [remote(ALICE), local(BOB), remote(OPERATOR)]
+    assert [fill(seats, visitor) for visitor in order] == [6, 2, 2]
+    for visitor in reversed(order):
+        for _ in range({Standing.REMOTE: 6}.get(visitor.standing, 2)):
+            seats.give_back(visitor)
+    assert [fill(seats, visitor) for visitor in order] == [6, 2, 2]
+
+
+def test_an_identity_has_a_share_wherever_it_comes_from() -> None:
+    seats = Seats(LIMITS)
+    assert fill(seats, remote(ALICE)) == 4
+    with pytest.raises(BudgetExceededError, match="max_sessions_per_identity = 4: token alice has 4 sessions open"):
+        seats.take(local(ALICE))
+    assert fill(seats, local(BOB)) == 4, "the limits of all together leave him that many"
+
+
+def test_an_address_has_a_share_whoever_comes_from_it() -> None:
+    seats = Seats(LIMITS)
+    assert fill(seats, remote(ALICE)) == 4
+    seats.take(remote(BOB))
+    with pytest.raises(
+        BudgetExceededError, match=r"max_sessions_per_address = 5: ipv4:10\.0\.0\.1 has 5 sessions open"
+    ):
+        seats.take(remote(BOB))
+    seats.take(remote(BOB, host="10.0.0.2"))
