@@ -9,5 +9,9 @@ class UnavailableError(StorageError):
     """The daemon does not serve this now, and another attempt, perhaps with the next daemon, may be served."""
 
 
+class LateError(StorageError):
+    """The time that the client allows the call is about to be over; the message says what the call waits for."""
+
+
 class StartError(StorageError):
     """The daemon cannot start on this machine as it is configured; the message says what to change."""

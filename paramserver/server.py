@@ -28,6 +28,7 @@ from paramserver.security.quotas import Quotas
 from paramserver.security.reflection import Reflection
 from paramserver.security.tls import CertificateFiles, server_credentials
 from paramserver.security.tokens import TokenFile
+from paramserver.sessions.notices import describe_waits
 from paramserver.sessions.seats import SeatLimits
 from paramserver.sessions.service import SessionService
 from paramserver.sessions.sessions import SessionLimits, Sessions
@@ -174,7 +175,7 @@ async def _serve(
             *_connection_limits(config),
         ]
     )
-    checking = CheckingServer(server)
+    checking = CheckingServer(server, lambda: describe_waits(engine))
     parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, checking)
     server.add_registered_method_handlers(STORE_SERVICE, store.raw_handlers())
     store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
@@ -260,7 +261,13 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
             file_path=str(engine.arena.path or ""),
         ),
         version=__version__,
+        patience_millis=int(1000 * longest_wait_seconds(config)),
     )
+
+
+def longest_wait_seconds(config: DaemonConfig) -> float:
+    """Return how long the daemon may make one call wait: for the quota of its job, then for room, then for a device."""
+    return 2 * config.admission_timeout_seconds + config.device_timeout_seconds
 
 
 def _on_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

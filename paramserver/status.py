@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 
-from paramserver.errors import UnavailableError
+from paramserver.errors import LateError, UnavailableError
 from paramserver.security.gate import RefusalLog, RefusedError
 from paramserver.transfers import TransferStalledError
+from paramserver.v1.answered import ANSWERED
 from paramserver.v1.printable import printable
 from storage import errors
 
@@ -26,6 +27,10 @@ _refusals = RefusalLog()
 # text is as long as the client has made it.
 MAX_TEXT = 600
 
+# How long before a client's deadline the daemon answers: at most so many seconds, and so much of the time allowed.
+ANSWER_SECONDS = 1.0
+ANSWER_SHARE = 0.1
+
 _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
@@ -35,6 +40,7 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
     (errors.StepAbortedError, grpc.StatusCode.ABORTED),
     (errors.DataLossError, grpc.StatusCode.DATA_LOSS),
     (TransferStalledError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (LateError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
 )
@@ -70,6 +76,40 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
         await _abort(context, grpc.StatusCode.INTERNAL, text)
 
 
+@asynccontextmanager
+async def answering_in_time(
+    context: grpc.aio.ServicerContext[Any, Any], describe_waits: Callable[[], str]
+) -> AsyncIterator[None]:
+    """End what the block waits for shortly before the client's deadline, so that the client learns why it waited.
+
+    The block is cancelled as it would be at the deadline itself, or when the client goes.
+
+    Raises:
+        LateError: with what `describe_waits` says of the daemon then.
+    """
+    allowed = context.time_remaining()
+    if allowed is None:
+        yield
+        return
+    loop, waits = asyncio.get_running_loop(), ""
+
+    def end() -> None:
+        # Before the block is cancelled: afterwards it waits for nothing any more.
+        nonlocal waits
+        waits = describe_waits()
+        limit.reschedule(loop.time())
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            alarm = loop.call_later(allowed - min(ANSWER_SECONDS, allowed * ANSWER_SHARE), end)
+            try:
+                yield
+            finally:
+                alarm.cancel()
+    except TimeoutError:
+        raise LateError(f"not done within the {allowed:.3g} s that the client allows: {waits}") from None
+
+
 async def finished(work: Coroutine[Any, Any, T]) -> T:
     """Awaits work that must not be left half done: it goes on when its client goes.
 
@@ -85,7 +125,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusC
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}..."
     try:
-        await context.abort(code, text)
+        await context.abort(code, text, trailing_metadata=ANSWERED if code is grpc.StatusCode.UNAVAILABLE else ())
     except grpc.aio.InternalError as error:
         raise _call_is_over() from error
 

@@ -44,14 +44,14 @@ class Residents:
         """Bytes of copies that can be dropped at once."""
         return sum(copy.region.nbytes for copy in self._evictable)
 
-    async def room_for(self, slab: Slab) -> ArenaRange:
-        """Wait for a range that a copy of a slab fits into.
+    async def room_for(self, slab: Slab, *, until: float | None = None) -> ArenaRange:
+        """Wait for a range that a copy of a slab fits into; `until` is the deadline, see HostTier.allocate.
 
         Raises:
             ConflictError: the slab was deleted while this waited.
             BudgetExceededError: there was no room before the deadline.
         """
-        region = await self._host.allocate(slab.nbytes)
+        region = await self._host.allocate(slab.nbytes, until=until)
         if slab.deleted:
             self._host.free(region)
             slab.check_present()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
@@ -334,13 +334,31 @@ class Registry:
 
     async def _settle_at_home(self, job: Job, groups: Sequence[Group]) -> None:
         """Gives every slab placed in the host tier its place there; the bytes come when they are first needed."""
+        until = self._host.deadline()
         # One at a time: while one waits for room, another would give the same slab a place, too.
-        async with self._settling:
+        async with self._settling_until(until):
             for slab in (slab for group in groups for slab in group.slabs):
                 if slab.at_home_in_host and slab.copy is None:
-                    region = await self._residents.room_for(slab)
+                    region = await self._residents.room_for(slab, until=until)
                     slab.copy = HostCopy(region, step=None, at_home=True)
                     slab.copy.idle.set()
+
+    @asynccontextmanager
+    async def _settling_until(self, until: float) -> AsyncIterator[None]:
+        """Hold the lock of those who settle. Raises BudgetExceededError where it does not come free until then."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._settling.acquire()
+        except TimeoutError:
+            raise BudgetExceededError(
+                f"host_budget {self._host.budget_bytes} had no room for other jobs that are being registered, and this "
+                "one waited for them until admission_timeout_seconds were over; return leases sooner, or raise "
+                "host_budget or admission_timeout_seconds"
+            ) from None
+        try:
+            yield
+        finally:
+            self._settling.release()
 
 
 def _host_need(jobs: Sequence[Job]) -> HostNeed:

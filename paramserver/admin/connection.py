@@ -21,6 +21,8 @@ from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEADLINE_SECONDS = 10.0
+# A deletion waits for the commit under way, and for as long as a device may be silent.
+DELETION_DEADLINE_SECONDS = 600.0
 
 Address = Annotated[
     str | None,

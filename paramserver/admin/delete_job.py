@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from paramserver.admin import printers
-from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, connect
+from paramserver.admin.connection import DELETION_DEADLINE_SECONDS, Address, AsJson, connect
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
@@ -21,7 +21,7 @@ def delete_job(
     if not yes:
         typer.confirm(f"Delete job {job!r} with all its committed steps? This cannot be undone.", abort=True)
     with connect(address) as store:
-        response = store.DeleteJob(admin_pb.DeleteJobRequest(job=job), timeout=DEADLINE_SECONDS)
+        response = store.DeleteJob(admin_pb.DeleteJobRequest(job=job), timeout=DELETION_DEADLINE_SECONDS)
         if as_json:
             printers.print_json(response)
         else:

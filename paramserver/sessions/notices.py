@@ -17,6 +17,18 @@ Response = pb.SessionResponse
 Notice = Response.Notice
 
 
+def describe_waits(engine: Engine) -> str:
+    """Return what requests wait for now, without the names of jobs: any client may be told."""
+    host, troubles = engine.host, engine.nvme.watch.problems
+    memory = "host memory has room for all requests"
+    if host.queue_depth:
+        memory = (
+            f"{host.queue_depth} requests wait for room in host memory, the first for {host.waiting_seconds:.1f} s "
+            f"(host_budget is {host.budget_bytes} bytes, {host.pinned_bytes()} of them leased, read or updated)"
+        )
+    return "; ".join([memory, f"{engine.nvme.queue_depth} reads and writes of nvme wait or are under way", *troubles])
+
+
 class NoticeBoard:
     """What stands, by tier: nothing where all is well."""
 

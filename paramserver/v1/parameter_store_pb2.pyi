@@ -130,7 +130,7 @@ class SessionResponse(_message.Message):
     EVENT_BUDGET_PRESSURE: SessionResponse.Event
     EVENT_BUDGET_RELIEVED: SessionResponse.Event
     class Welcome(_message.Message):
-        __slots__ = ("session_id", "epoch", "heartbeat_interval_millis", "heartbeat_timeout_millis", "arena", "version", "grace_millis")
+        __slots__ = ("session_id", "epoch", "heartbeat_interval_millis", "heartbeat_timeout_millis", "arena", "version", "grace_millis", "patience_millis")
         SESSION_ID_FIELD_NUMBER: _ClassVar[int]
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         HEARTBEAT_INTERVAL_MILLIS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class SessionResponse(_message.Message):
         ARENA_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
         GRACE_MILLIS_FIELD_NUMBER: _ClassVar[int]
+        PATIENCE_MILLIS_FIELD_NUMBER: _ClassVar[int]
         session_id: str
         epoch: str
         heartbeat_interval_millis: int
@@ -145,7 +146,8 @@ class SessionResponse(_message.Message):
         arena: Arena
         version: str
         grace_millis: int
-        def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., heartbeat_interval_millis: _Optional[int] = ..., heartbeat_timeout_millis: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., version: _Optional[str] = ..., grace_millis: _Optional[int] = ...) -> None: ...
+        patience_millis: int
+        def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[str] = ..., heartbeat_interval_millis: _Optional[int] = ..., heartbeat_timeout_millis: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., version: _Optional[str] = ..., grace_millis: _Optional[int] = ..., patience_millis: _Optional[int] = ...) -> None: ...
     class Notice(_message.Message):
         __slots__ = ("text", "event", "tier")
         TEXT_FIELD_NUMBER: _ClassVar[int]

@@ -92,8 +92,15 @@ class HostTier:
         named = f"shared memory {self.arena.path}" if self.arena.path else "shared memory"
         return ", ".join([named, *(name for name, is_so in granted if is_so)])
 
-    async def allocate(self, nbytes: int, *, from_top: bool = False) -> ArenaRange:
+    def deadline(self) -> float:
+        """Return until when a request that begins to wait for room now may wait, on the loop's clock."""
+        return asyncio.get_running_loop().time() + self._admission_timeout_seconds
+
+    async def allocate(self, nbytes: int, *, from_top: bool = False, until: float | None = None) -> ArenaRange:
         """Waits in turn until clean copies that were dropped, or ranges that were freed, make room.
+
+        Args:
+            until: what `deadline` gave when the request began, where it takes several ranges; None: as if it began now.
 
         Raises:
             BudgetExceededError: more than the whole arena is asked for, or there was no room before the deadline.
@@ -108,7 +115,7 @@ class HostTier:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(nbytes, from_top, loop.time(), loop.create_future())
         self._waiters.append(waiter)
-        deadline = loop.call_later(self._admission_timeout_seconds, self._give_up, waiter)
+        deadline = loop.call_at(self.deadline() if until is None else until, self._give_up, waiter)
         try:
             return await waiter.granted
         except asyncio.CancelledError:

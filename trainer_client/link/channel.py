@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paramserver.v1.answered import is_answer
 from paramserver.v1.channel import is_socket, socket_path
 from paramserver.v1.printable import printable
 from paramserver.v1.sockets import with_real_paths
@@ -156,7 +157,7 @@ def translate(error: grpc.RpcError) -> StoreError:
     assert isinstance(error, grpc.Call)
     code = error.code() or grpc.StatusCode.UNKNOWN
     reason = printable(with_real_paths(error.details() or "no reason given"))
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code is grpc.StatusCode.UNAVAILABLE and not is_answer(error.trailing_metadata()):
         reason = (
             f"the store daemon cannot be reached any more ({reason}): look at its log, then restart the job; "
             "it resumes from the last commit"

@@ -21,14 +21,12 @@ from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from trainer_client.errors import StoreError
 from trainer_client.link.arena import Arena
 from trainer_client.link.channel import (
-    COMMIT_DEADLINE_SECONDS,
-    CONTROL_DEADLINE_SECONDS,
-    LEASE_DEADLINE_SECONDS,
     Pending,
     open_channel,
     translate,
 )
 from trainer_client.link.credentials import NO_CREDENTIALS, Credentials
+from trainer_client.link.deadlines import Deadlines
 from trainer_client.link.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
 from trainer_client.link.sender import Sender
 from trainer_client.link.session import Session
@@ -103,6 +101,7 @@ class RankStore:
         except BaseException:
             self._channel.close()
             raise
+        self._deadlines = Deadlines.of(self._session.welcome)
         self._sender = Sender()
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
         self.session_id = self._session.welcome.session_id
@@ -163,7 +162,7 @@ class RankStore:
             wants=[pb.PrefetchRequest.Want(slab=slab.to_proto(), position=position) for slab, position in wants],
         )
         self._check()
-        future = self._sender.begin(self._stub.Prefetch, request, CONTROL_DEADLINE_SECONDS)
+        future = self._sender.begin(self._stub.Prefetch, request, self._deadlines.control)
         future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.UNAVAILABLE))
         Pending(future, lambda _: None).on_response(self._note_fetched)
 
@@ -253,7 +252,7 @@ class RankStore:
 
     def _begin_release(self, releases: Sequence[pb.ReleaseLeasesRequest.Release]) -> None:
         request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
-        future = self._sender.begin(self._stub.ReleaseLeases, request, CONTROL_DEADLINE_SECONDS)
+        future = self._sender.begin(self._stub.ReleaseLeases, request, self._deadlines.control)
         future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.NOT_FOUND))
 
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
@@ -302,7 +301,7 @@ class RankStore:
         """On a thread of its own: to send gradients may take long. The call itself begins in its turn, after what was
         sent before: leases that were returned are returned then."""
         self._flush_gradients(updates)
-        return self._sender.begin(self._stub.ApplyGradients, request, CONTROL_DEADLINE_SECONDS).result()
+        return self._sender.begin(self._stub.ApplyGradients, request, self._deadlines.control).result()
 
     def _flush_gradients(self, updates: Sequence[GroupUpdate]) -> None:
         for update in updates:
@@ -341,7 +340,7 @@ class RankStore:
         request = pb.CommitStepRequest(
             session_id=self.session_id, step=step, client_state=client_state, settled_step=settled_step
         )
-        future = self._stub.CommitStep.future(request, timeout=COMMIT_DEADLINE_SECONDS)
+        future = self._stub.CommitStep.future(request, timeout=self._deadlines.commit)
         return Pending(
             future,
             lambda response: bool(response.durable),
@@ -351,13 +350,13 @@ class RankStore:
     def read_counters(self) -> Future[pb.ReadCountersResponse]:
         """What the store's tiers have done since its start. Does not wait; its failure is only the caller's."""
         request = pb.ReadCountersRequest(session_id=self.session_id)
-        return self._sender.begin(self._stub.ReadCounters, request, CONTROL_DEADLINE_SECONDS)
+        return self._sender.begin(self._stub.ReadCounters, request, self._deadlines.control)
 
     def collect_spans(self, *, ends: bool) -> Future[pb.CollectSpansResponse]:
         """What the store has done for the job since the last call; the first one begins to take note. As
         `read_counters`."""
         request = pb.CollectSpansRequest(session_id=self.session_id, ends=ends)
-        return self._sender.begin(self._stub.CollectSpans, request, CONTROL_DEADLINE_SECONDS)
+        return self._sender.begin(self._stub.CollectSpans, request, self._deadlines.control)
 
     def _flush(self, where: str, leases: Sequence[LeasedBytes]) -> None:
         began = time.monotonic()
@@ -368,12 +367,12 @@ class RankStore:
     def _acquire(self, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
         self._check()
         request = pb.AcquireLeasesRequest(session_id=self.session_id, wants=wants)
-        return self._sender.begin(self._stub.AcquireLeases, request, LEASE_DEADLINE_SECONDS)
+        return self._sender.begin(self._stub.AcquireLeases, request, self._deadlines.lease)
 
     def _call(self, method: Any, request: Any) -> Any:
         self._check()
         try:
-            return method(request, timeout=CONTROL_DEADLINE_SECONDS)
+            return method(request, timeout=self._deadlines.control)
         except grpc.RpcError as error:
             # Why it failed, where that is the end of the session.
             self._session.check()
@@ -383,7 +382,7 @@ class RankStore:
     def _send(self, method: Any, request: Any) -> Pending[None]:
         """Starts a call that need not be waited for: its failure is also raised by the next call."""
         self._check()
-        future = self._sender.begin(method, request, CONTROL_DEADLINE_SECONDS)
+        future = self._sender.begin(method, request, self._deadlines.control)
         future.add_done_callback(self._note_failure)
         return Pending(future, lambda _: None)
 

@@ -24,6 +24,7 @@ from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, S
 from trainer_client.link.arena import Arena
 from trainer_client.link.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate
 from trainer_client.link.credentials import Credentials
+from trainer_client.link.deadlines import patience_seconds
 from trainer_client.link.session import Session
 from trainer_client.link.streams import Streams
 
@@ -45,6 +46,9 @@ class Call:
     def __init__(self, timeout: Timeout, default_seconds: float) -> None:
         """Raises ConfigError for a timeout that is not positive."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        # What was added to a deadline that the user left to this library.
+        self._allowed_seconds = 0.0
+        self._is_default = seconds is None
         self.seconds = default_seconds if seconds is None else float(seconds)
         if not self.seconds > 0:
             raise ConfigError(f"timeout {timeout} must be positive; leave it out for the default")
@@ -73,6 +77,15 @@ class Call:
         self._cancelled.set()
         for stream in tuple(self._streams):
             stream.cancel()
+
+    def allow(self, patience_seconds: float) -> None:
+        """Lengthen a deadline that the user did not set to what it would be, had the daemon no patience, plus that: the
+        daemon may make the call wait so long by itself."""
+        if self._is_default and patience_seconds > self._allowed_seconds:
+            more = patience_seconds - self._allowed_seconds
+            self._allowed_seconds = patience_seconds
+            self.seconds += more
+            self._at += more
 
     def extend(self) -> None:
         """The whole time again. Raises CallCancelledError after `cancel`."""
@@ -130,6 +143,8 @@ class Link:
         self.session_id = welcome.session_id
         self.epoch = welcome.epoch
         self.arena_bytes = welcome.arena.size_bytes
+        self.patience_seconds = patience_seconds(welcome)
+        self.heartbeat_timeout_seconds = welcome.heartbeat_timeout_millis / 1000
         self._arena = None if prefer_streams else Arena.map(welcome.arena)
 
     @property
@@ -216,6 +231,7 @@ class Link:
 
     def call(self, method: str, request: Any, call: Call) -> Any:
         """A unary call. Raises StoreError."""
+        call.allow(self.patience_seconds)
         return result_of(self.begin(method, request, call.left_seconds))
 
 

@@ -43,7 +43,7 @@ DEFAULT_SHARD_BYTES = 16 << 20
 _SHARDS_UNDER_WAY = 4
 _ARENA_SHARE = 4
 # How long another session may seem to hold the job: the store notices the end of a broken one within that time.
-_HAND_OVER_SECONDS = 10.0
+_HAND_OVER_SLACK_SECONDS = 5.0
 _HAND_OVER_LOOK_SECONDS = 0.1
 
 
@@ -285,7 +285,8 @@ class StoreWriterSync:
 
     def _open_once_free(self, link: Link, request: pb.OpenJobRequest, call: Call) -> Any:
         """Opens the job; waits a little where a session that has just broken seems to hold it still."""
-        give_up_at = time.monotonic() + _HAND_OVER_SECONDS
+        # The daemon ends a session whose client is silent, or whose stream broke, within this time.
+        give_up_at = time.monotonic() + link.heartbeat_timeout_seconds + _HAND_OVER_SLACK_SECONDS
         while True:
             try:
                 return link.call("OpenJob", request, call)

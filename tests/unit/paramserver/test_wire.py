@@ -12,6 +12,7 @@ import pytest
 import trainer_client
 from paramserver import wire
 from paramserver.admin.shards import KindName
+from paramserver.errors import LateError, UnavailableError
 from paramserver.status import status_code
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.update_rules import HyperParameters
@@ -379,6 +380,8 @@ def test_every_enum_of_the_wire_is_known_or_refused() -> None:
         (errors.StepAbortedError, grpc.StatusCode.ABORTED),
         (errors.DataLossError, grpc.StatusCode.DATA_LOSS),
         (errors.DeviceError, grpc.StatusCode.UNAVAILABLE),
+        (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+        (LateError, grpc.StatusCode.DEADLINE_EXCEEDED),
         (errors.StorageError, grpc.StatusCode.INTERNAL),
     ],
 )

@@ -1,0 +1,161 @@
+"""Who waits learns why: the daemon answers before its client gives up, and no client gives up on what the daemon may
+still grant."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from paramserver.config import DaemonConfig
+from paramserver.server import longest_wait_seconds
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from storage.shard import Kind, TierName
+from tests.integration.daemon import CHANNEL_OPTIONS, MIB, Daemon, tiers
+from tests.integration.store_client import Clients, Rank, group_to_wire, job_fields, refused
+from tests.integration.waiting import wait_until
+from tests.unit.storage.builders import Layout
+from trainer_client.errors import StoreBudgetError, StoreUnavailableError
+from trainer_client.link import deadlines
+from trainer_client.link.channel import translate
+from trainer_client.link.rank_store import RankStore
+from trainer_client.store.connection import Call
+
+CODE = grpc.StatusCode
+ADMISSION_SECONDS = 3.0
+# Longer than the client's own part of a deadline, and shorter than the daemon's patience.
+BUSY_SECONDS = 1.5
+NUMEL = 256 << 10  # of fp32: 1 MiB
+WAITING = Layout(name="waiting", numels=(NUMEL,), groups=("a",), weights=TierName.HOST, moments=TierName.HOST)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    config = {"admission_timeout_seconds": ADMISSION_SECONDS, "device_timeout_seconds": 1.0}
+    with Daemon(tmp_path_factory.mktemp("deadlines") / "state", config) as daemon:
+        yield daemon
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log
+
+
+@pytest.fixture
+def clients(daemon: Daemon) -> Iterator[Clients]:
+    with Clients(daemon.address) as opened:
+        yield opened
+
+
+@pytest.fixture
+def holder(clients: Clients, daemon: Daemon, job: str) -> Rank:
+    """A rank that holds nearly all of the host memory, with ranges of what it reads."""
+    rank = clients.rank(Layout(name=job, numels=(NUMEL,), groups=("a",))).begin()
+    reader = rank.call("OpenReader", job=job).reader_id
+    wanted = pb.TensorRange(fqn="a.weight.0", kind=pb.KIND_PARAM, numel=NUMEL, reader_id=reader)
+    want = pb.AcquireLeasesRequest.Want(mode=pb.LEASE_MODE_READ, range=wanted)
+    held = tiers(daemon.address)[0]
+    free = (held.budget_bytes - held.used_bytes + held.evictable_bytes) // MIB
+    rank.call("AcquireLeases", wants=[want] * (free - 1))
+    return rank
+
+
+def register(store: RankStore) -> None:
+    store.open_job(pb.OpenJobRequest(**job_fields(WAITING), run_id=secrets.token_hex(8), resume=pb.RESUME_POLICY_AUTO))
+    store.register_shards([group_to_wire(WAITING.group("a"))])
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients whose own part of a deadline is shorter than what the daemon waits."""
+    monkeypatch.setattr(deadlines, "CONTROL_DEADLINE_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_client_waits_for_what_the_daemon_grants_in_the_end(daemon: Daemon, holder: Rank) -> None:
+    with closing(RankStore(daemon.address, "hasty")) as store:
+        freeing = threading.Timer(BUSY_SECONDS, holder.close)
+        freeing.start()
+        register(store)
+        freeing.join()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_client_is_told_why_the_daemon_refuses_in_the_end(daemon: Daemon, holder: Rank) -> None:
+    with (
+        closing(RankStore(daemon.address, "hasty")) as store,
+        pytest.raises(StoreBudgetError, match=r"host_budget 16777216 had no room for .*admission_timeout_seconds"),
+    ):
+        register(store)
+    with closing(RankStore(daemon.address, "hasty")) as store:
+        holder.close()
+        register(store)
+
+
+def test_a_deadline_shorter_than_the_daemons_patience_is_answered_shortly_before(
+    clients: Clients, daemon: Daemon, holder: Rank
+) -> None:
+    rank = clients.rank(WAITING, run_id=secrets.token_hex(8))
+    rank.open()
+    with refused(
+        *(CODE.DEADLINE_EXCEEDED, "s that the client allows: 1 requests wait for room in host memory, the first for"),
+        "(host_budget is 16777216 bytes",
+    ):
+        rank.call("RegisterShards", groups=[group_to_wire(WAITING.group("a"))], seconds=1.0)
+    other = clients.client()
+    leases = [holder.acquire("a", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)]
+    with refused(CODE.DEADLINE_EXCEEDED, "requests wait for room in host memory"):
+        leases += [holder.acquire("a", kind, pb.LEASE_MODE_READ, seconds=0.5) for kind in holder.layout.kinds]
+    # What was given up waits no longer.
+    wait_until(lambda: tiers(daemon.address)[0].queue_depth == 0)
+    other.call("ListStoredJobs")
+    holder.close()
+    rank.register()
+    rank.stage_all()
+    rank.commit(0)
+    rank.assert_at(0)
+
+
+@pytest.mark.parametrize("config", [{}, {"admission_timeout_seconds": 600.0, "device_timeout_seconds": 120.0}])
+def test_no_deadline_of_a_client_is_shorter_than_what_the_daemon_may_wait(config: dict[str, Any]) -> None:
+    longest = longest_wait_seconds(DaemonConfig(state_dir=Path("state"), **config))
+    welcome = pb.SessionResponse.Welcome(patience_millis=int(longest * 1000))
+    given = deadlines.Deadlines.of(welcome)
+    assert min(given.control, given.lease, given.commit) > longest
+    # A user's own timeout stays what it is; a default one is lengthened once.
+    own, default = Call(1.0, 30.0), Call(None, 30.0)
+    for call in (own, default, default):
+        call.allow(deadlines.patience_seconds(welcome))
+    assert own.seconds == 1.0 and longest < default.seconds == 30.0 + longest
+
+
+def test_a_daemon_that_stops_says_so_and_not_that_something_is_broken(tmp_path: Path) -> None:
+    with (
+        Daemon(tmp_path / "state") as daemon,
+        grpc.insecure_channel(daemon.address, options=CHANNEL_OPTIONS) as channel,
+    ):
+        hello: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+        # A stream that is open and has not said hello yet when the daemon is told to stop.
+        stream = pb_grpc.ParameterStoreStub(channel).Session(iter(hello.get, None), timeout=20)
+        time.sleep(0.5)
+        daemon.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in daemon.log)
+        hello.put(pb.SessionRequest(hello=pb.SessionRequest.Hello(client="late")))
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream)
+        hello.put(None)
+        error = translate(caught.value)
+        assert isinstance(error, StoreUnavailableError) and error.code is CODE.UNAVAILABLE
+        assert error.message == "the store daemon is shutting down; connect again when it has been started anew"
+        assert daemon.wait() == 0
+        # Where none answers, it is gRPC that says so.
+        with pytest.raises(grpc.RpcError) as caught:
+            pb_grpc.ParameterStoreStub(channel).ListStoredJobs(pb.ListStoredJobsRequest(), timeout=5)
+        assert "cannot be reached" in translate(caught.value).message
