@@ -57,7 +57,9 @@ class DaemonConfig(BaseModel):
     token_file: Path | None = Field(
         default=None, description="TOML file of tokens (`paramserver tokens`); with it every call needs one"
     )
-    quotas: QuotasSection = Field(default=QuotasSection(), description="limits of single jobs")
+    quotas: QuotasSection = Field(
+        default=QuotasSection(), description="limits of jobs, and of tokens over all their jobs"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     io_read_threads: int = Field(default=4, ge=1, le=64, description="threads that read from nvme")

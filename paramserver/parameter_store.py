@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ import grpc.aio
 from paramserver import wire
 from paramserver.readers import Readers, describe_job, describe_layouts, version_info
 from paramserver.security.gate import Gate, check_job, check_owner
-from paramserver.security.host_quota import HostQuota, lease_bytes
+from paramserver.security.host_quota import HostQuota, lease_bytes, limits_of
+from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.service import SessionService
@@ -26,7 +28,6 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError
-from storage.registry import JobLimits
 from storage.shard import Kind
 from storage.slab import NEVER
 
@@ -52,6 +53,8 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self._quotas = quotas
         self._traces = traces
         self._host_quota = HostQuota(quotas, engine, sessions)
+        # Jobs that are being opened, of which the engine may not know yet.
+        self._opening: Counter[str] = Counter()
         self._readers = Readers(engine, sessions, quotas, self._host_quota)
 
     async def Session(
@@ -83,14 +86,21 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             # It may have ended meanwhile.
             session = self._session(request.session_id, context)
             self._quotas.of(spec.name).check_sessions(spec.name, self._sessions.attached(spec.name))
-            job = await self._sessions.join(
-                session,
-                spec,
-                run_id,
-                request.rank,
-                may_exist=request.resume != pb.RESUME_POLICY_NEVER,
-                must_exist=request.resume == pb.RESUME_POLICY_MUST,
-            )
+            self._check_jobs(session.owner, spec.name)
+            self._opening[spec.name] += 1
+            try:
+                job = await self._sessions.join(
+                    session,
+                    spec,
+                    run_id,
+                    request.rank,
+                    may_exist=request.resume != pb.RESUME_POLICY_NEVER,
+                    must_exist=request.resume == pb.RESUME_POLICY_MUST,
+                )
+            finally:
+                self._opening[spec.name] -= 1
+                if not self._opening[spec.name]:
+                    del self._opening[spec.name]
             return pb.OpenJobResponse(
                 committed=[
                     pb.CommittedStep(step=step, client_state=commit.client_states.get(session.rank, b""))
@@ -98,6 +108,13 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                 ],
                 layouts=describe_layouts(self._engine.layouts(job.spec.name)),
             )
+
+    def _check_jobs(self, owner: Principal, name: str) -> None:
+        """Raise BudgetExceededError where the job is new and the token has as many as its quota allows."""
+        quota = self._quotas.of_token(owner)
+        known = self._engine.jobs.keys() | self._opening.keys()
+        if quota.jobs is not None and name not in known:
+            quota.check_jobs(owner.name, sum(map(owner.allows, known)))
 
     async def BeginLayout(
         self,
@@ -118,8 +135,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             session = self._session(request.session_id, context)
             job = await session.job()
             session.require_run().check_layout(job)
-            quota = self._quotas.of(job.spec.name)
-            limits = JobLimits(host_bytes=quota.host_bytes, nvme_bytes=quota.nvme_bytes)
+            limits = limits_of(self._quotas, session.owner, job.spec.name)
             specs = await asyncio.to_thread(wire.group_specs, job.spec, request.groups)
             await self._engine.register(job, specs, limits)
             return pb.RegisterShardsResponse()
@@ -163,7 +179,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         kind, group = wire.kind(want.slab.kind), want.slab.group
         session.require_run().check_whole()
         job = await session.job()
-        async with self._host_quota.room_for(job, lease_bytes(job, group, kind)):
+        async with self._host_quota.room_for(session.owner, job, lease_bytes(job, group, kind)):
             return await self._grant(session, want, group, kind)
 
     async def _grant(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want, group: str, kind: Kind) -> Lease:

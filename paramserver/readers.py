@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from paramserver import wire
 from paramserver.paging import page
 from paramserver.security.host_quota import HostQuota
+from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.leases import Lease
 from paramserver.sessions.sessions import Session, Sessions
@@ -33,24 +34,28 @@ class Readers:
         self._sessions = sessions
         self._quotas = quotas
         self._host_quota = host_quota
-        self._opening: Counter[str] = Counter()
+        # Readers that are being opened, by job and by principal.
+        self._opening: Counter[str | Principal] = Counter()
 
     async def open(self, session: Session, job: Job, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
         """Holds a committed step for a session.
 
         Raises:
             NotFoundError: the step is not retained.
-            BudgetExceededError: the job's quota has no reader left.
+            BudgetExceededError: the quota of the job or the token has no reader left.
             StorageError: see Engine.open_reader.
         """
         step = wire.step(request.step, "step") if request.HasField("step") else None
         name = job.spec.name
+        owner = session.owner
         self._quotas.of(name).check_readers(name, self._sessions.readers_of(name) + self._opening[name])
-        self._opening[name] += 1
+        held = self._sessions.readers_by(owner) + self._opening[owner]
+        self._quotas.of_token(owner).check_readers(owner.name, held)
+        self._opening.update((name, owner))
         try:
             reader = await self._engine.open_reader(job, step)
         finally:
-            self._opening[name] -= 1
+            self._opening.subtract((name, owner))
         return pb.OpenReaderResponse(reader_id=self._sessions.hold(session, reader), step=reader.step)
 
     def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest) -> Job:
@@ -78,7 +83,7 @@ class Readers:
         async def fill(view: memoryview) -> None:
             await reader.fill(source.fqn, kind, source.offset, source.numel, view)
 
-        async with self._host_quota.room_for(reader.job, round_up(nbytes)):
+        async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
             region = await self._engine.load(reader.job, nbytes, fill)
             if session.readers.get(source.reader_id) is not reader:
                 self._engine.loose.free(region)

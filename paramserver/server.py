@@ -158,7 +158,7 @@ async def _serve(
     cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
     gate = Gate(tokens)
-    session_service = SessionService(engine, sessions, gate, welcome)
+    session_service = SessionService(engine, sessions, gate, quotas, welcome)
     cleanup.callback(session_service.close)
     if tokens is not None:
         following = asyncio.ensure_future(tokens.follow())

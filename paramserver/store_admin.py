@@ -13,7 +13,8 @@ import grpc.aio
 from paramserver import wire
 from paramserver.loop_watch import LoopWatch
 from paramserver.paging import page
-from paramserver.security.gate import Gate
+from paramserver.security.gate import Gate, check_deletion
+from paramserver.security.principals import Role
 from paramserver.sessions.sessions import Session, Sessions, SessionState
 from paramserver.status import answering_errors, finished
 from paramserver.transfers import Transfers
@@ -137,7 +138,11 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         context: grpc.aio.ServicerContext[admin_pb.DeleteJobRequest, admin_pb.DeleteJobResponse],
     ) -> admin_pb.DeleteJobResponse:
         async with answering_errors(context):
-            self._gate.require_admin(context)
+            principal = self._gate.principal(context)
+            check_deletion(principal, request.job)
+            if principal.role is not Role.ADMIN and request.job not in self._engine.jobs:
+                # Which ones there are is the operator's to know.
+                raise NotFoundError(f"there is no job {request.job!r}")
             # Finished even if the client goes: half of a job is of no use to anybody.
             await finished(self._delete(request.job))
             return admin_pb.DeleteJobResponse()

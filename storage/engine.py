@@ -33,7 +33,7 @@ from storage.loose import LooseRanges
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
-from storage.registry import UNLIMITED, JobLimits, Registry
+from storage.registry import Limit, Registry
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
@@ -268,13 +268,13 @@ class Engine:
         for job in jobs:
             self._registry.discard(job)
 
-    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits = UNLIMITED) -> None:
+    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit] = ()) -> None:
         """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.
 
         Raises:
             InvalidRequestError: a group is malformed.
             ConflictError: the job has other groups, or a placement changed that cannot be changed.
-            BudgetExceededError: a budget or a limit of the job is too small; nothing new is registered then.
+            BudgetExceededError: a budget or one of the limits is too small; nothing new is registered then.
         """
         moved = await self._registry.register(job, specs, limits)
         if moved and job.durable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
@@ -25,14 +25,22 @@ from storage.versions import Job, check_group, check_layout, check_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobLimits:
-    """Most bytes that a job's own steps may need of the tiers; None: as much as the budgets hold."""
+class Limit:
+    """Most bytes that the steps of some jobs may need of the tiers, all of them together.
 
+    Attributes:
+        what: whose limit it is, for people: "the quota of job 'a'".
+        covers: tells by a job's name whether the job counts.
+        host_bytes: None: as much as the budgets hold; so has `nvme_bytes`.
+        counts_readers: whether steps that only readers hold count, too, also those of jobs that were deleted.
+    """
+
+    what: str
+    covers: Callable[[str], bool]
     host_bytes: int | None = None
     nvme_bytes: int | None = None
+    counts_readers: bool = False
 
-
-UNLIMITED = JobLimits()
 
 # A rank alone shows its units in place: the root, the one in use and the one before or after it. Ranks that share the
 # store copy, and lease the unit that they copy and the next one.
@@ -223,7 +231,7 @@ class Registry:
             # A fetch that waits for room would read, and free a second time, what is freed here.
             slab.versions.clear()
 
-    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: JobLimits) -> dict[SlabKey, TierName]:
+    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> dict[SlabKey, TierName]:
         """See Engine.register; returns the slabs that have a new home."""
         moved: dict[SlabKey, TierName] = {}
         with ExitStack() as undo:
@@ -240,7 +248,8 @@ class Registry:
                 else:
                     job.groups[spec.name] = group = _new_group(job.spec, spec)
                     undo.callback(self._take_back, job, group)
-            self._check_limits(job, limits)
+            for limit in limits:
+                self._check_limit(job, limit)
             self._check_host_budget(job)
             self._nvme.reserve(self._nvme_need())
             await self._settle_at_home(job, [job.groups[spec.name] for spec in specs])
@@ -299,23 +308,44 @@ class Registry:
         group.spec = wanted
         return moved
 
-    def _check_limits(self, job: Job, limits: JobLimits) -> None:
-        """Raises BudgetExceededError where a step of the job needs more than the job may have."""
-        name = job.spec.name
-        layouts = self.layouts(name)
-        host = _host_need([layout for layout in layouts if layout is job or _has_copies(layout)])
-        nvme = sum(_nvme_need(job.spec, s) for s in job.slabs())
+    def _check_limit(self, job: Job, limit: Limit) -> None:
+        """Raises BudgetExceededError where the next steps of the job, and of the others that count with it, need more
+        than they may have."""
+        if limit.host_bytes is None and limit.nvme_bytes is None:
+            return
+        names = [name for name in self.jobs if limit.covers(name)]
+        layouts = [layout for name in names for layout in self.layouts(name)]
+        active = [layout for layout in layouts if layout is job or layout.spec.local_ranks]
+        host = _host_need([layout for layout in layouts if layout in active or _has_copies(layout)])
+        nvme = sum(_nvme_need(layout.spec, slab) for layout in active for slab in layout.slabs())
         nvme += sum(len(s.versions) * round_up(s.nbytes) for layout in layouts for s in layout.slabs())
-        if limits.nvme_bytes is not None and nvme > limits.nvme_bytes:
+        if limit.counts_readers:
+            nvme += self._held_by_readers_alone(limit, layouts)
+        steps, them = "its steps need", ""
+        if len(names) > 1:
+            steps, them = f"the steps of its {len(names)} jobs need", "delete jobs, "
+        if limit.nvme_bytes is not None and nvme > limit.nvme_bytes:
             raise BudgetExceededError(
-                f"the quota of job {name!r}, nvme_bytes = {limits.nvme_bytes}, is too small: its steps need {nvme} "
-                "bytes; raise it, choose durability 'none', or place less on nvme"
+                f"{limit.what}, nvme_bytes = {limit.nvme_bytes}, is too small: {steps} {nvme} bytes; {them}raise it, "
+                "choose durability 'none', or place less on nvme"
             )
-        if limits.host_bytes is not None and host.total > limits.host_bytes:
+        if limit.host_bytes is not None and host.total > limit.host_bytes:
+            step = "a step needs" if len(names) == 1 else f"steps of its {len(names)} jobs need"
             raise BudgetExceededError(
-                f"the quota of job {name!r}, host_bytes = {limits.host_bytes}, is too small: a step needs {host.total} "
-                f"bytes at once ({host}); raise it, or place less on the host"
+                f"{limit.what}, host_bytes = {limit.host_bytes}, is too small: {step} {host.total} bytes at once "
+                f"({host}); {them}raise it, or place less on the host"
             )
+
+    def _held_by_readers_alone(self, limit: Limit, layouts: Sequence[Job]) -> int:
+        """Return the bytes on NVMe that would be free if no reader held them, each range once."""
+        held = {
+            region: region.nbytes
+            for reader in self.readers
+            if limit.covers(reader.job.spec.name)
+            for slab, region in reader.regions.items()
+            if region is not None and not (reader.job in layouts and region in slab.versions.values())
+        }
+        return sum(held.values())
 
     def _check_host_budget(self, job: Job) -> None:
         """What cannot be dropped at the worst moment of a step must fit, of all jobs together, with the optimizer's

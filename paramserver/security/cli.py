@@ -50,19 +50,24 @@ def add(
     job: Annotated[
         list[str] | None, typer.Option(help="Job name or pattern (team-a-*) that it may use; often.")
     ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="It may also delete these jobs.")] = False,
     expires: Annotated[
         datetime.datetime | None, typer.Option(formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"], help="UTC. [never]")
     ] = None,
 ) -> None:
     """Make a token, add its hash to the file, and print it: it cannot be shown again."""
-    from paramserver.security.tokens import Role, add_token  # noqa: PLC0415
+    from paramserver.security.principals import Role  # noqa: PLC0415
+    from paramserver.security.tokens import add_token  # noqa: PLC0415
 
     if admin == bool(job):
         typer.echo("paramserver: give either --admin or --job NAME", err=True)
         raise typer.Exit(2)
+    if admin and delete:
+        typer.echo("paramserver: --delete goes with --job NAME; an admin may delete every job", err=True)
+        raise typer.Exit(2)
     utc = None if expires is None else expires.replace(tzinfo=datetime.UTC)
     with _one_line_errors():
-        typer.echo(add_token(path, name, Role.ADMIN if admin else Role.JOB, job or (), utc))
+        typer.echo(add_token(path, name, Role.ADMIN if admin else Role.JOB, job or (), utc, delete=delete))
 
 
 @tokens.command("list")
@@ -74,6 +79,7 @@ def list_tokens(path: TokenFileArgument) -> None:
         for entry in read_entries(path):
             until = "never expires" if entry.expires is None else f"expires {entry.expires:%Y-%m-%d %H:%M %Z}"
             rights = ", ".join(entry.jobs) or "everything"
+            rights += "; may delete" if entry.delete else ""
             typer.echo(f"{entry.name}: {entry.role} ({rights}), {'expired' if entry.expired else until}")
 
 

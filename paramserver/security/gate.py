@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from paramserver.security.tokens import ANYONE, Principal, Role, TokenFile
+from paramserver.security.principals import ANYONE, Principal, Role
+from paramserver.security.tokens import TokenFile
 from paramserver.v1.printable import printable
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,15 @@ def check_job(principal: Principal, job: str) -> None:
     """Raises ForbiddenError unless the principal may see and use a job, whether or not there is one of that name."""
     if not principal.allows(job):
         raise ForbiddenError(f"token {principal.name} does not allow job {job[:_MAX_NAME_LOGGED]!r}")
+
+
+def check_deletion(principal: Principal, job: str) -> None:
+    """Raises ForbiddenError unless the principal may delete a job, whether or not there is one of that name."""
+    if principal.allows_deletion(job):
+        return
+    if not principal.may_delete:
+        raise ForbiddenError(f"token {principal.name} is no admin's, and may not delete jobs")
+    raise ForbiddenError(f"token {principal.name} may delete its jobs, not job {job[:_MAX_NAME_LOGGED]!r}")
 
 
 def check_owner(principal: Principal, owner: Principal) -> None:

@@ -1,6 +1,8 @@
-"""How much of the store one job may have: limits by patterns of job names.
+"""How much of the store one job may have, and how much all jobs of one token: limits by patterns of names.
 
 Owns the section `quotas` of the configuration. A quota bounds what a job takes from others; it reserves nothing for it.
+The jobs of a token are those whose names it allows, whoever made them: which they are follows from the catalog, so it
+is the same after a restart.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
+from paramserver.security.principals import Principal, Role
 from storage.errors import BudgetExceededError
 
 _CACHED_JOBS = 4096
@@ -50,6 +53,38 @@ class JobQuota(Quota):
     pattern: Annotated[str, Field(min_length=1)]
 
 
+class TokenQuota(BaseModel):
+    """The limits of all jobs of one token together; None: none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1)] = "*"
+    host_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
+    nvme_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
+    jobs: Annotated[int, Field(ge=0)] | None = None
+    sessions: Annotated[int, Field(ge=1)] | None = None
+    readers: Annotated[int, Field(ge=0)] | None = None
+
+    def check_jobs(self, token: str, held: int) -> None:
+        """Raises BudgetExceededError unless one more job may be made with the token."""
+        if self.jobs is not None and held >= self.jobs:
+            raise BudgetExceededError(
+                f"the quota of token {token}, jobs = {self.jobs}, is used up: there are {held} jobs that the token "
+                "allows; delete one (`paramserver-admin delete-job`), or raise `jobs` in the daemon's `quotas`"
+            )
+
+    def check_readers(self, token: str, held: int) -> None:
+        """Raises BudgetExceededError unless one more reader may be opened with the token."""
+        if self.readers is not None and held >= self.readers:
+            raise BudgetExceededError(
+                f"the quota of token {token}, readers = {self.readers}, is used up: {held} readers are open; close "
+                "one, or raise `readers` in the daemon's `quotas`"
+            )
+
+
+NO_TOKEN_QUOTA = TokenQuota()
+
+
 class QuotasSection(BaseModel):
     """Section `quotas` of the configuration."""
 
@@ -57,14 +92,22 @@ class QuotasSection(BaseModel):
 
     default: Quota = Quota()
     job: tuple[JobQuota, ...] = ()
+    token: tuple[TokenQuota, ...] = ()
 
 
 class Quotas:
-    """Finds the quota of a job: that of the first pattern that its name matches, else the default."""
+    """Finds the quota of a job, or of a token: that of the first pattern that its name matches, else the default."""
 
     def __init__(self, section: QuotasSection) -> None:
         self._section = section
         self.of = lru_cache(_CACHED_JOBS)(self._find)
+
+    def of_token(self, principal: Principal) -> TokenQuota:
+        """Return the limits of all jobs of a principal; an admin has none."""
+        if principal.role is Role.ADMIN:
+            return NO_TOKEN_QUOTA
+        candidates = (quota for quota in self._section.token if fnmatch.fnmatchcase(principal.name, quota.name))
+        return next(candidates, NO_TOKEN_QUOTA)
 
     def _find(self, job: str) -> Quota:
         default = self._section.default

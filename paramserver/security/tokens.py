@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import enum
 import fcntl
-import fnmatch
 import hashlib
 import json
 import logging
@@ -20,7 +18,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +27,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstrai
 from paramserver.background import repeat
 from paramserver.config import ConfigError
 from paramserver.security.files import fingerprint, replace_file
+from paramserver.security.principals import Principal, Role
 
 log = logging.getLogger(__name__)
 
@@ -38,31 +36,6 @@ TOKEN_BYTES = 32
 FOLLOW_SECONDS = 1.0
 
 _HEADER = "# Who may use the store: `paramserver tokens`. Tokens are kept as hashes only.\n"
-
-
-class Role(enum.StrEnum):
-    """What a token is for."""
-
-    ADMIN = "admin"  # everything
-    JOB = "job"  # the data of some jobs, nothing of StoreAdmin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Principal:
-    """Who makes a call, as far as its token tells. `jobs` are names or patterns of names (`*`, `?`, `[a-z]`)."""
-
-    name: str
-    role: Role
-    jobs: tuple[str, ...] = ()
-
-    def allows(self, job: str) -> bool:
-        """Whether it may see and use the job."""
-        # Names are data: a pattern's `*` also matches slashes and dots.
-        return self.role is Role.ADMIN or any(fnmatch.fnmatchcase(job, pattern) for pattern in self.jobs)
-
-
-# Everybody, where there is no token file: the socket's mode and the certificates are all there is.
-ANYONE = Principal(name="anyone", role=Role.ADMIN)
 
 
 class Entry(BaseModel):
@@ -74,12 +47,16 @@ class Entry(BaseModel):
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     role: Role
     jobs: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    # Of a token of role job: whether it may delete its jobs.
+    delete: bool = False
     expires: AwareDatetime | None = None
 
     @model_validator(mode="after")
     def _check_jobs(self) -> Entry:
         if (self.role is Role.JOB) != bool(self.jobs):
             raise ValueError("a token of role job names its jobs, and one of role admin none")
+        if self.role is Role.ADMIN and self.delete:
+            raise ValueError("delete is for tokens of role job: one of role admin may delete every job")
         if unprintable := [pattern for pattern in self.jobs if not pattern.isprintable()]:
             raise ValueError(f"the job pattern {unprintable[0]!r} is not printable, so no job has such a name")
         return self
@@ -92,7 +69,7 @@ class Entry(BaseModel):
     @cached_property
     def principal(self) -> Principal:
         """Whom the token stands for."""
-        return Principal(name=self.name, role=self.role, jobs=self.jobs)
+        return Principal(name=self.name, role=self.role, jobs=self.jobs, may_delete=self.delete)
 
     def to_toml(self) -> str:
         """The entry as it stands in the file."""
@@ -100,6 +77,8 @@ class Entry(BaseModel):
         if self.jobs:
             # JSON's strings are TOML's, as long as they are printable.
             lines.append(f"jobs = {json.dumps(self.jobs, ensure_ascii=False)}")
+        if self.delete:
+            lines.append("delete = true")
         if self.expires is not None:
             lines.append(f"expires = {self.expires.isoformat()}")
         return "\n".join(lines) + "\n"
@@ -194,7 +173,13 @@ class TokenFile:
 
 
 def add_token(
-    path: Path, name: str, role: Role, jobs: Iterable[str] = (), expires: datetime.datetime | None = None
+    path: Path,
+    name: str,
+    role: Role,
+    jobs: Iterable[str] = (),
+    expires: datetime.datetime | None = None,
+    *,
+    delete: bool = False,
 ) -> str:
     """Adds a token to a file, which is made if it is not there (mode 0600); returns the token, which is kept nowhere.
 
@@ -203,7 +188,14 @@ def add_token(
         OSError: the file cannot be written.
     """
     token = secrets.token_urlsafe(TOKEN_BYTES)
-    fields = {"name": name, "sha256": digest(token), "role": role, "jobs": tuple(jobs), "expires": expires}
+    fields = {
+        "name": name,
+        "sha256": digest(token),
+        "role": role,
+        "jobs": tuple(jobs),
+        "delete": delete,
+        "expires": expires,
+    }
     with _alone(path):
         entries = read_entries(path) if path.exists() else []
         if any(entry.name == name for entry in entries):

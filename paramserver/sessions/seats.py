@@ -11,7 +11,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass
 
-from paramserver.security.tokens import ANYONE, Principal, Role
+from paramserver.security.principals import ANYONE, Principal, Role
 from storage.errors import BudgetExceededError
 
 
@@ -36,11 +36,13 @@ class Visitor:
         owner: the principal behind the call's token.
         peer: the address as gRPC names it: "unix:", "ipv4:10.0.0.7:41318", "ipv6:%5B::1%5D:41318".
         certificate: the common name of the client's certificate; empty where it showed none.
+        quota: most sessions of the identity, where a quota says so.
     """
 
     owner: Principal
     peer: str
     certificate: str = ""
+    quota: int | None = None
 
     @property
     def is_local(self) -> bool:
@@ -100,6 +102,12 @@ class Seats:
             raise BudgetExceededError(
                 f"max_sessions: {self._taken} sessions are open, of {limits.total}{spare}; close some, or raise "
                 "max_sessions"
+            )
+        opened = self._by_identity[visitor.identity]
+        if visitor.identity and visitor.quota is not None and opened >= visitor.quota:
+            raise BudgetExceededError(
+                f"the quota of {visitor.identity}, sessions = {visitor.quota}, is used up: {opened} sessions are open; "
+                "close one, or raise `sessions` in the daemon's `quotas`"
             )
         for key, who, taken, most in (
             ("identity", visitor.identity, self._by_identity, limits.per_identity),

@@ -19,6 +19,7 @@ from paramserver import wire
 from paramserver.background import repeat
 from paramserver.errors import UnavailableError
 from paramserver.security.gate import Caller, Gate, RefusedError, certificate_name, check_owner
+from paramserver.security.quotas import Quotas
 from paramserver.sessions.notices import Notice, NoticeBoard
 from paramserver.sessions.seats import Visitor
 from paramserver.sessions.sessions import Session, Sessions, SessionState
@@ -39,9 +40,12 @@ _SHUTDOWN = Notice(text="the store daemon is shutting down", event=pb.SessionRes
 class SessionService:
     """Serves the Session call; `welcome` is what all welcomes have in common."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, gate: Gate, welcome: pb.SessionResponse.Welcome) -> None:
+    def __init__(
+        self, engine: Engine, sessions: Sessions, gate: Gate, quotas: Quotas, welcome: pb.SessionResponse.Welcome
+    ) -> None:
         self._sessions = sessions
         self._gate = gate
+        self._quotas = quotas
         self._welcome = welcome
         self._board = NoticeBoard(engine)
         self._stopping = False
@@ -68,7 +72,8 @@ class SessionService:
         if hello is None or hello.WhichOneof("message") != "hello":
             raise InvalidRequestError("the first message of a session must be hello")
         stream = _Stream(context)
-        visitor = Visitor(owner=owner, peer=context.peer(), certificate=certificate_name(context))
+        quota = self._quotas.of_token(owner).sessions
+        visitor = Visitor(owner=owner, peer=context.peer(), certificate=certificate_name(context), quota=quota)
         session = self._attach(hello.hello, visitor, stream)
         try:
             stream.post("welcome", pb.SessionResponse(welcome=self._welcome_of(session)))

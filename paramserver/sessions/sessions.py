@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paramserver.security.tokens import Principal
+from paramserver.security.principals import Principal
 from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.quarantine import Quarantine
 from paramserver.sessions.runs import Run, Runs
@@ -171,6 +171,10 @@ class Sessions:
         """How many readers hold a step of a job."""
         held = (reader for session in self._sessions.values() for reader in session.readers.values())
         return sum(reader.job.spec.name == job for reader in held)
+
+    def readers_by(self, principal: Principal) -> int:
+        """Return how many readers the sessions of a principal hold."""
+        return sum(len(session.readers) for session in self._sessions.values() if session.owner == principal)
 
     # --- life
 

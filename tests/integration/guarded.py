@@ -20,7 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from paramserver.security.certificates import make_certificates
-from paramserver.security.tokens import Role, add_token
+from paramserver.security.principals import Role
+from paramserver.security.tokens import add_token
 from tests.integration.daemon import CHANNEL_OPTIONS, Daemon
 from tests.integration.ranks import free_port
 from trainer_client.link.credentials import Credentials

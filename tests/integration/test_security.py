@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 from paramserver.admin.cli import app
 from paramserver.security.certificates import make_certificates
 from paramserver.security.gate import MAX_REFUSALS_LOGGED, REFUSAL_WINDOW_SECONDS
-from paramserver.security.tokens import Role, add_token, remove_token
+from paramserver.security.principals import Role
+from paramserver.security.tokens import add_token, remove_token
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.security.quotas import JobQuota, Quota
+from paramserver.security.quotas import JobQuota, Quota, TokenQuota
 from tests.integration.forked import ROOT
 from tests.integration.ranks import free_port
 from trainer_client.link.channel import wait_until_serving
@@ -67,7 +67,7 @@ def test_its_commands_set_up_a_cluster_and_change_it(place: Path) -> None:
         wait_until_serving(address, SECONDS, credentials)
         assert "Tiers of" in run(["bash", "-ec", look])
         assert run([sys.executable, "-c", program]) == "[]\n"
-        assert "team-a: job (team-a/*), expires 2099-12-31" in run(["bash", "-ec", change])
+        assert "team-a: job (team-a/*; may delete), expires 2099-12-31" in run(["bash", "-ec", change])
         assert "team-a" not in (place / "tokens.toml").read_text()
         # With the renewed certificates.
         assert "Tiers of" in run(["bash", "-ec", look])
@@ -77,8 +77,11 @@ def test_its_commands_set_up_a_cluster_and_change_it(place: Path) -> None:
 
 
 def test_its_table_lists_the_keys_of_a_quota() -> None:
-    section = DOCUMENT.split("\n## Quotas\n")[1]
-    assert re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE) == list(Quota.model_fields)
+    of_jobs, of_tokens = DOCUMENT.split("\n## Quotas\n")[1].split("\n## Quotas of tokens\n")
+    assert re.findall(r"^\| `(\w+)` \|", of_jobs, flags=re.MULTILINE) == list(Quota.model_fields)
+    assert ["name", *re.findall(r"^\| `(\w+)` \|", of_tokens, flags=re.MULTILINE)] == list(TokenQuota.model_fields)
     (config,) = re.findall(r"^```toml\n(.*?)```", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
     for quota in tomllib.loads(config)["quotas"]["job"]:
         JobQuota.model_validate(quota)
+    for quota in tomllib.loads(config)["quotas"]["token"]:
+        TokenQuota.model_validate(quota)

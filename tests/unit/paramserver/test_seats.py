@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.security.tokens import ANYONE, Principal, Role
+from paramserver.security.principals import ANYONE, Principal, Role
 from paramserver.sessions.seats import SeatLimits, Seats, Standing, Visitor
 from storage.errors import BudgetExceededError
 

@@ -14,10 +14,8 @@ from typer.testing import CliRunner
 
 from paramserver.cli import app
 from paramserver.config import ConfigError
+from paramserver.security.principals import ANYONE, Principal, Role
 from paramserver.security.tokens import (
-    ANYONE,
-    Principal,
-    Role,
     TokenFile,
     add_token,
     digest,

@@ -23,7 +23,7 @@ from storage.errors import (
 )
 from storage.failpoints import Failpoint
 from storage.reader import StepReader
-from storage.registry import UNLIMITED, JobLimits
+from storage.registry import Limit
 from storage.shard import DType, GroupSpec, JobSpec, Kind, Shard, TierName
 from storage.versions import Job
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, opened
@@ -58,7 +58,12 @@ def spec_of(layout: Layout, name: str = "halves", ranks: int = 2) -> JobSpec:
     return replace(layout.job(), layout=name, world_size=2, local_ranks=ranks)
 
 
-async def begin(training: Training, spec: JobSpec, limits: JobLimits = UNLIMITED) -> Job:
+def limit_of(nvme_bytes: int) -> Limit:
+    """Of all jobs together."""
+    return Limit(what="the quota", covers=lambda _: True, nvme_bytes=nvme_bytes)
+
+
+async def begin(training: Training, spec: JobSpec, limits: Sequence[Limit] = ()) -> Job:
     """The next run's job in another layout, with room for its groups."""
     engine, step = training.engine, training.job.newest
     assert step is not None
@@ -251,8 +256,8 @@ async def test_budgets_and_limits_count_both_layouts(tmp_path: Path) -> None:
         # A committed version of the former layout, and two of the new one.
         for limit in (2 * one, 3 * one - 4096):
             with pytest.raises(BudgetExceededError, match=f"nvme_bytes = {limit}, is too small"):
-                await begin(training, spec_of(layout), JobLimits(nvme_bytes=limit))
-        job = await begin(training, spec_of(layout), JobLimits(nvme_bytes=4 * one))
+                await begin(training, spec_of(layout), [limit_of(limit)])
+        job = await begin(training, spec_of(layout), [limit_of(4 * one)])
         await engine.detach(job)
     async with opened(tmp_path, **(ROOMY | {"nvme_budget_bytes": 5 * one // 2})) as engine:
         training = await Training(engine, layout).open()
