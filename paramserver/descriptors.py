@@ -16,8 +16,8 @@ from paramserver.errors import StartError
 
 log = logging.getLogger(__name__)
 
-# For what the daemon opens by itself while it serves: journals of the catalog, the token file, certificates, sockets
-# that hand out the arena, gRPC's own descriptors. It has some ten of them open at once at most (measured).
+# For what the daemon opens by itself after the count: gRPC's own descriptors (six, measured), and for a moment each the
+# token file, certificates, journals of the catalog and connections that ask for the arena.
 RESERVED = 64
 # Connections beside those of sessions: operators, health checks, and clients that are about to open a session.
 BESIDE_SESSIONS = 64

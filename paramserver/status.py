@@ -126,7 +126,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusC
         text = f"{text[:MAX_TEXT]}..."
     try:
         await context.abort(code, text, trailing_metadata=ANSWERED if code is grpc.StatusCode.UNAVAILABLE else ())
-    except grpc.aio.InternalError as error:
+    except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
+        # Used wrongly: a refusal was under way already when the client's time was over. See answering_in_time.
         raise _call_is_over() from error
 
 
