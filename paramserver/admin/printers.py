@@ -70,15 +70,14 @@ def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
     """Who holds the used bytes of each tier."""
     table = _table("Used bytes by holder", ["tier", "holder", "bytes", "of"], left=("tier", "holder"))
     for account in response.accounts:
-        rows = [(holding.holder, holding.bytes) for holding in account.holdings]
-        rows += [("[red]unexplained[/red]", account.unexplained_bytes)] if account.unexplained_bytes else []
+        rows = [(text(holding.holder), holding.bytes) for holding in account.holdings]
+        rows += [(text("unexplained", "red"), account.unexplained_bytes)] if account.unexplained_bytes else []
         for holder, nbytes in rows:
-            table.add_row(tier_name(account.tier), holder, f"{nbytes:,}", f"{account.used_bytes:,}")
+            _add_row(table, tier_name(account.tier), holder, f"{nbytes:,}", f"{account.used_bytes:,}")
     unsettled = [tier_name(account.tier) for account in response.accounts if not account.settled]
     if unsettled:
-        table.caption = (
-            f"[yellow]not settled: {', '.join(unsettled)}. Bytes under way or unexplained that stay are leaked"
-        )
+        waiting = f"not settled: {', '.join(unsettled)}; what stays under way or unexplained was leaked"
+        table.caption = text(waiting, "yellow")
     return table
 
 

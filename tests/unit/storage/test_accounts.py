@@ -11,7 +11,7 @@ import pytest
 from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
 from storage.errors import BudgetExceededError, ConflictError, NotFoundError
-from storage.registry import JobLimits
+from storage.registry import Limit
 from storage.shard import Kind, TierName
 from storage.slab import HostCopy
 from storage.tiers.base import round_up
@@ -115,8 +115,9 @@ async def test_a_registration_that_is_refused_leaves_homes_and_copies_as_they_we
         await training.step()
         before = [(slab.spec, slab.backed) for slab in training.job.slabs()]
         moved = [on_host.group(name) for name in on_host.groups]
+        quota = Limit(what="the quota of everybody", covers=lambda _: True, host_bytes=1)
         with pytest.raises(BudgetExceededError, match="quota"):
-            await engine.register(training.job, moved, JobLimits(host_bytes=1))
+            await engine.register(training.job, moved, [quota])
         with room_taken(engine):
             registering = asyncio.ensure_future(engine.register(training.job, moved))
             for _ in range(10):
