@@ -33,8 +33,11 @@ def build(directory: Path) -> Path:
 
 def environment(library: Path) -> dict[str, str]:
     """For a process whose calls are to be watched, and which is to have no threads before it forks."""
+    # A space ends a path in LD_PRELOAD, but not a directory in LD_LIBRARY_PATH, where the loader looks for a bare name.
+    directories = [str(library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return os.environ | {
-        "LD_PRELOAD": str(library),
+        "LD_PRELOAD": library.name,
+        "LD_LIBRARY_PATH": ":".join(directories),
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
