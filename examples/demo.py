@@ -189,7 +189,8 @@ def figures(trained: Trained, daemon: StoreDaemon) -> dict[str, Any]:
         "seconds": round(trained.seconds, 1),
         "tokens_per_second": round(sum(t for t, _ in counted) / sum(s for _, s in counted)),
         "daemon_peak_resident_bytes": daemon.memory.resident,
-        "daemon_peak_overhead_bytes": daemon.memory.overhead,
+        "daemon_peak_private_bytes": daemon.memory.private,
+        "daemon_peak_mapped_bytes": daemon.memory.mapped,
         "budget_bytes": {name: tier["budget_bytes"] for name, tier in tiers.items()},
         "used_bytes": {name: tier["used_bytes"] for name, tier in tiers.items()},
     }

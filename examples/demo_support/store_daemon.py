@@ -30,10 +30,15 @@ POLL_SECONDS = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class DaemonMemory:
-    """Peaks over the readings, in bytes. `overhead` is what is resident without the shared memory of the host tier."""
+    """Peaks over the readings, in bytes.
+
+    Besides the shared memory of the host tier, `resident` has `private`, which is the daemon's alone, and `mapped`,
+    which is pages of libraries that the trainers map, too.
+    """
 
     resident: int = 0
-    overhead: int = 0
+    private: int = 0
+    mapped: int = 0
 
     def read(self, pid: int) -> None:
         fields: dict[str, int] = {}
@@ -43,7 +48,8 @@ class DaemonMemory:
                 fields[name] = int(value.split()[0]) * 1024
         # A process that is just ending has no such fields any more.
         self.resident = max(self.resident, fields.get("VmRSS", 0))
-        self.overhead = max(self.overhead, fields.get("RssAnon", 0) + fields.get("RssFile", 0))
+        self.private = max(self.private, fields.get("RssAnon", 0))
+        self.mapped = max(self.mapped, fields.get("RssFile", 0))
 
 
 class StoreDaemon:

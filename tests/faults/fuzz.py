@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import random
@@ -54,8 +55,6 @@ DAEMON_CONFIG = {
 # after that: a leak in each call or session is far above it in 100 000 calls.
 WARM_UP_CALLS = 1500
 MAX_GROWTH_BYTES = 64 * MIB
-# Connections that gRPC closes in its own time, and threads' queues.
-MORE_FILES = 8
 MAX_FAILURES = 20
 
 
@@ -139,7 +138,7 @@ class Campaign:
         self._left = args.calls
         self._left_in_round = 0
         self._lives = [itertools.count() for _ in range(CLIENTS)]
-        self.warm_bytes = daemon.overhead_bytes
+        self.warm_bytes = daemon.overhead.private_bytes
         self._keep = args.keep
         self._quiet_seconds = args.quiet
         self._progress = progress
@@ -182,7 +181,7 @@ class Campaign:
     def _on_ending(self, life: Life, call: Call, ending: Ending) -> None:
         self.report.calls += 1
         if self.report.calls == WARM_UP_CALLS:
-            self.warm_bytes = self._daemon.overhead_bytes
+            self.warm_bytes = self._daemon.overhead.private_bytes
         self.report.endings[call.path][ending.code.name if ending.code else "none"] += 1
         if wrong := what_is_wrong(call, ending):
             self._fail(f"{call.path}: {wrong}", life)
@@ -242,14 +241,17 @@ def leaks(daemon: Daemon, quiet_seconds: float) -> list[str]:
 
 def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Report, quiet_seconds: float) -> None:
     """Deletes all jobs; then the daemon must hold for its clients what it held at its start."""
+    # A closed channel of grpc.aio stays connected until the garbage collector finds it, because it and its calls refer
+    # to each other. When that is differs by Python version: 3.11 left 7 to 10 connections open here, and 3.13 up to 12.
+    gc.collect()
     deadline = time.monotonic() + quiet_seconds
-    while (after := _without_jobs(daemon)) != before or len(open_files(daemon)) > files + MORE_FILES:
+    while (after := _without_jobs(daemon)) != before or len(open_files(daemon)) > files:
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
     found = {
         f"something is left: {after}, it was {before}": after != before,
-        f"open files: {open_files(daemon)}, there were {files}": len(open_files(daemon)) > files + MORE_FILES,
+        f"open files: {open_files(daemon)}, there were {files}": len(open_files(daemon)) > files,
         f"the daemon's memory has grown by {report.growth_bytes >> 20} MiB": report.growth_bytes > MAX_GROWTH_BYTES,
     }
     report.failures += [{"why": why} for why, is_true in found.items() if is_true]
@@ -305,7 +307,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
         if honest.error is not None:
             report.failures.append({"why": f"the honest job after step {honest.steps}: {honest.error}"})
         if daemon.process.poll() is None:
-            report.growth_bytes = daemon.overhead_bytes - campaign.warm_bytes
+            report.growth_bytes = daemon.overhead.private_bytes - campaign.warm_bytes
             check_nothing_left(daemon, before, files, report, args.quiet)
         report.seconds = round(time.monotonic() - started, 1)
     return report

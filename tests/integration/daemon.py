@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -23,8 +25,6 @@ from tests.integration.forked import ROOT, Forked
 
 SERVICE = "paramserver.v1.ParameterStore"
 MIB = 1 << 20
-# What the daemon takes besides its host budget, as the README states it: Python, torch and gRPC.
-OVERHEAD_BYTES = 384 * MIB
 
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
@@ -37,6 +37,42 @@ CHANNEL_OPTIONS = (
     # Channels to the same address share connections otherwise, also to a daemon that was killed.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What a daemon takes besides its host budget: Python, torch and gRPC.
+
+    `private_bytes` are the daemon's alone. `mapped_bytes` are pages of files, nearly all of them libraries, that all
+    processes of one environment share and that the kernel can read again; how many of them count as resident depends on
+    what the kernel has in its page cache.
+    """
+
+    private_bytes: int
+    mapped_bytes: int
+
+    @classmethod
+    def of(cls, pid: int) -> Overhead:
+        """Read what the process has now."""
+        status = Path(f"/proc/{pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        private, mapped = (int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
+        return cls(private_bytes=private, mapped_bytes=mapped)
+
+    def __str__(self) -> str:
+        return f"{self.private_bytes / 1e6:.0f} MB private and {self.mapped_bytes / 1e6:.0f} MB mapped"
+
+
+# The limits that the README states for each build of torch. `import torch` loads all libraries that its build has.
+STATED_OVERHEADS = {
+    "CPU": Overhead(private_bytes=240 * MIB, mapped_bytes=192 * MIB),
+    "CUDA": Overhead(private_bytes=384 * MIB, mapped_bytes=448 * MIB),
+}
+
+
+def stated_overhead() -> Overhead:
+    """Return the limits for the build of torch that this process runs with, as the daemons do that it starts."""
+    return STATED_OVERHEADS["CPU" if torch.version.cuda is None else "CUDA"]
 
 
 class Daemon:
@@ -102,11 +138,9 @@ class Daemon:
         return self._log_path.read_text()
 
     @property
-    def overhead_bytes(self) -> int:
-        """Resident bytes besides shared memory."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        fields = dict(line.split(":", 1) for line in status.splitlines())
-        return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
+    def overhead(self) -> Overhead:
+        """What it takes besides its host budget now."""
+        return Overhead.of(self.process.pid)
 
     def wait_until_serving(self) -> None:
         """Returns when the health service says so; fails with the log if the daemon ends first."""

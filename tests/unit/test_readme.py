@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from paramserver.admin import cli as admin_cli
 from paramserver.config import DaemonConfig
+from tests.integration.daemon import MIB, STATED_OVERHEADS
 from trainer_client.config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,6 @@ def run_example(directory: Path) -> tuple[int, int, float]:
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -83,6 +83,13 @@ def test_the_config_table_lists_the_keys_that_are_honoured() -> None:
 
 def test_the_daemon_table_lists_the_keys_of_its_config() -> None:
     assert sorted(keys_of_table(section("## The daemon"))) == sorted(DaemonConfig.model_fields)
+
+
+def test_the_overhead_of_the_daemon_is_stated_as_the_tests_hold_it() -> None:
+    rows = re.findall(r"^\| (\w+) build \|(.*)\|$", section("### Memory and disk it takes"), flags=re.MULTILINE)
+    limits = {build: [int(figure) * MIB for figure in re.findall(r"(\d+) MiB", cells)] for build, cells in rows}
+
+    assert limits == {build: [at.private_bytes, at.mapped_bytes] for build, at in STATED_OVERHEADS.items()}
 
 
 @pytest.mark.parametrize("verb", ["tiers", "jobs", "shards", "sessions", "delete-job"])
