@@ -77,7 +77,7 @@ def test_a_named_arena_is_mapped_from_another_mount_namespace(tmp_path: Path, na
         # Another container sees the volume of the arena, and not the daemon's sockets.
         script = f'mount -t tmpfs none "{daemon.state_dir}" && exec "$0" -c "$1" "$2"'
         command = ["unshare", "--mount", "sh", "-c", script, sys.executable, PLANE, address]
-        inside = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+        inside = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if "unshare failed" in inside.stderr or "permission denied" in inside.stderr:
             pytest.skip(f"mount namespaces are not to be had here: {inside.stderr.strip()}")
         assert (inside.returncode, inside.stdout) == (0, "arena\n"), inside.stderr

@@ -13,7 +13,7 @@ def test_it_trains_reads_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     seen = []
     for _ in range(2):
         command = [sys.executable, str(ROOT / "examples" / "storage_engine.py"), str(tmp_path / "state")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         seen += [line for line in done.stdout.splitlines() if "weight" in line]
     assert seen == [
         "step 1: weight = [0.75, 0.75, 0.75] ...",

@@ -16,9 +16,7 @@ SHOWN_ADDRESS = "unix:/run/paramserver/paramserver.sock"
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
-    )
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
