@@ -14,8 +14,8 @@ CODE := paramserver storage trainer_client benchmarks
 # Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
 TORCH := 2.13.0
 
-.PHONY: help venv test lint format demo faults fuzz readers matrix bench-storage bench-commits bench-dataplane bench-step \
-  bench-scale bench-moe proto lock clean distclean
+.PHONY: help venv test suite chosen-tests test-pythons newest-venv test-newest lint format demo faults fuzz readers \
+  matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,10 +25,10 @@ venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package
 # PyPI's torch brings CUDA along (some GB). Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes
 # pip prefer the CPU build of the same version.
 $(INSTALLED): requirements.lock pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not on the PATH: install Python >= 3.11" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python >= 3.11 is needed: make venv PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not on the PATH: install Python >= 3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$("$(PYTHON)" --version 2>&1); Python >= 3.11 is needed: make venv PYTHON=python3.12" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
@@ -36,8 +36,28 @@ $(INSTALLED): requirements.lock pyproject.toml
 
 # So many at a time: most wait for a process that they started, and two keep two cores busy.
 TESTS_AT_A_TIME ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTS_AT_A_TIME) --dist loadfile --no-loadscope-reorder
 test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=2)
-	$(BIN)/python -m pytest --numprocesses $(TESTS_AT_A_TIME) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+suite: venv ## Run the tests alone
+	$(PYTEST)
+
+# What differed by Python version or by build of torch so far: memory, descriptors, warnings, the compiler, the standard
+# library.
+chosen-tests: venv ## Run the tests that depend most on the Python version and the build of torch
+	$(PYTEST) tests/unit tests/faults/test_fuzz.py tests/faults/test_shim.py tests/integration/test_data_plane.py \
+	  tests/integration/test_model_use.py tests/integration/test_sessions.py
+
+PYTHONS ?=
+test-pythons: ## Run the tests with each supported Python of this machine (PYTHONS='python3.12 ...': with these)
+	"$(PYTHON)" -m tests.pythons suite --with $(PYTHONS)
+
+newest-venv: ## Set up an environment with the newest supported Python of this machine
+	"$(PYTHON)" -m tests.pythons venv --newest
+
+test-newest: ## Run the demo and chosen tests with the newest supported Python of this machine
+	"$(PYTHON)" -m tests.pythons demo chosen-tests --newest
 
 lint: venv ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check .
@@ -97,9 +117,9 @@ proto: venv ## Generate paramserver/v1 from proto/ anew
 # Made with the oldest supported Python, so that every pin installs on all of them. torch's own platform packages stay
 # out: which ones there are depends on the platform's torch wheel, which pins them itself.
 lock: ## Resolve pyproject.toml anew into requirements.lock (with Python 3.11)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
 	  echo "the lock is made with Python 3.11: make lock PYTHON=python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv --clear build/lock
+	"$(PYTHON)" -m venv --clear build/lock
 	build/lock/bin/python -m pip install --upgrade pip
 	build/lock/bin/python -m pip install --upgrade setuptools 'torch==$(TORCH)' '.[bench,demo,dev]'
 	{ echo '# Made by `make lock` from pyproject.toml (all extras). Do not edit.'; \

@@ -1,0 +1,128 @@
+"""Runs targets of the Makefile with other interpreters.
+
+`python3 -m tests.pythons TARGET... [--newest] [--with PYTHON...]`
+
+Finds the supported Pythons of this machine (pyproject.toml's classifiers say which those are) on the PATH and below
+pyenv's directory. Each has an environment of its own in build/pythons/VERSION, which is kept. Needs the standard
+library only, because it runs before any environment exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Prints the version, or nothing for an interpreter of an environment, which stands for another one, and for an
+# unfinished release. Fails where the modules are missing that make environments: Debian has them in other packages.
+PROBE = """
+import sys, ensurepip, venv
+original = sys.prefix == sys.base_prefix and sys.version_info.releaselevel == "final"
+print("%d.%d.%d" % sys.version_info[:3] if original else "")
+"""
+PROBE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Python:
+    """An interpreter; `version` are its three numbers."""
+
+    version: tuple[int, int, int]
+    executable: str
+
+    @property
+    def name(self) -> str:
+        """The version as text."""
+        return ".".join(map(str, self.version))
+
+
+def supported(pyproject: Path = ROOT / "pyproject.toml") -> set[tuple[int, int]]:
+    """Return the versions (major, minor) that the classifiers name."""
+    classifiers: list[str] = tomllib.loads(pyproject.read_text())["project"]["classifiers"]
+    found = (re.fullmatch(r"Programming Language :: Python :: (\d+)\.(\d+)", line) for line in classifiers)
+    return {(int(match[1]), int(match[2])) for match in found if match}
+
+
+def candidates() -> Iterator[str]:
+    """Yield the executables that may be interpreters, without looking at them. The PATH goes first."""
+    names = ["python3", *(f"python{major}.{minor}" for major, minor in sorted(supported()))]
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    # A shim of pyenv starts only those of its interpreters that are switched on.
+    directories = [Path(entry) for entry in os.get_exec_path() if Path(entry) != pyenv / "shims"]
+    for directory in [*directories, *sorted(pyenv.glob("versions/*/bin"))]:
+        yield from (str(directory / name) for name in names if os.access(directory / name, os.X_OK))
+
+
+def probed(executable: str) -> Python | None:
+    """Ask an executable for its version. Returns None, and says why, if it cannot make environments."""
+    try:
+        done = subprocess.run(
+            [executable, "-I", "-c", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{executable} is left out: {error}", file=sys.stderr)
+        return None
+    if done.returncode:
+        print(f"{executable} is left out: {(done.stderr.splitlines() or ['it fails'])[-1]}", file=sys.stderr)
+        return None
+    numbers = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", done.stdout.strip())
+    return Python((int(numbers[1]), int(numbers[2]), int(numbers[3])), executable) if numbers else None
+
+
+def find(executables: Iterable[str]) -> list[Python]:
+    """Return the supported interpreters among executables, oldest first; of each version the one that comes first."""
+    versions = supported()
+    found: dict[tuple[int, int, int], Python] = {}
+    for executable in dict.fromkeys(executables):
+        python = probed(executable)
+        if python is not None and python.version[:2] in versions:
+            found.setdefault(python.version, python)
+    return sorted(found.values())
+
+
+def make(targets: list[str], python: Python) -> int:
+    """Run make with an interpreter, in an environment of its own; its exit status."""
+    # What the caller gave the calling make as variables is in the environment, too. Its flags would name a job server
+    # that is closed to this process.
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    command = ["make", *targets, f"VENV=build/pythons/{python.name}", f"PYTHON={python.executable}"]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def main() -> None:
+    """Runs the targets with each interpreter, and ends with status 1 if one of them failed."""
+    parser = argparse.ArgumentParser(prog="python3 -m tests.pythons", description=__doc__)
+    parser.add_argument("targets", nargs="+", metavar="TARGET", help="of the Makefile")
+    parser.add_argument("--newest", action="store_true", help="with the newest interpreter only")
+    parser.add_argument(
+        "--with", dest="pythons", nargs="*", metavar="PYTHON", help="with these, not with all there are"
+    )
+    args = parser.parse_args()
+    named = [shutil.which(name) or name for name in args.pythons or ()]
+    pythons = find(named or candidates())
+    if not pythons:
+        wanted = ", ".join(".".join(map(str, version)) for version in sorted(supported()))
+        raise SystemExit(f"none of Python {wanted} was found; name them: make test-pythons PYTHONS='python3.12 ...'")
+    results = []
+    for python in pythons[-1:] if args.newest else pythons:
+        print(f"Python {python.name}, {python.executable}: make {' '.join(args.targets)}", flush=True)
+        started = time.monotonic()
+        status = make(args.targets, python)
+        results.append((python, status, time.monotonic() - started))
+    for python, status, seconds in results:
+        ending = "passed" if status == 0 else f"FAILED with status {status}"
+        print(f"Python {python.name}, {python.executable}: {ending} after {seconds:.0f} s")
+    raise SystemExit(any(status for _, status, _ in results))
+
+
+if __name__ == "__main__":
+    main()
