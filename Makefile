@@ -44,10 +44,10 @@ suite: venv ## Run the tests alone
 	$(PYTEST)
 
 # What differed by Python version or by build of torch so far: memory, descriptors, warnings, the compiler, the standard
-# library.
+# library. Few enough that CI runs them beside all tests.
 chosen-tests: venv ## Run the tests that depend most on the Python version and the build of torch
-	$(PYTEST) tests/unit tests/faults/test_fuzz.py tests/faults/test_shim.py tests/integration/test_data_plane.py \
-	  tests/integration/test_model_use.py tests/integration/test_sessions.py
+	$(PYTEST) tests/unit/storage tests/unit/paramserver tests/faults/test_fuzz.py tests/faults/test_shim.py \
+	  tests/integration/test_data_plane.py tests/integration/test_model_use.py
 
 PYTHONS ?=
 test-pythons: ## Run the tests with each supported Python of this machine (PYTHONS='python3.12 ...': with these)
