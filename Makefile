@@ -15,7 +15,8 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite chosen-tests test-pythons newest-venv test-newest lint format demo faults fuzz readers \
-  matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe proto lock clean distclean
+  matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small proto lock clean \
+  distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +110,9 @@ bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of
 
 bench-moe: venv ## Measure how often prefetching hits, for predictable and unpredictable models; updates RESULTS.md
 	$(BIN)/python -m benchmarks.prefetching --results
+
+bench-small: venv ## Measure 20,000 and 200,000 small tensors, and the daemon's event loop; updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.small_tensors --results
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \

@@ -1,28 +1,55 @@
-"""Lists that are given out a page at a time. A page's token says where the next one begins, and is good at any time."""
+"""Lists that are given out a page at a time. A page's token names the place where the next page begins: it is good at
+any time, and the last page costs no more than the first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple
 
 from storage.errors import InvalidRequestError
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
 
-ItemT = TypeVar("ItemT")
+_MOST_DIGITS = 9
 
 
-def page(items: Sequence[ItemT], size: int, token: str) -> tuple[Sequence[ItemT], str]:
-    """The items of one page, and the next one's token (empty: that was the last); `size` 0 is the default.
+class Place(NamedTuple):
+    """A place in a list of tensors, or of their shards by kind and number: what is not below it comes next."""
+
+    fqn: str = ""
+    kind: int = 0
+    shard: int = 0
+
+    def to_token(self) -> str:
+        """Return the token of a page that begins here."""
+        return f"{self.kind}.{self.shard}.{self.fqn}"
+
+    @classmethod
+    def of_token(cls, token: str) -> Place:
+        """Return the place that a token names; that of none is the beginning.
+
+        Raises:
+            InvalidRequestError: it is no token.
+        """
+        if not token:
+            return cls()
+        kind, _, rest = token.partition(".")
+        shard, _, fqn = rest.partition(".")
+        if not fqn or not (_is_number(kind) and _is_number(shard)):
+            raise InvalidRequestError(f"page_token {token[:40]!r} was not given out by this store")
+        return cls(fqn, int(kind), int(shard))
+
+
+def page_size(asked: int) -> int:
+    """Return how many items a page has; 0 asks for the default.
 
     Raises:
-        InvalidRequestError: the size is above the largest, or the token is none.
+        InvalidRequestError: it is above the largest.
     """
-    if size > MAX_PAGE:
-        raise InvalidRequestError(f"page_size {size} is above {MAX_PAGE}")
-    if token and not (token.isdecimal() and token.isascii() and len(token) < 20):
-        raise InvalidRequestError(f"page_token {token[:40]!r} was not given out by this store")
-    start = int(token or 0)
-    stop = start + (size or DEFAULT_PAGE)
-    return items[start:stop], str(stop) if stop < len(items) else ""
+    if asked > MAX_PAGE:
+        raise InvalidRequestError(f"page_size {asked} is above {MAX_PAGE}")
+    return asked or DEFAULT_PAGE
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) <= _MOST_DIGITS

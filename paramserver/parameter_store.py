@@ -30,6 +30,7 @@ from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError
 from storage.shard import Kind
 from storage.slab import NEVER
+from storage.slices import in_slices
 
 
 class ParameterStore(pb_grpc.ParameterStoreServicer):
@@ -148,7 +149,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             job = await session.job()
             wants = [
                 (want.slab.group, wire.kind(want.slab.kind), wire.position(want.position, "wants.position"))
-                for want in wire.batch(request.wants, "wants")
+                async for want in in_slices(wire.batch(request.wants, "wants"))
             ]
             self._engine.prefetch(session.session_id, job, wants)
             fetched = self._engine.queue.fetched(job.spec.name)
@@ -164,17 +165,17 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
             granted: list[Lease] = []
             asked_at = time.monotonic()
             try:
-                for want in wire.batch(request.wants, "wants"):
+                async for want in in_slices(wire.batch(request.wants, "wants")):
                     granted.append(await self._acquire(session, want))
             except BaseException:
-                for lease in granted:
+                async for lease in in_slices(granted):
                     if not lease.void:
                         await self._sessions.release(session, lease, publish=False, next_use=NEVER)
                 raise
             return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
-        if want.HasField("range"):
+        if want.HasField("range") or want.ranges:
             return await self._acquire_range(session, want)
         kind, group = wire.kind(want.slab.kind), want.slab.group
         session.require_run().check_whole()
@@ -200,7 +201,11 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     async def _acquire_range(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
         if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
             raise InvalidRequestError("a range is leased for reading, and instead of a slab")
-        return await self._readers.lease(session, want.range)
+        if not want.ranges:
+            return await self._readers.lease(session, want.range)
+        if want.HasField("range"):
+            raise InvalidRequestError("a want has either one range or several ranges")
+        return await self._readers.lease_many(session, want.ranges)
 
     async def ReleaseLeases(
         self,
@@ -365,7 +370,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
     ) -> pb.ListStoredTensorsResponse:
         async with answering_errors(context):
             check_job(self._session(request.session_id, context).owner, request.job)
-            return self._readers.list_tensors(self._readers.layout(request), request)
+            return await self._readers.list_tensors(self._readers.layout(request), request)
 
     async def WatchJob(
         self, request: pb.WatchJobRequest, context: grpc.aio.ServicerContext[pb.WatchJobRequest, pb.WatchJobResponse]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 
 from paramserver import wire
-from paramserver.paging import page
+from paramserver.paging import Place, page_size
 from paramserver.security.host_quota import HostQuota
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
@@ -19,9 +19,12 @@ from paramserver.sessions.leases import Lease
 from paramserver.sessions.sessions import Session, Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
-from storage.errors import NotFoundError
-from storage.shard import Kind, ParameterSpec
-from storage.slab import Group
+from storage.errors import InvalidRequestError, NotFoundError
+from storage.gathering import Gathering
+from storage.reader import StepReader
+from storage.shard import DType, Kind, ParameterSpec
+from storage.shard_index import Placed
+from storage.slices import in_slices
 from storage.tiers.base import round_up
 from storage.versions import Job
 
@@ -77,32 +80,71 @@ class Readers:
         """
         reader, kind = session.reader(source.reader_id), wire.kind(source.kind)
         wire.check_range(source)
-        dtype = reader.describe(source.fqn, kind, source.offset, source.numel)
+        dtype = await reader.describe(source.fqn, kind, source.offset, source.numel)
         nbytes = source.numel * dtype.itemsize
 
         async def fill(view: memoryview) -> None:
             await reader.fill(source.fqn, kind, source.offset, source.numel, view)
 
+        return await self._load(session, source.reader_id, reader, source.fqn, dtype, nbytes, fill)
+
+    async def lease_many(self, session: Session, sources: Sequence[pb.TensorRange]) -> Lease:
+        """A lease on many ranges of one reader's step, which are brought into the arena for it, side by side.
+
+        Raises:
+            InvalidRequestError: they are of several readers, or too many.
+            NotFoundError: the session has no such reader, or this store does not have all of the ranges.
+            StorageError: see Engine.load.
+        """
+        reader_id = sources[0].reader_id
+        reader = session.reader(reader_id)
+        ranges = []
+        async for source in in_slices(wire.batch(sources, "wants.ranges")):
+            if source.reader_id != reader_id:
+                raise InvalidRequestError(
+                    f"ranges of readers {reader_id} and {source.reader_id} cannot share a lease; ask for two"
+                )
+            ranges.append(wire.tensor_range(source))
+        gathering = await Gathering.of(reader.job, ranges)
+
+        async def fill(view: memoryview) -> None:
+            await reader.gather(gathering, view)
+
+        name = f"{len(ranges)} ranges"
+        return await self._load(session, reader_id, reader, name, gathering.dtype, gathering.nbytes, fill)
+
+    async def _load(
+        self,
+        session: Session,
+        reader_id: int,
+        reader: StepReader,
+        name: str,
+        dtype: DType,
+        nbytes: int,
+        fill: Callable[[memoryview], Awaitable[None]],
+    ) -> Lease:
+        """Lease bytes of a reader's step that `fill` brings into the arena."""
         async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
             region = await self._engine.load(reader.job, nbytes, fill)
-            if session.readers.get(source.reader_id) is not reader:
+            if session.readers.get(reader_id) is not reader:
                 self._engine.loose.free(region)
-                raise NotFoundError(f"reader {source.reader_id} was closed while a range was leased from it")
-            return self._sessions.lease_range(session, reader, source.fqn, dtype, nbytes, region)
+                raise NotFoundError(f"reader {reader_id} was closed while a range was leased from it")
+            return self._sessions.lease_range(session, reader, name, dtype, nbytes, region)
 
-    def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:
+    async def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:
         """A page of the tensors that this store holds elements of.
 
         Raises:
             InvalidRequestError: the page's size or token is none.
         """
-        held = _held_groups(job.groups.values(), request.fqn_prefix)
-        listed = sorted((p for p in job.spec.parameters if p.fqn in held), key=lambda parameter: parameter.fqn)
-        parameters, token = page(listed, request.page_size, request.page_token)
-        return pb.ListStoredTensorsResponse(
-            tensors=[_describe_tensor(parameter, held[parameter.fqn]) for parameter in parameters],
-            next_page_token=token,
-        )
+        size, start = page_size(request.page_size), Place.of_token(request.page_token)
+        tensors: list[pb.StoredTensor] = []
+        async for fqn in in_slices(job.index.names_from(start.fqn, request.fqn_prefix)):
+            if len(tensors) == size:
+                return pb.ListStoredTensorsResponse(tensors=tensors, next_page_token=Place(fqn).to_token())
+            if (parameter := job.spec.model.by_name.get(fqn)) is not None:
+                tensors.append(_describe_tensor(parameter, job.index.of(fqn)))
+        return pb.ListStoredTensorsResponse(tensors=tensors)
 
     async def watch(self, session: Session, job: Job) -> AsyncIterator[pb.WatchJobResponse]:
         """The newest committed step, then the newest again whenever one was committed.
@@ -164,29 +206,16 @@ def version_info(job: Job, step: int) -> pb.VersionInfo:
     )
 
 
-def _held_groups(groups: Iterable[Group], fqn_prefix: str) -> dict[str, list[tuple[int, int, Group]]]:
-    """For each tensor its shards here, as (offset, numel, group)."""
-    held: dict[str, list[tuple[int, int, Group]]] = {}
-    for group in groups:
-        for shard in group.spec.shards:
-            if shard.fqn.startswith(fqn_prefix):
-                held.setdefault(shard.fqn, []).append((shard.offset, shard.numel, group))
-    return held
-
-
-def _describe_tensor(parameter: ParameterSpec, shards: list[tuple[int, int, Group]]) -> pb.StoredTensor:
-    slabs = shards[0][2].spec.slabs
+def _describe_tensor(parameter: ParameterSpec, placed: Sequence[Placed]) -> pb.StoredTensor:
+    held = ((shard.offset, shard.offset + shard.numel) for shard, _ in placed)
     return pb.StoredTensor(
         parameter=wire.parameter_to_wire(parameter),
         kinds=[
             pb.StoredTensor.KindDType(kind=wire.KIND_TO_WIRE[slab.kind], dtype=wire.DTYPE_TO_WIRE[slab.dtype])
-            for slab in slabs
+            for slab in placed[0].group.spec.slabs
             if slab.kind is not Kind.GRAD
         ],
-        held=[
-            pb.StoredTensor.ElementRange(offset=start, numel=end - start)
-            for start, end in _joined(sorted((offset, offset + numel) for offset, numel, _ in shards))
-        ],
+        held=[pb.StoredTensor.ElementRange(offset=start, numel=end - start) for start, end in _joined(held)],
     )
 
 

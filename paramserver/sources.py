@@ -134,9 +134,9 @@ async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) 
     wire.check_range(range_)
     kind = wire.kind(range_.kind)
     if range_.reader_id:
-        return _open_held_range(session.reader(range_.reader_id), range_, kind)
+        return await _open_held_range(session.reader(range_.reader_id), range_, kind)
     job = await session.job()
-    slabs = engine.reader.slabs(job, range_.fqn, kind, range_.offset, range_.numel)
+    slabs = await engine.reader.slabs(job, range_.fqn, kind, range_.offset, range_.numel)
     versions = [slab.latest for slab in slabs]
     dtype, version = slabs[0].spec.dtype, versions[0] or 0
 
@@ -154,8 +154,8 @@ async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) 
     )
 
 
-def _open_held_range(reader: StepReader, range_: pb.TensorRange, kind: Kind) -> Source:
-    dtype = reader.describe(range_.fqn, kind, range_.offset, range_.numel)
+async def _open_held_range(reader: StepReader, range_: pb.TensorRange, kind: Kind) -> Source:
+    dtype = await reader.describe(range_.fqn, kind, range_.offset, range_.numel)
     return _RangeSource(
         job=reader.job.spec.name,
         size_bytes=range_.numel * dtype.itemsize,

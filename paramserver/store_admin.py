@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import grpc.aio
 
 from paramserver import wire
 from paramserver.loop_watch import LoopWatch
-from paramserver.paging import page
+from paramserver.paging import Place, page_size
 from paramserver.security.gate import Gate, check_deletion
 from paramserver.security.principals import Role
 from paramserver.sessions.sessions import Session, Sessions, SessionState
@@ -24,8 +24,9 @@ from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError
-from storage.shard import Kind, TierName
+from storage.shard import Kind, Shard, TierName
 from storage.slab import Slab
+from storage.slices import in_slices
 from storage.tiers.base import TierCounters
 from storage.tiers.data_file import DataFile
 from storage.versions import Job
@@ -100,7 +101,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         async with answering_errors(context):
             self._gate.require_admin(context)
             jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
-            return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) for job in jobs])
+            return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) async for job in in_slices(jobs)])
 
     async def ListShards(
         self,
@@ -110,18 +111,16 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         async with answering_errors(context):
             self._gate.require_admin(context)
             job = self._job(request.job)
-            kinds = set(Kind) if request.kind == pb.KIND_UNSPECIFIED else {wire.kind(request.kind)}
-            shards = [
-                _describe_shard(slab, shard.fqn, shard.offset, shard.numel)
-                for group in job.groups.values()
-                for slab in group.slabs
-                if slab.key.kind in kinds
-                for shard in group.spec.shards
-                if shard.fqn.startswith(request.fqn_prefix)
-            ]
-            shards.sort(key=lambda shard: (shard.fqn, shard.kind, shard.offset))
-            listed, token = page(shards, request.page_size, request.page_token)
-            return admin_pb.ListShardsResponse(shards=listed, next_page_token=token)
+            kinds = list(wire.KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [wire.kind(request.kind)]
+            size, start = page_size(request.page_size), Place.of_token(request.page_token)
+            listed: list[admin_pb.ShardInfo] = []
+            async for place, slab, shard in in_slices(_shards_from(job, start, request.fqn_prefix, kinds)):
+                if slab is None:
+                    continue
+                if len(listed) == size:
+                    return admin_pb.ListShardsResponse(shards=listed, next_page_token=place.to_token())
+                listed.append(_describe_shard(slab, shard))
+            return admin_pb.ListShardsResponse(shards=listed)
 
     async def ListSessions(
         self,
@@ -221,14 +220,14 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:
         newest, durable = job.newest, max(job.durable, default=None)
         # In all its layouts: while one replaces another, both are there.
-        slabs = [slab for layout in self._engine.layouts(job.spec.name) for slab in layout.slabs()]
-        nvme = sum(region.nbytes for slab in slabs for region in slab.versions.values())
-        host = sum(slab.copy.region.nbytes for slab in slabs if slab.copy is not None)
+        tallies = [layout.tally for layout in self._engine.layouts(job.spec.name)]
+        nvme = sum(tally.nvme_bytes for tally in tallies)
+        host = sum(tally.copied_bytes for tally in tallies)
         return admin_pb.JobInfo(
             name=job.spec.name,
             world_size=job.spec.world_size,
             sessions=self._sessions.attached(job.spec.name),
-            parameters=sum(s.numel for g in job.groups.values() for s in g.spec.shards),
+            parameters=job.tally.elements,
             durability=wire.durability_to_wire(job.spec.durability),
             committed_step=newest,
             durable_step=durable,
@@ -270,15 +269,33 @@ def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:
     )
 
 
-def _describe_shard(slab: Slab, fqn: str, offset: int, numel: int) -> admin_pb.ShardInfo:
+def _shards_from(
+    job: Job, start: Place, prefix: str, kinds: Sequence[Kind]
+) -> Iterator[tuple[Place, Slab | None, Shard]]:
+    """Return the shards of a job from a place on, by FQN, kind and offset; None in the place of the slab of a kind that
+    a group does not have."""
+    numbered = sorted((wire.KIND_TO_WIRE[kind], kind) for kind in kinds)
+    for fqn in job.index.names_from(start.fqn, prefix):
+        first = start if fqn == start.fqn else Place(fqn)
+        placed = job.index.of(fqn)
+        for number, kind in numbered:
+            if number < first.kind:
+                continue
+            for i in range(first.shard if number == first.kind else 0, len(placed)):
+                shard, group = placed[i]
+                slab = next((slab for slab in group.slabs if slab.key.kind is kind), None)
+                yield Place(fqn, number, i), slab, shard
+
+
+def _describe_shard(slab: Slab, shard: Shard) -> admin_pb.ShardInfo:
     tiers = [TierName.HOST] if slab.current_copy is not None else []
     if slab.latest in slab.versions:
         tiers.append(TierName.NVME)
     return admin_pb.ShardInfo(
-        fqn=fqn,
+        fqn=shard.fqn,
         kind=wire.KIND_TO_WIRE[slab.key.kind],
-        offset=offset,
-        numel=numel,
+        offset=shard.offset,
+        numel=shard.numel,
         dtype=wire.DTYPE_TO_WIRE[slab.spec.dtype],
         group=slab.key.group,
         version=slab.latest,

@@ -12,6 +12,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1.row_ranges import find_problem
 from paramserver.v1.update_rules import HyperParameters, state_kinds
 from storage.errors import InvalidRequestError
+from storage.gathering import TensorRange
 from storage.shard import (
     OPTIMIZER_STATES,
     DType,
@@ -32,8 +33,9 @@ MAX_ELEMENTS = 1 << 48
 MAX_DIMENSIONS = 64
 # Steps and positions are also floating-point numbers and JSON's: beyond this two of them would be one.
 MAX_STEP = (1 << 53) - 1
-# The largest models have some ten thousand parameters; mixtures of experts with a parameter per expert ten times that.
-MAX_PARAMETERS = 1 << 17
+# The largest models have some ten thousand parameters, mixtures of experts with a parameter per expert ten times that,
+# and stores of small tensors twice as many again.
+MAX_PARAMETERS = 1 << 18
 # Of one rank. A shard is at most a parameter of a unit, and padding makes none.
 MAX_GROUPS = 1 << 16
 MAX_SHARDS = 1 << 18
@@ -140,7 +142,7 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
     )
     if len({p.fqn for p in parameters}) != len(parameters):
         raise InvalidRequestError("a parameter is listed twice in `parameters`")
-    return JobSpec(
+    spec = JobSpec(
         name=name(request.job, "job"),
         world_size=request.world_size,
         local_ranks=request.attached_ranks,
@@ -148,6 +150,9 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
         durability=durability(request.durability),
         layout=name(request.layout, "layout") if request.layout else "",
     )
+    # Made here, on the caller's thread: the event loop is to find them.
+    _ = spec.model.digest, spec.model.by_name
+    return spec
 
 
 def parameter_to_wire(parameter: ParameterSpec) -> pb.Parameter:
@@ -158,6 +163,12 @@ def parameter_to_wire(parameter: ParameterSpec) -> pb.Parameter:
         dtype=DTYPE_TO_WIRE[parameter.dtype],
         trainable=parameter.trainable,
     )
+
+
+def tensor_range(message: pb.TensorRange) -> TensorRange:
+    """Raises InvalidRequestError for a range that no tensor can have."""
+    check_range(message)
+    return TensorRange(message.fqn, kind(message.kind), message.offset, message.numel)
 
 
 def check_range(message: pb.TensorRange) -> None:

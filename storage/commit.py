@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import CommitRecord, StoredVersion
@@ -17,11 +17,15 @@ from storage.errors import DataLossError, NotFoundError
 from storage.failpoints import Failpoint, reach
 from storage.placement import Residents
 from storage.slab import Slab
+from storage.slices import in_slices
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.tracing import Activity
 from storage.versions import Job, unneeded_versions
 
 log = logging.getLogger(__name__)
+
+# Slabs whose versions are looked at between two looks at the clock.
+_FREED_AT_ONCE = 256
 
 InCatalogThread = Callable[[Callable[[], None]], Awaitable[None]]
 
@@ -59,7 +63,7 @@ class Committer:
             if job.spec.durability.covers(record.step):
                 self._begin_snapshot(job, record)
             job.retained[record.step] = record
-        self._prune(job)
+        await self._prune(job)
         return record.step in job.durable
 
     def check_retained(self, job: Job, step: int) -> None:
@@ -75,7 +79,7 @@ class Committer:
             await asyncio.wait([job.snapshot])
         await self.settle()
         self.check_retained(job, step)
-        for slab in job.slabs() if step not in job.durable else ():
+        for slab in job.tally.unsettled if step not in job.durable else ():
             if _is_lost(slab, step):
                 durable = ", ".join(map(str, sorted(job.durable))) or "none"
                 raise DataLossError(
@@ -89,8 +93,11 @@ class Committer:
             kept = sorted(job.durable - newer)
             await self._in_catalog_thread(lambda: self._forget(job.spec.identity, kept))
             job.durable -= newer
-            # A version that a retained step still sees may be known to no durable one any more.
-            for slab in job.slabs():
+            # A version that a retained step still sees may be known to no durable one any more. Of settled slabs all
+            # steps see the same one, so that it stays recorded as long as any step is.
+            if not kept:
+                job.tally.changed.update(dict.fromkeys(job.slabs()))
+            for slab in job.tally.changed:
                 slab.recorded &= {slab.version_at(s) for s in kept}
         for s in newer:
             del job.retained[s]
@@ -141,7 +148,7 @@ class Committer:
         Where it overwrote the only bytes of the last committed step, the job goes back to its last durable one, if any.
         """
         newest = job.newest
-        if newest is not None and job.durable and any(_is_lost(slab, newest) for slab in job.slabs()):
+        if newest is not None and job.durable and any(_is_lost(slab, newest) for slab in job.tally.unsettled):
             job.retained = {step: record for step, record in job.retained.items() if step in job.durable}
             log.warning(
                 "job %s goes back from step %d to step %d: an unfinished step has overwritten bytes that were kept in "
@@ -154,16 +161,18 @@ class Committer:
         """Makes some slabs what the last committed step left, whatever the pending one wrote."""
         for slab in slabs:
             if slab.latest is not None and job.newest is not None and slab.latest > job.newest:
-                if (region := slab.versions.pop(slab.latest, None)) is not None:
+                if (region := slab.pop_version(slab.latest)) is not None:
                     self._nvme.free(region)
                 self._restore_slab(job, slab, job.newest)
 
     def _restore(self, job: Job, step: int | None) -> None:
         """Makes the versions that `step` sees the newest ones; None: there are none."""
-        for slab in job.slabs():
+        for slab in job.tally.unsettled:
             if slab.latest is not None and (step is None or slab.latest > step):
                 self._restore_slab(job, slab, step)
-        self._free_unneeded(job)
+        # At once: the next step may give a slab another version of the same number.
+        for _ in self._freeing(job):
+            pass
 
     def _restore_slab(self, job: Job, slab: Slab, step: int | None) -> None:
         if step is None:
@@ -179,11 +188,11 @@ class Committer:
             self._residents.detach(slab)
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
-        for slab, (version, region) in _unrecorded(job, record.step).items():
+        for slab, (version, region) in (await _unrecorded(job, record.step)).items():
             if region.doubtful:
-                slab.versions[version] = await self._nvme.write_again(region)
+                slab.add_version(version, await self._nvme.write_again(region))
                 self._nvme.free(region)
-        written = _unrecorded(job, record.step)
+        written = await _unrecorded(job, record.step)
         kept = _durable_after(job, record.step)
         with self._nvme.tracer.span(Activity.SYNC, f"{job.spec.identity}/all groups/step {record.step}"):
             await self._nvme.sync()
@@ -207,11 +216,7 @@ class Committer:
 
     def _begin_snapshot(self, job: Job, record: CommitRecord) -> asyncio.Task[None]:
         # Before anything else runs: an update that begins later must find the claim, and wait for the slab's write.
-        claims = [
-            CopyClaim(slab, slab.latest)
-            for slab in job.slabs()
-            if slab.latest is not None and slab.latest not in slab.versions
-        ]
+        claims = [CopyClaim(slab, slab.latest) for slab in job.tally.unsaved if slab.latest is not None]
         job.snapshot_step = record.step
         job.snapshot = asyncio.ensure_future(self._snapshot(job, record, claims))
         # Whoever waits for it next raises its failure; until then asyncio must not call it unhandled.
@@ -233,7 +238,7 @@ class Committer:
             for claim in claims:
                 claim.release()
             job.snapshot_step = None
-            self._prune(job)
+            await self._prune(job)
 
     def _record(
         self,
@@ -253,26 +258,34 @@ class Committer:
         with self._catalog.transaction():
             self._catalog.retain(job, kept)
 
-    def _prune(self, job: Job) -> None:
+    async def _prune(self, job: Job) -> None:
         """Drops the steps that nobody can want any more. Durable ones were chosen when the catalog was written."""
         newest = job.newest
         for step in list(job.retained):
             if step < job.settled and step != newest and step not in job.durable:
                 del job.retained[step]
-        self._free_unneeded(job)
+        async for _ in in_slices(self._freeing(job)):
+            pass
 
-    def _free_unneeded(self, job: Job) -> None:
-        if self._catalog.in_doubt:
-            # A crash may yet make a step valid that needs them. The next commit frees them.
-            return
-        snapshot = set() if job.snapshot_step is None else {job.snapshot_step}
-        # Of a slab in host memory only, a version on NVMe is what durable steps see, and no other.
-        backed, alone = snapshot | job.retained.keys(), snapshot | job.durable
-        for slab in job.slabs():
-            for version in unneeded_versions(slab, backed if slab.backed else alone):
-                self._nvme.free(slab.versions.pop(version))
-                reach(Failpoint.DURING_RECLAIM)
-                slab.recorded.discard(version)
+    def _freeing(self, job: Job) -> Iterator[None]:
+        """Free the versions that no step needs any more; yields after each small part of that work."""
+        changed = list(job.tally.changed)
+        for start in range(0, len(changed), _FREED_AT_ONCE):
+            if self._catalog.in_doubt:
+                # A crash may yet make a step valid that needs them. The next commit frees them.
+                return
+            # Anew for each part: a step may have been committed between two of them.
+            snapshot = set() if job.snapshot_step is None else {job.snapshot_step}
+            # Of a slab in host memory only, a version on NVMe is what durable steps see, and no other.
+            backed, alone = snapshot | job.retained.keys(), snapshot | job.durable
+            oldest, recorded = min(backed | job.durable, default=None), job.spec.durability.every_steps > 0
+            for slab in changed[start : start + _FREED_AT_ONCE]:
+                for version in unneeded_versions(slab, backed if slab.backed else alone):
+                    if (region := slab.pop_version(version)) is not None:
+                        self._nvme.free(region)
+                    reach(Failpoint.DURING_RECLAIM)
+                job.tally.settle(slab, oldest, recorded=recorded)
+            yield
 
 
 def _version_seen(job: Job, slab: Slab, step: int) -> int | None:
@@ -294,10 +307,14 @@ def _is_lost(slab: Slab, step: int) -> bool:
     return slab.latest > step or (slab.current_copy is None and slab.latest not in slab.versions)
 
 
-def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, NvmeRegion]]:
-    """What `step` sees and the catalog does not know yet."""
+async def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, NvmeRegion]]:
+    """What `step` sees and the catalog does not know yet.
+
+    What the step sees stays the same between two slices: the step is sealed, and kept. A slab that is not among the
+    changed ones at the beginning is settled, so that what the step sees of it is recorded.
+    """
     found: dict[Slab, tuple[int, NvmeRegion]] = {}
-    for slab in job.slabs():
+    async for slab in in_slices(list(job.tally.changed)):
         version = slab.version_at(step)
         if version is not None and version not in slab.recorded:
             found[slab] = (version, slab.versions[version])

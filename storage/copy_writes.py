@@ -75,7 +75,7 @@ class CopyWrites:
                 await self._nvme.write_from(region, 0, self._host.view(copy.region))
                 if slab.latest != version:
                     raise _discarded(slab, version)
-                slab.versions[version] = region
+                slab.add_version(version, region)
         finally:
             self._residents.unpin(slab, copy, copy.next_use)
 

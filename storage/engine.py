@@ -236,6 +236,8 @@ class Engine:
         known = self._registry.find(spec, may_exist=may_exist, must_exist=must_exist)
         if known is not None:
             await self.nvme.watch.unless_stuck(self._quiesce_all(known))
+            if known.newest is None:
+                await self._registry.discard(known)
         return self._registry.attach(spec)
 
     async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
@@ -248,7 +250,7 @@ class Engine:
             ConflictError: the job has a layout of that name, was deleted, or is being deleted.
         """
         await self.nvme.watch.unless_stuck(self._quiesce_all(job))
-        return self._registry.lay_out(job, spec, first_step)
+        return await self._registry.lay_out(job, spec, first_step)
 
     async def delete_job(self, name: str) -> None:
         """Forgets a job in all its layouts, and frees all that it has.
@@ -266,7 +268,7 @@ class Engine:
         if stored := [job.spec.identity for job in jobs if job.durable]:
             await self._in_catalog_thread(lambda: self._catalog.delete_jobs(stored))
         for job in jobs:
-            self._registry.discard(job)
+            await self._registry.discard(job)
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit] = ()) -> None:
         """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.
@@ -285,15 +287,15 @@ class Engine:
         holds nothing unique is given back."""
         await self.abandon_pending(job)
         if job.begins_layout:
-            self._registry.discard(job)
+            await self._registry.discard(job)
         else:
-            self._registry.detach(job)
+            await self._registry.detach(job)
 
     async def _quiesce_all(self, job: Job) -> None:
         """As `_quiesce`; what was being filled to replace the job is discarded."""
         if (filling := job.unfinished_successor) is not None:
             await self.abandon_pending(filling)
-            self._registry.discard(filling)
+            await self._registry.discard(filling)
         await self._quiesce(job)
 
     async def _quiesce(self, job: Job) -> None:
@@ -391,10 +393,8 @@ class Engine:
                 job.open_pending(step).check_open()
                 if job.pending is not pending:
                     raise StepAbortedError(f"the first step of job {job.spec.name!r} was abandoned; begin it again")
-                if slab.backed:
-                    if old := slab.versions.pop(step, None):
-                        self.nvme.free(old)
-                    slab.versions[step] = region
+                if slab.backed and (old := slab.add_version(step, region)) is not None:
+                    self.nvme.free(old)
             slab.latest = step
             pin.copy.step = step
         finally:
@@ -494,10 +494,9 @@ class Engine:
         return await self.nvme.watch.unless_stuck(self._open_reader(job, step), give_back=StepReader.close)
 
     async def _open_reader(self, job: Job, step: int | None) -> StepReader:
-        in_memory_only = not all(slab.backed for slab in job.slabs())
         # A step that is being committed overwrites what is in host memory only. When this wakes, the next commit may
         # have begun already.
-        while in_memory_only and job.pending is not None and not job.pending.at_rest.is_set():
+        while job.tally.has_unbacked and job.pending is not None and not job.pending.at_rest.is_set():
             await job.pending.at_rest.wait()
         wanted = job.newest if step is None else step
         if wanted is None:

@@ -5,6 +5,7 @@ Knows which job each is on account of. Whoever takes a range frees it, or hands 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from storage.tiers.arena import ArenaRange
@@ -17,6 +18,8 @@ class LooseRanges:
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._owners: dict[ArenaRange, str] = {}
+        # Bytes by job.
+        self._accounts: Counter[str] = Counter()
 
     @property
     def ranges(self) -> Collection[ArenaRange]:
@@ -26,16 +29,17 @@ class LooseRanges:
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return sum(region.nbytes for region in self._owners)
+        return self._accounts.total()
 
     def nbytes_of(self, job: str) -> int:
         """Bytes of those that are on account of a job."""
-        return sum(region.nbytes for region, owner in self._owners.items() if owner == job)
+        return self._accounts[job]
 
     async def allocate(self, job: str, nbytes: int, *, from_top: bool = False) -> ArenaRange:
         """Takes a range, when there is room; raises BudgetExceededError where there was none before the deadline."""
         region = await self._host.allocate(nbytes, from_top=from_top)
         self._owners[region] = job
+        self._accounts[job] += region.nbytes
         return region
 
     def free(self, region: ArenaRange) -> None:
@@ -44,5 +48,8 @@ class LooseRanges:
 
     def let_go(self, region: ArenaRange) -> ArenaRange:
         """Hands a range on: it is a slab's from here on, or the caller gives it to `HostTier.free` later."""
-        del self._owners[region]
+        job = self._owners.pop(region)
+        self._accounts[job] -= region.nbytes
+        if not self._accounts[job]:
+            del self._accounts[job]
         return region

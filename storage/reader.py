@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 from storage.catalog.records import CommitRecord
 from storage.errors import ConflictError, NotFoundError
+from storage.gathering import Gathering, parts_of
 from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
 from storage.slab import Slab
+from storage.slices import in_slices
 from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
@@ -29,27 +31,22 @@ class RangeReader:
         self._nvme = nvme
         self._tiles = tiles
 
-    def describe(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> tuple[DType, int]:
+    async def describe(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> tuple[DType, int]:
         """Element type and newest version of elements `[offset, offset + numel)` of one tensor.
 
         Raises:
             NotFoundError: this store does not have all of them.
         """
-        first = self.slabs(job, fqn, kind, offset, numel)[0]
+        first = (await self.slabs(job, fqn, kind, offset, numel))[0]
         return first.spec.dtype, first.latest or 0
 
-    def slabs(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> list[Slab]:
+    async def slabs(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> list[Slab]:
         """The slabs that hold elements `[offset, offset + numel)` of one tensor, `numel` > 0, in order.
 
         Raises:
             NotFoundError: this store does not have all of them.
         """
-        found, end = [], offset + numel
-        while offset < end:
-            slab, _, count = _locate(job, fqn, kind, offset, end)
-            found.append(slab)
-            offset += count
-        return found
+        return [slab async for slab, _, _ in in_slices(parts_of(job, fqn, kind, offset, numel))]
 
     async def read(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> AsyncGenerator[bytes, None]:
         """The bytes of that range, in pieces.
@@ -59,16 +56,13 @@ class RangeReader:
             ConflictError: an update changed them meanwhile.
             DeviceError: they cannot be read.
         """
-        end = offset + numel
-        while offset < end:
-            slab, start, count = _locate(job, fqn, kind, offset, end)
+        for slab, start, count in parts_of(job, fqn, kind, offset, numel):
             itemsize = slab.spec.dtype.itemsize
             version = slab.latest
             async for piece in self._read_slab(slab, start * itemsize, count * itemsize):
                 if slab.latest != version:
                     raise ConflictError(f"{slab.key} changed while {fqn!r} was read from it; read it again")
                 yield piece
-            offset += count
 
     async def _read_slab(self, slab: Slab, start: int, nbytes: int) -> AsyncIterator[bytes]:
         end = start + nbytes
@@ -142,13 +136,26 @@ class StepReader:
             )
         return self._client_states[rank]
 
-    def describe(self, fqn: str, kind: Kind, offset: int, numel: int) -> DType:
+    async def describe(self, fqn: str, kind: Kind, offset: int, numel: int) -> DType:
         """Element type of elements `[offset, offset + numel)` of one tensor.
 
         Raises:
             NotFoundError: this store does not have all of them.
         """
-        return self._ranges.describe(self.job, fqn, kind, offset, numel)[0]
+        return (await self._ranges.describe(self.job, fqn, kind, offset, numel))[0]
+
+    async def gather(self, gathering: Gathering, view: memoryview) -> None:
+        """Reads many ranges into whole pages of the arena, each slab's pieces together.
+
+        Raises:
+            NotFoundError, DataLossError, DeviceError: as `read`.
+        """
+        for slab, window in gathering.windows():
+            start = window.start
+            while start < window.stop:
+                data = await self._ranges.piece(slab, start, window.stop, functools.partial(self._read_held, slab))
+                await window.copy(start, data, view)
+                start += len(data)
 
     async def fill(self, fqn: str, kind: Kind, offset: int, numel: int, view: memoryview) -> None:
         """Reads that range into whole pages of the arena, without a copy where its blocks lie as they do on NVMe.
@@ -156,9 +163,8 @@ class StepReader:
         Raises:
             NotFoundError, DataLossError, DeviceError: as `read`.
         """
-        end, at = offset + numel, 0
-        while offset < end:
-            slab, position, count = _locate(self.job, fqn, kind, offset, end)
+        at = 0
+        for slab, position, count in parts_of(self.job, fqn, kind, offset, numel):
             start, stop = (n * slab.spec.dtype.itemsize for n in (position, position + count))
             while start < stop:
                 length = (stop - start) // BLOCK_BYTES * BLOCK_BYTES
@@ -169,7 +175,6 @@ class StepReader:
                     length = len(piece)
                     view[at : at + length] = piece
                 start, at = start + length, at + length
-            offset += count
 
     async def read(self, fqn: str, kind: Kind, offset: int, numel: int) -> AsyncGenerator[bytes, None]:
         """The bytes of elements `[offset, offset + numel)` of one tensor at the step, in pieces.
@@ -179,15 +184,12 @@ class StepReader:
             DataLossError: they are damaged.
             DeviceError: they cannot be read.
         """
-        end = offset + numel
-        while offset < end:
-            slab, position, count = _locate(self.job, fqn, kind, offset, end)
+        for slab, position, count in parts_of(self.job, fqn, kind, offset, numel):
             start, stop = (n * slab.spec.dtype.itemsize for n in (position, position + count))
             while start < stop:
                 piece = await self._ranges.piece(slab, start, stop, functools.partial(self._read_held, slab))
                 yield piece
                 start += len(piece)
-            offset += count
 
     async def _read_held(self, slab: Slab, start: int, buffer: memoryview) -> None:
         if slab not in self.regions:
@@ -204,13 +206,3 @@ class StepReader:
         for region in regions.values():
             if region is not None:
                 self._nvme.free(region)
-
-
-def _locate(job: Job, fqn: str, kind: Kind, offset: int, end: int) -> tuple[Slab, int, int]:
-    """The slab that holds element `offset` of a tensor, its position there, and how many up to `end` follow."""
-    for group in job.groups.values():
-        for shard in group.spec.shards:
-            if shard.fqn == fqn and shard.offset <= offset < shard.offset + shard.numel:
-                count = min(end, shard.offset + shard.numel) - offset
-                return job.slab(group.spec.name, kind), shard.position + offset - shard.offset, count
-    raise NotFoundError(f"job {job.spec.name!r} has no element {offset} of {fqn!r} on this node")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
@@ -17,7 +17,7 @@ from storage.placement import Residents
 from storage.reader import StepReader
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
-from storage.tiers.base import round_up
+from storage.slices import in_slices
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import host_budget_for
@@ -82,7 +82,6 @@ class Registry:
         self._nvme = nvme
         self._residents = residents
         self._tile_bytes = tile_bytes
-        self._settling = asyncio.Lock()
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:
@@ -108,6 +107,11 @@ class Registry:
     def __iter__(self) -> Iterator[Job]:
         """All jobs in all their layouts."""
         return (layout for name in list(self.jobs) for layout in self.layouts(name))
+
+    def _has(self, job: Job) -> bool:
+        """Whether this very job, in this layout, is here."""
+        name = job.spec.name
+        return name in self.jobs and any(layout is job for layout in self.layouts(name))
 
     def holder(self, key: SlabKey) -> Job:
         """The job in the layout that a slab is of. Raises NotFoundError where it is gone."""
@@ -153,7 +157,9 @@ class Registry:
         self._check_not_deleting(spec.name)
         job = self.jobs.get(spec.name)
         if job is not None and job.newest is None:
-            self.discard(job)
+            # The engine has discarded what an earlier run left; this one was begun meanwhile, and has next to nothing.
+            self._take_out(job)
+            self._give_up(job.slabs())
             job = None
         if job is None:
             self.jobs[spec.name] = job = Job(spec, created_at=time.time())
@@ -161,7 +167,7 @@ class Registry:
         job.spec = replace(spec, layout=job.spec.layout) if _fits(job.spec, spec) else job.spec.without_ranks()
         return job
 
-    def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
+    async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
         """See Engine.lay_out; no layout is being filled, and nothing is pending."""
         name = spec.name
         self._check_not_deleting(name)
@@ -172,9 +178,9 @@ class Registry:
             return job
         if any(spec.layout == other.spec.layout for other in self.layouts(name)):
             raise ConflictError(f"job {name!r} has a layout {spec.layout!r} already; name the new one differently")
-        self.detach(job)
-        job.successor = Job(spec, job.created_at, first_step=first_step)
-        return job.successor
+        successor = job.successor = Job(spec, job.created_at, first_step=first_step)
+        await self.detach(job)
+        return successor
 
     def succeed(self, job: Job) -> None:
         """A layout that was being filled has its first commit: it takes the place of the one that it replaces."""
@@ -188,10 +194,13 @@ class Registry:
         job.older = [*before.older, before]
         before.older, before.successor = [], job
 
-    def detach(self, job: Job) -> None:
+    async def detach(self, job: Job) -> None:
         """See Engine.detach."""
         job.spec = job.spec.without_ranks()
-        for slab in job.slabs():
+        async for slab in in_slices(list(job.slabs())):
+            if job.spec.local_ranks:
+                # Another run has attached the job meanwhile, and has a use for the copies.
+                return
             if slab.backed or slab.latest is None or slab.latest in slab.versions:
                 self._residents.detach(slab)
 
@@ -210,11 +219,21 @@ class Registry:
         if name in self._deleting:
             raise ConflictError(f"job {name!r} is being deleted; try again when it is gone")
 
-    def discard(self, job: Job) -> None:
-        """Takes a job, in one layout, out of memory, and frees what it has in all tiers, unless that was done already:
-        the catalog must not name it any more."""
-        if all(other is not job for other in self):
-            return
+    async def discard(self, job: Job) -> None:
+        """Takes a job, in one layout, out of memory, and frees what it has in all tiers, in slices; not a second time.
+        The catalog must not name it any more."""
+        if self._has(job):
+            self._take_out(job)
+            walk = self._giving_up(list(job.slabs()))
+            try:
+                async for _ in in_slices(walk):
+                    pass
+            finally:
+                # Where this was cancelled, the rest goes at once: no registry entry leads to it any more.
+                deque(walk, maxlen=0)
+
+    def _take_out(self, job: Job) -> None:
+        """Take a job, in one layout, out of the registry; what it has stays."""
         current = self.jobs[job.spec.name]
         if current is job:
             del self.jobs[job.spec.name]
@@ -223,52 +242,90 @@ class Registry:
         else:
             current.older.remove(job)
         job.announce()
-        for slab in job.slabs():
+
+    def _give_up(self, slabs: Iterable[Slab]) -> None:
+        """Free what slabs have in all tiers, at once."""
+        deque(self._giving_up(slabs), maxlen=0)
+
+    def _giving_up(self, slabs: Iterable[Slab]) -> Iterator[None]:
+        """Free what slabs have in all tiers, and their versions with it: a fetch that waits for room would read, and
+        free a second time, what is freed here. Yields after each slab."""
+        for slab in slabs:
             slab.deleted = True
             self._residents.detach(slab)
-            for region in slab.versions.values():
-                self._nvme.free(region)
-            # A fetch that waits for room would read, and free a second time, what is freed here.
-            slab.versions.clear()
+            for step in list(slab.versions):
+                if (region := slab.pop_version(step)) is not None:
+                    self._nvme.free(region)
+            yield
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> dict[SlabKey, TierName]:
         """See Engine.register; returns the slabs that have a new home."""
-        moved: dict[SlabKey, TierName] = {}
-        with ExitStack() as undo:
-            for spec in specs:
-                spec.validate()
-                if spec.name in job.groups:
-                    moved |= self._update_placements(job, job.groups[spec.name], spec, undo)
-                elif job.newest is not None:
-                    raise ConflictError(
-                        f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another "
-                        "partition; resume with the same number of ranks, units and precision, or lay the job out anew "
-                        "(BeginLayout)"
-                    )
-                else:
-                    job.groups[spec.name] = group = _new_group(job.spec, spec)
-                    undo.callback(self._take_back, job, group)
-            for limit in limits:
-                self._check_limit(job, limit)
-            self._check_host_budget(job)
-            self._nvme.reserve(self._nvme_need())
-            await self._settle_at_home(job, [job.groups[spec.name] for spec in specs])
-            undo.pop_all()
+        until = self._host.deadline()
+        # One at a time: a registration takes many slices, and waits for room; another one may name the same groups.
+        async with self._registering_until(job, until):
+            known = {spec.name: group.spec for spec in specs if (group := job.groups.get(spec.name)) is not None}
+            await asyncio.to_thread(_check_groups, known, specs)
+            new: list[Group] = []
+            moved: dict[SlabKey, TierName] = {}
+            with ExitStack() as undo:
+                undo.callback(self._take_back, job, new)
+                async for spec in in_slices(specs):
+                    if (group := job.groups.get(spec.name)) is not None:
+                        if known.get(spec.name) is not group.spec:
+                            check_group(group.spec, spec)
+                        moved |= self._update_placements(job, group, spec, undo)
+                    else:
+                        new.append(self._add_group(job, spec))
+                for limit in limits:
+                    self._check_limit(job, limit)
+                self._check_host_budget(job)
+                self._nvme.reserve(self._nvme_need())
+                await self._settle_at_home([job.groups[spec.name] for spec in specs], until)
+                await job.index.add(new)
+                undo.pop_all()
         return moved
 
-    def _take_back(self, job: Job, group: Group) -> None:
-        """Undo the registration of a new group."""
-        del job.groups[group.spec.name]
-        for slab in group.slabs:
-            self._residents.detach(slab)
+    @asynccontextmanager
+    async def _registering_until(self, job: Job, until: float) -> AsyncIterator[None]:
+        """Hold the lock of a job's registrations. Raises BudgetExceededError where it does not come free until then."""
+        try:
+            async with asyncio.timeout_at(until):
+                await job.registering.acquire()
+        except TimeoutError:
+            raise BudgetExceededError(
+                f"host_budget {self._host.budget_bytes} had no room for other groups of job {job.spec.name!r} that are "
+                "being registered, and these waited for them until admission_timeout_seconds were over; return leases "
+                "sooner, or raise host_budget or admission_timeout_seconds"
+            ) from None
+        try:
+            yield
+        finally:
+            job.registering.release()
+
+    def _take_back(self, job: Job, groups: Sequence[Group]) -> None:
+        """Undo the registration of new groups."""
+        job.index.remove(groups)
+        for group in groups:
+            del job.groups[group.spec.name]
+            self._give_up(group.slabs)
+            job.tally.remove(group)
+
+    def _add_group(self, job: Job, spec: GroupSpec) -> Group:
+        if job.newest is not None:
+            raise ConflictError(
+                f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another partition; "
+                "resume with the same number of ranks, units and precision, or lay the job out anew (BeginLayout)"
+            )
+        group = job.groups[spec.name] = _new_group(job, spec)
+        job.tally.add(group)
+        return group
 
     def reserve_for_reader(self, job: Job) -> None:
         """Makes sure that a step of the job can be kept beside those to come. Raises BudgetExceededError otherwise."""
         # Of a job that nobody trains, only what is in host memory needs new room.
-        slabs = [
-            s for s in job.slabs() if job.spec.local_ranks or (s.latest is not None and s.latest not in s.versions)
-        ]
-        self._nvme.reserve(self._nvme_need() + sum(round_up(slab.nbytes) for slab in slabs))
+        tally = job.tally
+        alone = sum(slab.paged_bytes for slab in tally.unsaved)
+        self._nvme.reserve(self._nvme_need() + (tally.paged_bytes if job.spec.local_ranks else alone))
 
     def _nvme_need(self) -> int:
         """Bytes that the next steps need besides what is in use: all jobs draw on the same free space, each at its own
@@ -281,11 +338,10 @@ class Registry:
             for slab, region in reader.regions.items()
             if region is not None and region in slab.versions.values()
         ]
-        return sum(shared) + sum(_nvme_need(job.spec, slab) for job in active for slab in job.slabs())
+        return sum(shared) + sum(map(_nvme_need, active))
 
     def _update_placements(self, job: Job, group: Group, wanted: GroupSpec, undo: ExitStack) -> dict[SlabKey, TierName]:
         """Moves the slabs of a stored group to where the client wants them now; `undo` moves them back."""
-        check_group(group.spec, wanted)
         moved: dict[SlabKey, TierName] = {}
         for slab in group.slabs:
             placement = wanted.slab_of_kind[slab.key.kind].placement
@@ -297,16 +353,19 @@ class Registry:
                     "the newest version is in host memory only"
                 )
             moved[slab.key] = placement
-            # Called in reverse order: the slab's placement first, then its copy goes, which may be in a new home.
-            undo.callback(self._residents.detach, slab)
-            undo.callback(setattr, slab, "backed", slab.backed)
-            undo.callback(setattr, slab, "spec", slab.spec)
-            slab.spec = SlabSpec(kind=slab.spec.kind, dtype=slab.spec.dtype, placement=placement)
-            slab.backed = _is_backed(job.spec, slab.spec)
-            self._residents.detach(slab)
+            undo.callback(self._place, job, slab, slab.spec)
+            self._place(job, slab, SlabSpec(kind=slab.spec.kind, dtype=slab.spec.dtype, placement=placement))
         undo.callback(setattr, group, "spec", group.spec)
         group.spec = wanted
         return moved
+
+    def _place(self, job: Job, slab: Slab, spec: SlabSpec) -> None:
+        """Give a slab another placement. Its copy goes, because it may be in the wrong home."""
+        job.tally.leave(slab)
+        slab.spec = spec
+        slab.backed = _is_backed(job.spec, spec)
+        job.tally.enter(slab)
+        self._residents.detach(slab)
 
     def _check_limit(self, job: Job, limit: Limit) -> None:
         """Raises BudgetExceededError where the next steps of the job, and of the others that count with it, need more
@@ -317,8 +376,7 @@ class Registry:
         layouts = [layout for name in names for layout in self.layouts(name)]
         active = [layout for layout in layouts if layout is job or layout.spec.local_ranks]
         host = _host_need([layout for layout in layouts if layout in active or _has_copies(layout)])
-        nvme = sum(_nvme_need(layout.spec, slab) for layout in active for slab in layout.slabs())
-        nvme += sum(len(s.versions) * round_up(s.nbytes) for layout in layouts for s in layout.slabs())
+        nvme = sum(map(_nvme_need, active)) + sum(layout.tally.nvme_bytes for layout in layouts)
         if limit.counts_readers:
             nvme += self._held_by_readers_alone(limit, layouts)
         steps, them = "its steps need", ""
@@ -362,44 +420,20 @@ class Registry:
                 "place less on the host, or use more nodes"
             )
 
-    async def _settle_at_home(self, job: Job, groups: Sequence[Group]) -> None:
+    async def _settle_at_home(self, groups: Sequence[Group], until: float) -> None:
         """Gives every slab placed in the host tier its place there; the bytes come when they are first needed."""
-        until = self._host.deadline()
-        # One at a time: while one waits for room, another would give the same slab a place, too.
-        async with self._settling_until(until):
-            for slab in (slab for group in groups for slab in group.slabs):
-                if slab.at_home_in_host and slab.copy is None:
-                    region = await self._residents.room_for(slab, until=until)
-                    slab.copy = HostCopy(region, step=None, at_home=True)
-                    slab.copy.idle.set()
-
-    @asynccontextmanager
-    async def _settling_until(self, until: float) -> AsyncIterator[None]:
-        """Hold the lock of those who settle. Raises BudgetExceededError where it does not come free until then."""
-        try:
-            async with asyncio.timeout_at(until):
-                await self._settling.acquire()
-        except TimeoutError:
-            raise BudgetExceededError(
-                f"host_budget {self._host.budget_bytes} had no room for other jobs that are being registered, and this "
-                "one waited for them until admission_timeout_seconds were over; return leases sooner, or raise "
-                "host_budget or admission_timeout_seconds"
-            ) from None
-        try:
-            yield
-        finally:
-            self._settling.release()
+        async for slab in in_slices(slab for group in groups for slab in group.slabs):
+            if slab.at_home_in_host and slab.copy is None:
+                region = await self._residents.room_for(slab, until=until)
+                slab.copy = HostCopy(region, step=None, at_home=True)
+                slab.copy.idle.set()
 
 
 def _host_need(jobs: Sequence[Job]) -> HostNeed:
-    slabs = [slab for job in jobs for slab in job.slabs()]
-    groups = [group.spec for job in jobs if job.spec.local_ranks for group in job.groups.values()]
     leased = [nbytes for job in jobs for nbytes in _largest_units(job)]
     return HostNeed(
-        home_bytes=sum(round_up(slab.nbytes) for slab in slabs if slab.at_home_in_host),
-        gradient_bytes=sum(
-            round_up(group.slab_bytes(Kind.GRAD)) for group in groups if Kind.GRAD in group.slab_of_kind
-        ),
+        home_bytes=sum(job.tally.home_bytes for job in jobs),
+        gradient_bytes=sum(job.tally.gradient_bytes for job in jobs if job.spec.local_ranks),
         units=len(leased),
         units_bytes=sum(leased),
     )
@@ -408,13 +442,21 @@ def _host_need(jobs: Sequence[Job]) -> HostNeed:
 def _largest_units(job: Job) -> list[int]:
     """Bytes of the largest parts of units that the ranks of a job can have leased at once, of those that only pass
     through the host tier."""
-    passing = (round_up(s.nbytes) for s in job.slabs() if s.key.kind is Kind.PARAM and not s.at_home_in_host)
     ranks = job.spec.local_ranks
-    return heapq.nlargest(_UNITS_OF_A_RANK_ALONE if ranks == 1 else _UNITS_OF_A_RANK * ranks, passing)
+    count = _UNITS_OF_A_RANK_ALONE if ranks == 1 else _UNITS_OF_A_RANK * ranks
+    return job.tally.passing[-count:] if count else []
 
 
 def _has_copies(job: Job) -> bool:
-    return any(slab.copy is not None for slab in job.slabs())
+    return job.tally.copies > 0
+
+
+def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec]) -> None:
+    """Raises InvalidRequestError for a malformed group, ConflictError for one that is stored in another way."""
+    for spec in specs:
+        spec.validate()
+        if spec.name in known:
+            check_group(known[spec.name], spec)
 
 
 def _fits(stored: JobSpec, wanted: JobSpec) -> bool:
@@ -430,18 +472,22 @@ def _is_backed(job: JobSpec, slab: SlabSpec) -> bool:
     return slab.placement is TierName.NVME or job.durability.every_steps == 1
 
 
-def _nvme_need(job: JobSpec, slab: Slab) -> int:
-    """Bytes of NVMe that a slab will need besides the versions it has: for the committed version and the pending one,
-    with ranks on other nodes for the one before, which they may not have passed yet; and for the last snapshot and the
-    one under way."""
-    settling = 1 if job.local_ranks < job.world_size else 0
-    versions = (2 + settling if slab.backed else 0) + (2 if job.durability.every_steps > 1 else 0)
-    return max(0, versions - len(slab.versions)) * round_up(slab.nbytes)
+def _nvme_need(job: Job) -> int:
+    """Bytes of NVMe that the slabs of a job will need besides the versions they have: for the committed version and the
+    pending one, with ranks on other nodes for the one before, which they may not have passed yet; and for the last
+    snapshot and the one under way."""
+    settling = 1 if job.spec.local_ranks < job.spec.world_size else 0
+    snapshots = 2 if job.spec.durability.every_steps > 1 else 0
+    return sum(
+        max(0, (2 + settling if backed else 0) + snapshots - count) * nbytes
+        for (backed, count), nbytes in job.tally.by_versions.items()
+    )
 
 
-def _new_group(job: JobSpec, spec: GroupSpec) -> Group:
+def _new_group(job: Job, spec: GroupSpec) -> Group:
+    identity = job.spec.identity
     slabs = tuple(
-        Slab(SlabKey(job.identity, spec.name, slab.kind), slab, spec.numel, backed=_is_backed(job, slab))
+        Slab(SlabKey(identity, spec.name, slab.kind), slab, spec.numel, _is_backed(job.spec, slab), job.tally)
         for slab in spec.slabs
         if slab.kind is not Kind.GRAD
     )
@@ -454,14 +500,16 @@ def _restore(stored: StoredJob) -> Job:
     job.durable = set(job.retained)
     job.first_step = min(job.retained, default=0)
     for spec in stored.groups:
-        group = _new_group(stored.spec, spec)
-        job.groups[spec.name] = group
+        group = job.groups[spec.name] = _new_group(job, spec)
+        job.tally.add(group)
         for slab in group.slabs:
-            versions = stored.versions.get(slab.key, {})
-            slab.versions = {
-                step: NvmeRegion(v.extents, Checksums(slab.label(step), round_up(slab.nbytes), v.checksums))
-                for step, v in versions.items()
-            }
-            slab.recorded = set(slab.versions)
+            for step, v in stored.versions.get(slab.key, {}).items():
+                checksums = Checksums(slab.label(step), slab.paged_bytes, v.checksums)
+                slab.add_version(step, NvmeRegion(v.extents, checksums))
+            slab.recorded.update(slab.versions)
             slab.latest = max(slab.versions, default=None)
+            job.tally.settle(slab, min(job.durable, default=None), recorded=True)
+    job.index.add_at_once(job.groups.values())
+    # Made now: a run that opens the job is not to wait for them, nor all others with it.
+    _ = job.spec.model.digest, job.spec.model.by_name
     return job

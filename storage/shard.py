@@ -8,6 +8,7 @@ Groups are named by the unit and the element range that they cover, never by a r
 from __future__ import annotations
 
 import enum
+import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -171,6 +172,35 @@ class ParameterSpec:
     trainable: bool
 
 
+class Parameters(tuple[ParameterSpec, ...]):
+    """The parameters of a model, in its order. They compare by a digest, and are found by name: digest and names, which
+    take 0.2 s for 100,000 parameters, are made once."""
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterSpec]:
+        """The parameters by FQN."""
+        return {parameter.fqn: parameter for parameter in self}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all that they say."""
+        state = hashlib.blake2b(digest_size=32)
+        for p in self:
+            state.update(repr((p.fqn, p.shape, p.dtype.value, p.trainable)).encode())
+        return state.digest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Parameters):
+            return super().__eq__(other)
+        return self is other or (len(self) == len(other) and self.digest == other.digest)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durability:
     """When a commit survives kill -9 and power loss: every `every_steps`-th one; 0: none does."""
@@ -201,8 +231,16 @@ class JobSpec:
     layout: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parameters, Parameters):
+            object.__setattr__(self, "parameters", Parameters(self.parameters))
         if LAYOUT_SEPARATOR in self.name + self.layout:
             raise InvalidRequestError(f"job {self.name!r}, layout {self.layout!r}: a name has no line feed")
+
+    @property
+    def model(self) -> Parameters:
+        """The parameters, as they are compared and looked up."""
+        assert isinstance(self.parameters, Parameters)
+        return self.parameters
 
     @property
     def identity(self) -> str:

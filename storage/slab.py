@@ -6,12 +6,16 @@ Plain records with the few rules that concern one slab; who changes them, and wh
 from __future__ import annotations
 
 import asyncio
+import bisect
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from storage.errors import ConflictError, DataLossError
-from storage.shard import GroupSpec, SlabKey, SlabSpec, TierName
+from storage.errors import ConflictError, DataLossError, NotFoundError
+from storage.shard import GroupSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.tiers.arena import ArenaRange
+from storage.tiers.base import round_up
 from storage.tiers.nvme import NvmeRegion
 
 NEVER = math.inf
@@ -50,6 +54,89 @@ class CopyWrite:
 
 
 @dataclass(slots=True, eq=False)
+class Tally:
+    """What the slabs of one job are and have, kept up by themselves: so that no commit, no registration and no listing
+    has to look at all of them."""
+
+    # Slabs that a commit has to look at: they have versions that the catalog does not name yet, or that some retained
+    # step sees and others do not. The commit takes out those that are settled (see Slab.is_settled).
+    # A dict for its order: runs that do the same are to be alike.
+    changed: dict[Slab, None] = field(default_factory=dict)
+    # Slabs whose newest bytes are in host memory only.
+    unsaved: dict[Slab, None] = field(default_factory=dict)
+    # Bytes, in whole pages, of the slabs that have so many versions on NVMe, by (whether every version goes there, how
+    # many).
+    by_versions: Counter[tuple[bool, int]] = field(default_factory=Counter)
+    # Bytes of slabs at home in the host tier, and of gradients.
+    home_bytes: int = 0
+    gradient_bytes: int = 0
+    # Bytes of each parameter slab that only passes through the host tier, ascending.
+    passing: list[int] = field(default_factory=list)
+    # Copies in the host tier.
+    copies: int = 0
+    copied_bytes: int = 0
+    # Elements of all shards.
+    elements: int = 0
+
+    @property
+    def unsettled(self) -> dict[Slab, None]:
+        """The slabs whose newest version is not the one that all retained steps see."""
+        return self.changed | self.unsaved
+
+    @property
+    def has_unbacked(self) -> bool:
+        """Whether some slab is in host memory only between snapshots."""
+        return any(nbytes > 0 for (backed, _), nbytes in self.by_versions.items() if not backed)
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes of one version of all slabs."""
+        return sum(self.by_versions.values())
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes of all versions on NVMe."""
+        return sum(count * nbytes for (_, count), nbytes in self.by_versions.items())
+
+    def add(self, group: Group) -> None:
+        """Count a group that is registered."""
+        for slab in group.slabs:
+            self.enter(slab)
+        self.elements += sum(shard.numel for shard in group.spec.shards)
+        self.gradient_bytes += group.gradient_bytes
+
+    def remove(self, group: Group) -> None:
+        """Count a group no more, whose registration failed and whose slabs have nothing."""
+        for slab in group.slabs:
+            self.leave(slab)
+            self.changed.pop(slab, None)
+            self.unsaved.pop(slab, None)
+        self.elements -= sum(shard.numel for shard in group.spec.shards)
+        self.gradient_bytes -= group.gradient_bytes
+
+    def enter(self, slab: Slab) -> None:
+        """Count a slab as it is now; `leave` comes before its placement changes."""
+        self.by_versions[slab.backed, len(slab.versions)] += slab.paged_bytes
+        if slab.at_home_in_host:
+            self.home_bytes += slab.paged_bytes
+        elif slab.key.kind is Kind.PARAM:
+            bisect.insort(self.passing, slab.paged_bytes)
+
+    def settle(self, slab: Slab, oldest: int | None, *, recorded: bool) -> None:
+        """Have commits look at a slab no more, if it is settled (see Slab.is_settled)."""
+        if slab.is_settled(oldest, recorded=recorded):
+            self.changed.pop(slab, None)
+
+    def leave(self, slab: Slab) -> None:
+        """Undo `enter`."""
+        self.by_versions[slab.backed, len(slab.versions)] -= slab.paged_bytes
+        if slab.at_home_in_host:
+            self.home_bytes -= slab.paged_bytes
+        elif slab.key.kind is Kind.PARAM:
+            del self.passing[bisect.bisect_left(self.passing, slab.paged_bytes)]
+
+
+@dataclass(slots=True, eq=False)
 class Slab:
     """One kind of one group."""
 
@@ -58,18 +145,19 @@ class Slab:
     numel: int
     # Whether every version goes to NVMe. Otherwise the host copy is all there is between snapshots.
     backed: bool
-    # Complete versions on NVMe, by step, and which of them the catalog names.
-    versions: dict[int, NvmeRegion] = field(default_factory=dict)
+    # That of its job.
+    tally: Tally = field(default_factory=Tally, repr=False)
+    # Which of the versions the catalog names.
     recorded: set[int] = field(default_factory=set)
-    # The step of the newest bytes, committed or not; None: never written, which reads as zeros.
-    latest: int | None = None
-    # When an update made it so, by time.monotonic().
+    # When an update made the newest bytes what they are, by time.monotonic().
     updated_at: float = -math.inf
     # Set when the job, or this layout of it, was deleted: an operation that waited meanwhile must end.
     deleted: bool = False
-    copy: HostCopy | None = None
     # Under way for a snapshot or a reader: the newest bytes must not change in place meanwhile.
     copy_write: CopyWrite | None = None
+    _versions: dict[int, NvmeRegion] = field(default_factory=dict)
+    _latest: int | None = None
+    _copy: HostCopy | None = None
 
     def check_present(self) -> None:
         """Raise ConflictError if the slab was deleted while an operation waited for room or for a device."""
@@ -80,6 +168,83 @@ class Slab:
         """Wait until no snapshot or reader needs the newest bytes to stay as they are."""
         while self.copy_write is not None:
             await self.copy_write.over.wait()
+
+    @property
+    def versions(self) -> Mapping[int, NvmeRegion]:
+        """Complete versions on NVMe, by step."""
+        return self._versions
+
+    def add_version(self, step: int, region: NvmeRegion) -> NvmeRegion | None:
+        """Keep a region as the version of a step. Returns the one whose place it takes, for the caller to free."""
+        before = self.pop_version(step)
+        self._recount(1)
+        self._versions[step] = region
+        self._touch()
+        return before
+
+    def pop_version(self, step: int) -> NvmeRegion | None:
+        """Give up a version. Returns its region, which is the caller's to free, if there was one."""
+        if step not in self._versions:
+            return None
+        self._recount(-1)
+        self.recorded.discard(step)
+        region = self._versions.pop(step)
+        self._touch()
+        return region
+
+    def _recount(self, more: int) -> None:
+        count, by_versions = len(self._versions), self.tally.by_versions
+        by_versions[self.backed, count] -= self.paged_bytes
+        by_versions[self.backed, count + more] += self.paged_bytes
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest bytes, committed or not; None: never written, which reads as zeros."""
+        return self._latest
+
+    @latest.setter
+    def latest(self, step: int | None) -> None:
+        self._latest = step
+        self._touch()
+
+    def _touch(self) -> None:
+        """Have the next commit look at the slab."""
+        self.tally.changed[self] = None
+        if self._latest is None or self._latest in self._versions:
+            self.tally.unsaved.pop(self, None)
+        else:
+            self.tally.unsaved[self] = None
+
+    def is_settled(self, oldest: int | None, *, recorded: bool) -> bool:
+        """Whether no commit and no roll-back has to look at the slab before it changes again.
+
+        So it is where `oldest`, the oldest step that is kept, and all newer ones see the only version, which the
+        catalog names (unless `recorded` is false: the job is never in there). One without versions on NVMe has none to
+        record or to free; that its bytes are in host memory only is known apart.
+        """
+        if not self._versions:
+            return True
+        if oldest is None or self._latest is None or self._latest > oldest or self._versions.keys() != {self._latest}:
+            return False
+        return not recorded or self._latest in self.recorded
+
+    @property
+    def copy(self) -> HostCopy | None:
+        """The copy in the host tier, of whatever version."""
+        return self._copy
+
+    @copy.setter
+    def copy(self, copy: HostCopy | None) -> None:
+        for one, sign in ((self._copy, -1), (copy, 1)):
+            if one is not None:
+                self.tally.copies += sign
+                self.tally.copied_bytes += sign * one.region.nbytes
+        self._copy = copy
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes in whole pages, as the tiers keep them."""
+        return round_up(self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -128,3 +293,15 @@ class Group:
 
     spec: GroupSpec
     slabs: tuple[Slab, ...]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of its gradient in whole pages; 0: it has none."""
+        return round_up(self.spec.slab_bytes(Kind.GRAD)) if Kind.GRAD in self.spec.slab_of_kind else 0
+
+    def slab(self, kind: Kind, job: str) -> Slab:
+        """Raises NotFoundError, naming the job, for a kind that the group does not have."""
+        for slab in self.slabs:
+            if slab.key.kind is kind:
+                return slab
+        raise NotFoundError(f"group {self.spec.name!r} of job {job!r} has no slab of kind {kind.value}")

@@ -17,6 +17,7 @@ from storage.errors import ConflictError, StepAbortedError
 from storage.placement import Residents
 from storage.shard import Kind
 from storage.slab import Group, HostCopy, Slab
+from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeTier
@@ -107,7 +108,7 @@ class Steps:
         if slab.backed:
             async with self._nvme.new_version(slab.nbytes, slab.label(step)) as region:
                 await self._nvme.write_from(region, 0, self._host.view(staged))
-                slab.versions[step] = region
+                slab.add_version(step, region)
         slab.latest = step
         # The staged range takes the place of the copy, whose readers keep what they have.
         self._residents.detach(slab)
@@ -165,7 +166,7 @@ class Steps:
                     raise StepAbortedError(f"step {step} of job {job.spec.name!r} was abandoned")
                 if error := write.exception():
                     raise error
-        for slab in job.slabs() if job.newest is None else ():
+        async for slab in in_slices(list(job.slabs()) if job.newest is None else ()):
             if slab.key.kind in (Kind.PARAM, Kind.MASTER) and slab.latest is None:
                 raise ConflictError(f"{slab.key} has no initial values; publish them before step {step} is committed")
 

@@ -292,7 +292,7 @@ class Transformer:
         slab.latest = step
         slab.updated_at = time.monotonic()
         if stream.target is not None:
-            slab.versions[step] = stream.target
+            slab.add_version(step, stream.target)
         if stream.copy is not None:
             stream.copy.step = step
             copy, stream.copy = stream.copy, None

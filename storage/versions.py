@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from storage.catalog.records import CommitRecord
 from storage.errors import ConflictError, NotFoundError
 from storage.shard import GroupSpec, JobSpec, Kind, ParameterSpec
-from storage.slab import Group, Slab
+from storage.shard_index import ShardIndex
+from storage.slab import Group, Slab, Tally
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,11 @@ class Job:
     spec: JobSpec
     created_at: float
     groups: dict[str, Group] = field(default_factory=dict)
+    # Where the elements of each tensor are in them, and what their slabs have.
+    index: ShardIndex = field(default_factory=ShardIndex)
+    tally: Tally = field(default_factory=Tally)
+    # Held while groups are added, or checked against those that are there.
+    registering: asyncio.Lock = field(default_factory=asyncio.Lock)
     # Committed steps that can be returned to, oldest first; those in `durable` are in the catalog.
     retained: dict[int, CommitRecord] = field(default_factory=dict)
     durable: set[int] = field(default_factory=set)
@@ -107,10 +113,7 @@ class Job:
 
     def slab(self, group: str, kind: Kind) -> Slab:
         """Raises NotFoundError for an unknown group, or a kind that it does not have."""
-        for slab in self.group(group).slabs:
-            if slab.key.kind is kind:
-                return slab
-        raise NotFoundError(f"group {group!r} of job {self.spec.name!r} has no slab of kind {kind.value}")
+        return self.group(group).slab(kind, self.spec.name)
 
     def open_pending(self, step: int) -> PendingStep:
         """The step under way, begun if need be. Steps may be left out: who keeps states itself hands over some only.
@@ -136,7 +139,7 @@ class Job:
 
 def unneeded_versions(slab: Slab, retained: Iterable[int]) -> list[int]:
     """Versions on NVMe that no retained step sees and that are not the newest."""
-    if len(slab.versions) == 1 and slab.latest in slab.versions:
+    if not slab.versions or (len(slab.versions) == 1 and slab.latest in slab.versions):
         return []
     needed = {slab.version_at(step) for step in retained} | {slab.latest}
     return [version for version in slab.versions if version not in needed]
@@ -145,8 +148,8 @@ def unneeded_versions(slab: Slab, retained: Iterable[int]) -> list[int]:
 def check_model(stored: JobSpec, wanted: JobSpec) -> None:
     """Raises ConflictError, naming the first difference, unless the job can go on with that model in some layout."""
     name = stored.name
-    have, want = ({p.fqn: p for p in spec.parameters} for spec in (stored, wanted))
-    for fqn in [*want, *have]:
+    have, want = stored.model.by_name, wanted.model.by_name
+    for fqn in [*want, *have] if stored.model != wanted.model else ():
         if fqn not in have or fqn not in want:
             where = "the stored job" if fqn not in have else "this model"
             raise ConflictError(
@@ -169,8 +172,8 @@ def check_layout(stored: JobSpec, wanted: JobSpec) -> None:
             f"{stored.world_size}, lay the job out anew (BeginLayout), or use another job name"
         )
     check_model(stored, wanted)
-    have = {p.fqn: p for p in stored.parameters}
-    for parameter in wanted.parameters:
+    have = stored.model.by_name
+    for parameter in wanted.parameters if stored.model != wanted.model else ():
         if have[parameter.fqn] != parameter:
             raise _other_parameter(stored.name, have[parameter.fqn], parameter)
 

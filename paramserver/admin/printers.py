@@ -26,8 +26,13 @@ from paramserver.v1.printable import printable
 
 def print_json(message: Message) -> None:
     """One line: the message with the proto's field names, absent values included; 64-bit integers as numbers."""
+    print(to_json(message))
+
+
+def to_json(message: Message) -> str:
+    """Return a message as `print_json` prints it."""
     fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    print(json.dumps(_numbers(fields)))
+    return json.dumps(_numbers(fields))
 
 
 def tiers_table(response: admin_pb.GetTiersResponse) -> Table:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +32,7 @@ def shards(
     as_json: AsJson = False,
     prefix: Annotated[str, typer.Option(help="Only parameters whose name begins so.")] = "",
     kind: Annotated[KindName | None, typer.Option(help="Only this kind of state.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Most rows of the table; 0: all. JSON has all of them.")] = 1000,
 ) -> None:
     """Every shard of a job: its range, its version and the tiers that hold it."""
     request = admin_pb.ListShardsRequest(
@@ -37,15 +40,41 @@ def shards(
         fqn_prefix=prefix,
         kind=pb.KIND_UNSPECIFIED if kind is None else f"KIND_{kind.name}",
     )
-    found = admin_pb.ListShardsResponse()
     with connect(address) as store:
-        while True:
-            page = store.ListShards(request, timeout=DEADLINE_SECONDS)
-            found.shards.extend(page.shards)
-            if not page.next_page_token:
-                break
-            request.page_token = page.next_page_token
+        pages = _pages(store, request)
         if as_json:
-            printers.print_json(found)
+            _print_json(pages)
         else:
-            printers.console().print(printers.shards_table(job, found.shards))
+            _print_table(job, pages, limit)
+
+
+def _pages(store: Any, request: admin_pb.ListShardsRequest) -> Iterator[Sequence[admin_pb.ShardInfo]]:
+    """Return the shards page by page, each as it is asked for."""
+    while True:
+        page = store.ListShards(request, timeout=DEADLINE_SECONDS)
+        yield page.shards
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+def _print_json(pages: Iterator[Sequence[admin_pb.ShardInfo]]) -> None:
+    """Print one JSON object, as `printers.print_json` would, page by page: a job may have a hundred thousand shards."""
+    # The first page comes before anything is printed: where the call is refused, nothing is.
+    first = next(pages)
+    print('{"shards": [', end="")
+    separator = ""
+    for page in itertools.chain([first], pages):
+        for shard in page:
+            print(separator, printers.to_json(shard), sep="", end="")
+            separator = ", "
+    print('], "next_page_token": ""}')
+
+
+def _print_table(job: str, pages: Iterator[Sequence[admin_pb.ShardInfo]], limit: int) -> None:
+    """Print a table of the first `limit` shards. Layout takes half a millisecond for each row, so it has a limit."""
+    rows = itertools.chain.from_iterable(pages)
+    shown = list(itertools.islice(rows, limit or None))
+    printers.console().print(printers.shards_table(job, shown))
+    if next(rows, None) is not None:
+        print(f"Only the first {limit} are shown: --limit 0 shows all, --prefix and --kind choose, --json has all.")

@@ -116,8 +116,10 @@ class HostQuota:
 
 def _home_bytes(job: Job) -> int:
     """What the job has placed on the host; of one that is not trained, what is there still."""
-    slabs = (slab for slab in job.slabs() if slab.at_home_in_host)
-    return sum(round_up(slab.nbytes) for slab in slabs if job.spec.local_ranks or slab.copy is not None)
+    if job.spec.local_ranks:
+        return job.tally.home_bytes
+    slabs = (slab for slab in job.slabs() if slab.at_home_in_host) if job.tally.copies else ()
+    return sum(slab.paged_bytes for slab in slabs if slab.copy is not None)
 
 
 def _counts(lease: Lease) -> bool:

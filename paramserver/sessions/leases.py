@@ -44,3 +44,10 @@ class Lease:
     dtype: DType | None = None  # of a range
     update: asyncio.Task[None] | None = None  # that uses the gradient, and may yet be withdrawn
     void: bool = False
+
+    @property
+    def exclusive_subject(self) -> Slab | str | None:
+        """The slab or, by its group, the gradient that a session may have one such lease of only."""
+        if self.mode is LeaseMode.GRADIENT:
+            return self.group
+        return self.slab

@@ -14,9 +14,9 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from paramserver.security.principals import Principal
 from paramserver.sessions.leases import Lease, LeaseMode
@@ -29,6 +29,7 @@ from storage.errors import ConflictError, InvalidRequestError, NotFoundError, St
 from storage.reader import StepReader
 from storage.shard import DType, JobSpec, Kind
 from storage.slab import NEVER, Slab
+from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
 from storage.tiers.slots import Slot
 from storage.versions import Job
@@ -89,6 +90,9 @@ class Session:
     timer: asyncio.TimerHandle | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leases: dict[int, Lease] = field(default_factory=dict)
+    # Of the leases, those that may be held once only: by the slab whose bytes they will become, or the group whose
+    # gradient they take.
+    exclusive: dict[Slab | str, Lease] = field(default_factory=dict)
     readers: dict[int, StepReader] = field(default_factory=dict)
     run: Run[Session] | None = None
     rank: int = -1
@@ -120,6 +124,19 @@ class Session:
                 f"lease {lease_id} is not held by this session; it was returned, consumed or never granted"
             )
         return self.leases[lease_id]
+
+    def take(self, lease: Lease) -> None:
+        """Makes a lease the session's."""
+        self.leases[lease.lease_id] = lease
+        if (subject := lease.exclusive_subject) is not None:
+            self.exclusive[subject] = lease
+
+    def drop(self, lease: Lease) -> None:
+        """Takes a lease away from the session."""
+        del self.leases[lease.lease_id]
+        subject = lease.exclusive_subject
+        if subject is not None and self.exclusive.get(subject) is lease:
+            del self.exclusive[subject]
 
     def reader(self, reader_id: int) -> StepReader:
         """Raises NotFoundError for a reader that the session does not have."""
@@ -245,16 +262,27 @@ class Sessions:
         self._engine.end_prefetch(session.session_id)
         self._on_end(session.session_id)
         held = len(session.leases)
-        self._void_leases(session)
+        leases = self._void_leases(session)
         for reader in session.readers.values():
             reader.close()
         session.readers.clear()
         log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
         if session.run is not None:
             self._runs.leave(session.run, session.rank)
-            cleaning_up = asyncio.ensure_future(self._runs.clean_up(session.run))
-            self._cleaning_up.add(cleaning_up)
-            cleaning_up.add_done_callback(self._on_cleaned_up)
+        self._in_background(self._clean_up(leases, session.run))
+
+    async def _clean_up(self, leases: Sequence[Lease], run: Run[Session] | None) -> None:
+        """Gives void leases back, in slices: a session may have had ten thousands. Then what the run left behind."""
+        async for lease in in_slices(leases):
+            self._give_back(lease, NEVER)
+        if run is not None:
+            await self._runs.clean_up(run)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does what a client that is gone, or does not wait, leaves to be done."""
+        cleaning_up = asyncio.ensure_future(work)
+        self._cleaning_up.add(cleaning_up)
+        cleaning_up.add_done_callback(self._on_cleaned_up)
 
     def _on_cleaned_up(self, cleaning_up: asyncio.Task[None]) -> None:
         self._cleaning_up.discard(cleaning_up)
@@ -328,7 +356,7 @@ class Sessions:
         """An exclusive lease for the bytes of a slab at a later step than 0."""
         job = await session.job()
         slab = job.slab(group, kind)
-        if any(lease.slab is slab for lease in session.leases.values()):
+        if slab in session.exclusive:
             raise ConflictError(f"{slab.key} is being written by another lease of this session")
         region = await self._engine.allocate_put(job, step, group, kind)
         return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
@@ -344,7 +372,7 @@ class Sessions:
     async def lease_for_gradient(self, session: Session, group: str) -> Lease:
         """An exclusive lease for the gradient of a group."""
         job = await session.job()
-        if any(lease.mode is LeaseMode.GRADIENT and lease.group == group for lease in session.leases.values()):
+        if group in session.exclusive:
             raise ConflictError(f"the gradient of group {group!r} is leased by this session already")
         region = await self._engine.allocate_gradient(job, group)
         nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
@@ -366,14 +394,14 @@ class Sessions:
         if session.state is SessionState.ENDED:
             self._give_back(lease, NEVER)
             raise NotFoundError("the session ended while it waited for a lease; open a new one")
-        session.leases[lease.lease_id] = lease
+        session.take(lease)
         return lease
 
     def hand_over(self, session: Session, lease: Lease) -> None:
         """Takes a gradient out of the session's hands: it is its update's, and goes with that."""
         assert lease.update is not None
         lease.void = True
-        del session.leases[lease.lease_id]
+        session.drop(lease)
         self._engine.free_gradient(lease.region, lease.update)
 
     async def withdraw(self, session: Session, step: int, group: str) -> None:
@@ -383,12 +411,11 @@ class Sessions:
             ConflictError: the update was not provisional.
         """
         job = await session.job()
-        held = [lease for lease in session.leases.values() if lease.group == group and lease.update is not None]
-        if not held:
+        held = session.exclusive.get(group)
+        if held is None or held.update is None:
             raise ConflictError(f"group {group!r} has no update of this session that can be withdrawn")
         await self._engine.withdraw(job, step, group)
-        for lease in held:
-            lease.update = None
+        held.update = None
 
     async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
         """Ends a lease; with `publish`, staged bytes become the slab's version."""
@@ -399,7 +426,7 @@ class Sessions:
         # It may have ended since it was looked up: with its session, or with the reader that it is of.
         session.lease(lease.lease_id)
         lease.void = True
-        del session.leases[lease.lease_id]
+        session.drop(lease)
         if publish and lease.pin is not None:
             await self._engine.publish(lease.pin)
         elif publish and lease.slab is not None:
@@ -417,10 +444,14 @@ class Sessions:
         else:
             self._engine.unpin(lease.pin, next_use)
 
-    def _void_leases(self, session: Session) -> None:
-        """Changes the session's word, then gives its leases back, but for what its process may still write to."""
+    def _void_leases(self, session: Session) -> list[Lease]:
+        """Changes the session's word, and takes its leases away. Returns those to be given back: all but what its
+        process may still write to."""
         leases = list(session.leases.values())
         session.leases.clear()
+        session.exclusive.clear()
+        for lease in leases:
+            lease.void = True
         written = [lease for lease in leases if lease.mode.is_for_writing]
         held_back: list[ArenaRange] = []
         if session.slot is not None:
@@ -428,8 +459,6 @@ class Sessions:
             if self._slots.is_held(session.slot):
                 held_back = [self._abandon(lease) for lease in written]
                 leases = [lease for lease in leases if not lease.mode.is_for_writing]
-        for lease in leases:
-            self._give_back(lease, NEVER)
         if session.slot is not None:
             self.quarantine.hold(session.slot, held_back)
         if held_back:
@@ -438,6 +467,7 @@ class Sessions:
                 len(held_back),
                 session.client,
             )
+        return leases
 
     def _abandon(self, lease: Lease) -> ArenaRange:
         lease.void = True
@@ -461,6 +491,8 @@ class Sessions:
         reader = session.reader(reader_id)
         reader.close()
         del session.readers[reader_id]
-        for lease in [lease for lease in session.leases.values() if lease.reader is reader]:
-            del session.leases[lease.lease_id]
-            self._give_back(lease, NEVER)
+        leases = [lease for lease in session.leases.values() if lease.reader is reader]
+        for lease in leases:
+            lease.void = True
+            session.drop(lease)
+        self._in_background(self._clean_up(leases, None))

@@ -387,20 +387,22 @@ class PrefetchResponse(_message.Message):
 class AcquireLeasesRequest(_message.Message):
     __slots__ = ("session_id", "wants")
     class Want(_message.Message):
-        __slots__ = ("slab", "mode", "position", "step", "range", "as_of_step")
+        __slots__ = ("slab", "mode", "position", "step", "range", "as_of_step", "ranges")
         SLAB_FIELD_NUMBER: _ClassVar[int]
         MODE_FIELD_NUMBER: _ClassVar[int]
         POSITION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         RANGE_FIELD_NUMBER: _ClassVar[int]
         AS_OF_STEP_FIELD_NUMBER: _ClassVar[int]
+        RANGES_FIELD_NUMBER: _ClassVar[int]
         slab: SlabName
         mode: LeaseMode
         position: int
         step: int
         range: TensorRange
         as_of_step: int
-        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., as_of_step: _Optional[int] = ...) -> None: ...
+        ranges: _containers.RepeatedCompositeFieldContainer[TensorRange]
+        def __init__(self, slab: _Optional[_Union[SlabName, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., position: _Optional[int] = ..., step: _Optional[int] = ..., range: _Optional[_Union[TensorRange, _Mapping]] = ..., as_of_step: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TensorRange, _Mapping]]] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str

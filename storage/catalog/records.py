@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from storage.shard import DType, GroupSpec, JobSpec, ParameterSpec, Shard, SlabKey
@@ -49,7 +49,7 @@ class BadExtent:
 
 def parameters_to_text(parameters: Sequence[ParameterSpec]) -> str:
     """JSON: a list of [fqn, shape, dtype, trainable]."""
-    return json.dumps([[p.fqn, list(p.shape), p.dtype.value, p.trainable] for p in parameters])
+    return _json_list([p.fqn, list(p.shape), p.dtype.value, p.trainable] for p in parameters)
 
 
 def parameters_from_text(text: str) -> tuple[ParameterSpec, ...]:
@@ -62,7 +62,16 @@ def parameters_from_text(text: str) -> tuple[ParameterSpec, ...]:
 
 def shards_to_text(shards: Sequence[Shard]) -> str:
     """JSON: a list of [fqn, offset, numel, position], in elements."""
-    return json.dumps([[s.fqn, s.offset, s.numel, s.position] for s in shards])
+    return _json_list([s.fqn, s.offset, s.numel, s.position] for s in shards)
+
+
+def _json_list(items: Iterable[Sequence[object]]) -> str:
+    """Return what `json.dumps` gives for a list of the items.
+
+    One call for all of a large model would keep the interpreter's lock for tenths of a second, and with it the event
+    loop, on whatever thread it is made.
+    """
+    return f"[{', '.join(map(json.dumps, items))}]"
 
 
 def shards_from_text(text: str) -> tuple[Shard, ...]:

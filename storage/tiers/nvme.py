@@ -175,7 +175,7 @@ class NvmeTier:
 
             async with nvme.new_version(slab.nbytes, slab.label(step)) as region:
                 await nvme.write_from(region, 0, view)
-                slab.versions[step] = region
+                slab.add_version(step, region)
 
         Raises:
             BudgetExceededError, DiskFullError: there is no room for them.

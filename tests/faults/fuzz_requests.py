@@ -267,7 +267,7 @@ class Requests:
             "group": layout.groups,
             "fqn": fqns,
             "fqn_prefix": fqns,
-            "page_token": ("", "", "1", "2"),
+            "page_token": ("", "", "2", *(f"1.0.{fqn}" for fqn in fqns)),
             "service": services,
             "file_containing_symbol": services,
         }

@@ -117,7 +117,7 @@ def test_jobs_and_tensors_are_listed_with_what_this_store_holds(clients: Clients
     ]
     first = client.call("ListStoredTensors", job=job, page_size=2)
     rest = client.call("ListStoredTensors", job=job, page_size=2, page_token=first.next_page_token)
-    assert (first.next_page_token, rest.next_page_token) == ("2", "")
+    assert first.next_page_token and not rest.next_page_token
     assert [*first.tensors, *rest.tensors] == list(tensors)
     (one,) = client.call("ListStoredTensors", job=job, fqn_prefix="block.0.weight.1").tensors
     assert one == tensors[1]

@@ -22,7 +22,7 @@ def run(*arguments: str) -> str:
 
 
 def test_its_scripts_run(tmp_path: Path) -> None:
-    assert len(SCRIPTS) == 2
+    assert len(SCRIPTS) == 3
     with Daemon(tmp_path / "state", {"host_budget": "64MiB"}) as daemon:
         for number, script in enumerate(SCRIPTS):
             assert SHOWN_ADDRESS in script

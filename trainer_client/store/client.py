@@ -259,6 +259,14 @@ class StoreReader:
             call, lambda: self._reader.get_within(call, fqn, kind=kind, offset=offset, numel=numel, out=out)
         )
 
+    async def get_many(
+        self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None
+    ) -> dict[str, torch.Tensor]:
+        """Tensors as they were at the step, by name. Raises as StoreReaderSync.get_many."""
+        call = Call(timeout, LEASE_DEADLINE_SECONDS)
+        wanted = list(fqns)
+        return await self._threads.run(call, lambda: self._reader.get_many_within(call, wanted, kind))
+
     async def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
         """Has the store bring tensors into its host memory, for the next `get`. Raises as StoreReaderSync.prefetch."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)

@@ -19,9 +19,10 @@ from trainer_client.errors import StoreUnavailableError
 from trainer_client.link.channel import CONTROL_DEADLINE_SECONDS, translate
 from trainer_client.link.credentials import Credentials
 from trainer_client.store.connection import Call, Connection, Timeout
+from trainer_client.store.job_layout import JobLayout
 from trainer_client.store.reader import StoreReaderSync, list_tensors
 from trainer_client.store.types import Commit, Placement, StoredJob, StoredTensor, TensorSpec
-from trainer_client.store.writer import DEFAULT_SHARD_BYTES, JobLayout, StoreWriterSync
+from trainer_client.store.writer import DEFAULT_SHARD_BYTES, StoreWriterSync
 
 __all__ = ["StoreClientSync", "StoreReaderSync", "StoreWriterSync"]
 

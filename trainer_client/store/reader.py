@@ -11,9 +11,9 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import grpc
 import torch
@@ -34,6 +34,11 @@ _ARENA_SHARE = 16
 # Parts that `prefetch` may hold besides.
 _PARTS_AHEAD = 16
 _PAGE = 1000
+# What `get_many` reads together: ranges in one lease, each from a multiple of some bytes on (the store's rule), and how
+# large a tensor may be beside others, as a share of a part.
+_BATCHED_RANGES = 4096
+_RANGE_ALIGNMENT = 16
+_BATCHED_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,24 @@ class Part:
     def to_proto(self, reader_id: int) -> pb.TensorRange:
         return pb.TensorRange(fqn=self.fqn, kind=self.kind, offset=self.offset, numel=self.numel, reader_id=reader_id)
 
+    def to_want(self, reader_id: int) -> pb.AcquireLeasesRequest.Want:
+        return pb.AcquireLeasesRequest.Want(range=self.to_proto(reader_id), mode=pb.LEASE_MODE_READ)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Whole tensors that are read with one lease. `places`: of each, the byte in the lease where it begins."""
+
+    parts: list[Part] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    def to_want(self, reader_id: int) -> pb.AcquireLeasesRequest.Want:
+        ranges = [part.to_proto(reader_id) for part in self.parts]
+        return pb.AcquireLeasesRequest.Want(ranges=ranges, mode=pb.LEASE_MODE_READ)
+
+
+WantedT = TypeVar("WantedT", Part, Batch)
+
 
 class _Held:
     """The reader as one session has it, and the parts that were asked for ahead, by futures of their leases."""
@@ -57,12 +80,12 @@ class _Held:
         self.reader_id = reader_id
         self.ahead: dict[Part, Any] = {}
 
-    def lease(self, part: Part, timeout_seconds: float) -> Any:
-        """A future of a lease on the part, taken from those asked for ahead if it is there."""
-        if part in self.ahead:
-            return self.ahead.pop(part)
-        want = pb.AcquireLeasesRequest.Want(range=part.to_proto(self.reader_id), mode=pb.LEASE_MODE_READ)
-        return self.link.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), timeout_seconds)
+    def lease(self, wanted: Part | Batch, timeout_seconds: float) -> Any:
+        """A future of a lease on the part or the batch; a part is taken from those asked for ahead if it is there."""
+        if isinstance(wanted, Part) and wanted in self.ahead:
+            return self.ahead.pop(wanted)
+        request = pb.AcquireLeasesRequest(wants=[wanted.to_want(self.reader_id)])
+        return self.link.begin("AcquireLeases", request, timeout_seconds)
 
     def give_back(self, leased: Any) -> None:
         """Returns the lease of a future, when it is granted."""
@@ -191,6 +214,45 @@ class StoreReaderSync:
         self._connection.resume(call, attempt)
         return result
 
+    def get_many(
+        self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None
+    ) -> dict[str, torch.Tensor]:
+        """Tensors as they were at the step, by name. Thousands of small ones come with one call of the store.
+
+        Raises:
+            StoreNotFoundError, StoreBudgetError, DataLossError, StoreTimeoutError, StoreUnavailableError: as `get`.
+        """
+        return self.get_many_within(Call(timeout, LEASE_DEADLINE_SECONDS), fqns, kind)
+
+    def get_many_within(self, call: Call, fqns: Iterable[str], kind: Kind) -> dict[str, torch.Tensor]:
+        """`get_many`, as a part of a call."""
+        names = list(dict.fromkeys(fqns))
+        self._look_up(call, names)
+        described = {fqn: self._describe(call, fqn, kind, None, None) for fqn in names}
+        small = {
+            fqn: target
+            for fqn, (_, dtype, target) in described.items()
+            if target.numel * dtype.itemsize <= self._part_bytes // _BATCHED_SHARE
+        }
+        found: dict[str, torch.Tensor] = {}
+        remaining = deque(
+            _batches(small.values(), {fqn: d.itemsize for fqn, (_, d, _) in described.items()}, self._part_bytes)
+        )
+
+        def take(held: _Held, batch: Batch, lease: pb.Lease) -> None:
+            data = torch.empty(lease.size_bytes, dtype=torch.uint8)
+            held.link.copy_out(call, lease, data)
+            for part, start in zip(batch.parts, batch.places, strict=True):
+                shape, dtype, _ = described[part.fqn]
+                # A copy: one tensor that is kept is not to keep all others of its batch.
+                found[part.fqn] = data[start : start + part.numel * dtype.itemsize].clone().view(dtype).view(shape)
+
+        self._connection.resume(call, lambda link: _take_each(self._attach(link, call), call, remaining, take))
+        for fqn in names:
+            if fqn not in found:
+                found[fqn] = self.get_within(call, fqn, kind=kind, offset=None, numel=None, out=None)
+        return {fqn: found[fqn] for fqn in names}
+
     def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
         """Has the store bring tensors into its host memory, for the next `get` of each.
 
@@ -241,14 +303,26 @@ class StoreReaderSync:
             self._held = _Held(link, opened.reader_id)
             return self._held
 
+    def _look_up(self, call: Call, fqns: Iterable[str]) -> None:
+        """Makes known what the store says of tensors, as far as there are such."""
+        unknown = [fqn for fqn in fqns if fqn not in self._tensors]
+        if not unknown:
+            return
+        # By name the tensor itself is the first one whose name begins like its own.
+        limit = 1 if len(unknown) == 1 else None
+        first, last = min(unknown), max(unknown)
+        prefix = first[: next((i for i, c in enumerate(first) if last[i : i + 1] != c), len(first))]
+        found = self._connection.resume(
+            call, lambda link: list_tensors(link, self.job, prefix, call, self._layout, limit)
+        )
+        self._tensors |= {tensor.fqn: tensor for tensor in found}
+
     def _describe(
         self, call: Call, fqn: str, kind: Kind, offset: int | None, numel: int | None
     ) -> tuple[tuple[int, ...], torch.dtype, Part]:
         """The shape of a tensor, the type of one kind of it, and the range of it that is meant."""
         wire_kind = kind_to_proto(kind)
-        if fqn not in self._tensors:
-            found = self.tensors_within(call, fqn)
-            self._tensors |= {tensor.fqn: tensor for tensor in found}
+        self._look_up(call, [fqn])
         tensor = self._tensors.get(fqn)
         if tensor is None or kind not in tensor.kinds:
             what = f"tensor {fqn!r}" if tensor is None else f"kind {kind!r} of tensor {fqn!r}"
@@ -262,37 +336,68 @@ class StoreReaderSync:
         return tensor.shape, tensor.kinds[kind], Part(fqn=fqn, kind=wire_kind, offset=first, numel=count)
 
 
-def list_tensors(link: Link, job: str, prefix: str, call: Call, layout: str | None = None) -> list[StoredTensor]:
-    """All tensors of a job, in its newest layout or another one, whose names begin with `prefix`. Raises StoreError."""
+def list_tensors(
+    link: Link, job: str, prefix: str, call: Call, layout: str | None = None, limit: int | None = None
+) -> list[StoredTensor]:
+    """The tensors of a job, in its newest layout or another one, whose names begin with `prefix`: all of them, or the
+    first `limit`. Raises StoreError."""
     tensors: list[StoredTensor] = []
     token = ""
     while True:
         request = pb.ListStoredTensorsRequest(
-            job=job, fqn_prefix=prefix, page_size=_PAGE, page_token=token, layout=layout
+            job=job, fqn_prefix=prefix, page_size=limit or _PAGE, page_token=token, layout=layout
         )
         response = link.call("ListStoredTensors", request, call)
         tensors += [StoredTensor.from_proto(tensor) for tensor in response.tensors]
         token = response.next_page_token
-        if not token:
+        if not token or limit is not None:
             return tensors
 
 
 def _copy_out(held: _Held, call: Call, remaining: deque[Part], target: torch.Tensor) -> None:
-    """Copies parts one after the other, and takes each off `remaining`; the next ones are on their way meanwhile."""
-    under_way: deque[Any] = deque()
+    """Copies parts one after the other, and takes each off `remaining`."""
     start = 0
+
+    def take(held: _Held, part: Part, lease: pb.Lease) -> None:
+        nonlocal start
+        held.link.copy_out(call, lease, target[start : start + lease.size_bytes])
+        start += lease.size_bytes
+
+    _take_each(held, call, remaining, take)
+
+
+def _take_each(
+    held: _Held, call: Call, remaining: deque[WantedT], take: Callable[[_Held, WantedT, pb.Lease], None]
+) -> None:
+    """Leases what is in `remaining`, one after the other, and removes each from there when `take` has its bytes; the
+    next ones are on their way meanwhile."""
+    under_way: deque[Any] = deque()
     try:
         while remaining:
             while len(under_way) < min(_PARTS_UNDER_WAY, len(remaining)):
                 under_way.append(held.lease(remaining[len(under_way)], call.left_seconds))
             (lease,) = result_of(under_way[0]).leases
-            held.link.copy_out(call, lease, target[start : start + lease.size_bytes])
+            take(held, remaining[0], lease)
             held.give_back(under_way.popleft())
             remaining.popleft()
-            start += lease.size_bytes
     finally:
         for leased in under_way:
             held.give_back(leased)
+
+
+def _batches(parts: Iterable[Part], itemsizes: Mapping[str, int], most_bytes: int) -> Iterator[Batch]:
+    """Cuts whole tensors into batches of at most so many bytes, as the store lays them out in a lease."""
+    batch, end = Batch(), 0
+    for part in parts:
+        start, nbytes = -(-end // _RANGE_ALIGNMENT) * _RANGE_ALIGNMENT, part.numel * itemsizes[part.fqn]
+        if batch.parts and (start + nbytes > most_bytes or len(batch.parts) == _BATCHED_RANGES):
+            yield batch
+            batch, start = Batch(), 0
+        batch.parts.append(part)
+        batch.places.append(start)
+        end = start + nbytes
+    if batch.parts:
+        yield batch
 
 
 def _part_bytes(link: Link) -> int:

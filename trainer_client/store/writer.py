@@ -6,13 +6,10 @@ known to be whole is never committed: after a failed put the step is given up, a
 
 from __future__ import annotations
 
-import itertools
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -27,15 +24,10 @@ from trainer_client.errors import (
     StoreUnavailableError,
 )
 from trainer_client.link.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
-from trainer_client.model.layout import ALIGNMENT, round_up
 from trainer_client.store.connection import Call, Connection, Link, Timeout, release, result_of, resume
-from trainer_client.store.types import (
-    Placement,
-    TensorSpec,
-    bytes_of,
-    durability_to_proto,
-    kind_spec,
-)
+from trainer_client.store.job_layout import PACKED, JobLayout
+from trainer_client.store.packing import Filling, Packing
+from trainer_client.store.types import TensorSpec, bytes_of
 
 # Elements that are stored and leased together: enough to keep a device busy, little enough for a small host budget.
 DEFAULT_SHARD_BYTES = 16 << 20
@@ -45,53 +37,6 @@ _ARENA_SHARE = 4
 # How long another session may seem to hold the job: the store notices the end of a broken one within that time.
 _HAND_OVER_SLACK_SECONDS = 5.0
 _HAND_OVER_LOOK_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobLayout:
-    """What a job is, as the store is told at each opening of it."""
-
-    name: str
-    tensors: Mapping[str, TensorSpec]
-    durability: str
-    placement: Placement
-    shard_bytes: int
-
-    def open_request(self) -> pb.OpenJobRequest:
-        """Raises ConfigError for what the store cannot keep."""
-        if not self.tensors:
-            raise ConfigError(f"job {self.name!r} has no tensors; name at least one, with its shape and type")
-        return pb.OpenJobRequest(
-            job=self.name,
-            run_id=secrets.token_hex(16),
-            world_size=1,
-            attached_ranks=1,
-            parameters=[spec.to_proto(fqn) for fqn, spec in self.tensors.items()],
-            durability=durability_to_proto(self.durability),
-            resume=pb.RESUME_POLICY_AUTO,
-        )
-
-    def shards(self, fqn: str) -> list[tuple[str, int, int]]:
-        """The shards of a tensor: the name of each one's group, and the elements [start, end) that it has."""
-        spec = self.tensors[fqn]
-        length = self.shard_bytes // spec.dtype.itemsize // ALIGNMENT * ALIGNMENT
-        if length <= 0:
-            raise ConfigError(f"shard_bytes {self.shard_bytes} must hold {ALIGNMENT} elements of {spec.dtype}")
-        ends = [*range(length, spec.numel, length), spec.numel]
-        return [(f"{fqn}[{start}:{end}]", start, end) for start, end in itertools.pairwise([0, *ends])]
-
-    def groups(self) -> list[pb.ShardGroup]:
-        """All shards, each a group of its own."""
-        return [
-            pb.ShardGroup(
-                name=group,
-                numel=round_up(end - start, ALIGNMENT),
-                shards=[pb.Shard(fqn=fqn, offset=start, numel=end - start, position=0)],
-                kinds=[kind_spec(spec.dtype, self.placement)],
-            )
-            for fqn, spec in self.tensors.items()
-            for group, start, end in self.shards(fqn)
-        ]
 
 
 class StoreWriterSync:
@@ -104,6 +49,9 @@ class StoreWriterSync:
         self._link: Link | None = None
         self._committed: int | None = None
         self._put: set[str] = set()
+        self._packing = Packing()
+        # Whether small tensors share groups: in jobs of earlier versions they do not.
+        self._packed = True
         # Why the step under way cannot be committed.
         self._failure: StoreError | None = None
         self._closed = False
@@ -141,6 +89,8 @@ class StoreWriterSync:
         """Gives tensors their values of the next step, which `commit` makes the newest one.
 
         Each tensor is put whole, once in a step; one that is not put keeps its value. The first step needs all of them.
+        Many tensors in one call are faster than one call for each. A small tensor is copied, and may stay in this
+        process until `commit`: the store keeps many of them as one group, which is handed over when it is whole.
 
         Args:
             tensors: of the shapes and types that the job was opened with, on any device.
@@ -200,7 +150,9 @@ class StoreWriterSync:
             call.check()
             link = self._usable_link(call)
             step = self._next_step
+            self._check_initial_values()
             try:
+                self._send_incomplete(link, call)
                 link.call("CommitStep", pb.CommitStepRequest(step=step, settled_step=step), call)
             except StoreUnavailableError as error:
                 # Whether it was committed is known when the job is open again.
@@ -221,6 +173,7 @@ class StoreWriterSync:
                 raise
             self._committed = step
             self._put.clear()
+            self._packing.clear()
             return step
 
     def roll_back_within(self, call: Call) -> int | None:
@@ -264,14 +217,18 @@ class StoreWriterSync:
 
     def _attach(self, call: Call) -> None:
         """Opens the job on a session of its own."""
-        request, groups = self._layout.open_request(), self._layout.groups()
+        request = self._layout.open_request()
 
         def attempt(link: Link) -> None:
             response = self._open_once_free(link, request, call)
-            link.call("RegisterShards", pb.RegisterShardsRequest(groups=groups), call)
+            packed = all(layout.layout == PACKED for layout in response.layouts[-1:])
+            for registration in self._layout.register_requests(packed=packed):
+                link.call("RegisterShards", registration, call)
+            self._packed = packed
             self._committed = max((commit.step for commit in response.committed), default=None)
             self._link = link
             self._put.clear()
+            self._packing.clear()
             self._failure = None
 
         def with_link(link: Link) -> None:
@@ -297,13 +254,51 @@ class StoreWriterSync:
             call.pause(_HAND_OVER_LOOK_SECONDS)
 
     def _send(self, link: Link, call: Call, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills leases one after the other; the next ones, and the publications of the last ones, are under way."""
-        wanted = deque(
+        """Hands tensors over to the store, but for packs of which a part was not put yet."""
+        packs = self._layout.packs if self._packed else {}
+        small = ((packs[fqn], fqn, tensor) for fqn, tensor in tensors.items() if fqn in packs)
+        whole = [(filling.pack.name, bytes_of(filling.values)) for filling in self._packing.put(call, small)]
+        large = (
             (group, bytes_of(flat[start:end]))
             for fqn, tensor in tensors.items()
+            if fqn not in packs
             for flat in (tensor.detach().reshape(-1),)
             for group, start, end in self._layout.shards(fqn)
         )
+        self._send_groups(link, call, deque([*whole, *large]))
+
+    def _check_initial_values(self) -> None:
+        """Raises JobConflictError, naming a tensor, where a part of a pack is not put before the first commit."""
+        for filling in self._packing.incomplete() if self._committed is None else ():
+            raise JobConflictError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"tensor {min(filling.missing)!r} of job {self.name!r} has no initial values; put it before step "
+                f"{self._next_step} is committed",
+            )
+
+    def _send_incomplete(self, link: Link, call: Call) -> None:
+        """Hands over the packs of which only a part was put: the rest stays as it was committed last."""
+        numels = {fqn: self.tensors[fqn].numel for filling in self._packing.incomplete() for fqn in filling.missing}
+        ready: deque[tuple[str, torch.Tensor]] = deque()
+        for filling in self._packing.incomplete():
+            filling.complete(self._read_committed(link, call, filling), numels)
+            ready.append((filling.pack.name, bytes_of(self._packing.take(filling).values)))
+        self._send_groups(link, call, ready)
+
+    def _read_committed(self, link: Link, call: Call, filling: Filling) -> torch.Tensor:
+        """The bytes of a pack as they were committed last, uint8."""
+        slab = pb.SlabName(group=filling.pack.name, kind=pb.KIND_PARAM)
+        want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, as_of_step=self._committed)
+        (lease,) = link.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
+        try:
+            stored = torch.empty(lease.size_bytes, dtype=torch.uint8)
+            link.copy_out(call, lease, stored)
+        finally:
+            release(link, [lease.lease_id])
+        return stored
+
+    def _send_groups(self, link: Link, call: Call, wanted: deque[tuple[str, torch.Tensor]]) -> None:
+        """Fills leases one after the other; the next ones, and the publications of the last ones, are under way."""
         limit = max(1, min(_SHARDS_UNDER_WAY, link.arena_bytes // _ARENA_SHARE // self._layout.shard_bytes))
         leasing: deque[tuple[torch.Tensor, Any]] = deque()
         publishing: deque[Any] = deque()

@@ -107,7 +107,7 @@ def test_a_job_is_taken_as_it_is_described() -> None:
         ({"parameters": [pb.Parameter(fqn="w", shape=[1])]}, "dtype of parameter 'w' has the value 0"),
         ({"parameters": [pb.Parameter(fqn="", dtype=pb.DTYPE_FLOAT32)]}, r"parameters\.fqn must be"),
         ({"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32)] * 2}, "listed twice in `parameters`"),
-        ({"parameters": [pb.Parameter()] * (wire.MAX_PARAMETERS + 1)}, "parameters has 131073 entries; at most 131072"),
+        ({"parameters": [pb.Parameter()] * (wire.MAX_PARAMETERS + 1)}, "parameters has 262145 entries; at most 262144"),
         (
             {"parameters": [pb.Parameter(fqn="w", dtype=pb.DTYPE_FLOAT32, shape=[1] * 65)]},
             "shape of parameter 'w' has 65 entries; at most 64",

@@ -27,7 +27,7 @@ from storage.config import EngineConfig
 from storage.engine import Engine
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.slab import NEVER
-from storage.tiers.base import PAGE_BYTES
+from storage.tiers.base import PAGE_BYTES, round_up
 from storage.tiers.extents import unused_runs
 from storage.transform import Kernel, Tile
 from storage.versions import Job
@@ -43,6 +43,30 @@ ROOM_FOR_TILED = {"host_budget_bytes": 16 * MIB, "nvme_budget_bytes": 64 * MIB}
 OPTIMIZER_STATES = {Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq"}
 
 States = dict[tuple[str, str, Kind], torch.Tensor]
+
+
+def check_tally(job: Job) -> None:
+    """What a job's slabs have said of themselves is what a walk over all of them finds."""
+    tally, slabs = job.tally, list(job.slabs())
+    counts: dict[tuple[bool, int], int] = {}
+    for slab in slabs:
+        place = slab.backed, len(slab.versions)
+        counts[place] = counts.get(place, 0) + round_up(slab.nbytes)
+    assert {place: nbytes for place, nbytes in tally.by_versions.items() if nbytes} == counts
+    assert tally.nvme_bytes == sum(region.nbytes for slab in slabs for region in slab.versions.values())
+    assert tally.home_bytes == sum(round_up(slab.nbytes) for slab in slabs if slab.at_home_in_host)
+    copies = [slab.copy for slab in slabs if slab.copy is not None]
+    assert (tally.copies, tally.copied_bytes) == (len(copies), sum(copy.region.nbytes for copy in copies))
+    passing = [s for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
+    assert tally.passing == sorted(round_up(slab.nbytes) for slab in passing)
+    assert tally.unsaved.keys() == {s for s in slabs if s.latest is not None and s.latest not in s.versions}
+    # No commit would find anything to do with a slab that it does not look at.
+    for slab in slabs:
+        if slab not in tally.changed and slab.versions:
+            (version,) = slab.versions
+            assert version == slab.latest
+            assert all(slab.version_at(step) == version for step in job.retained)
+            assert job.spec.durability.every_steps == 0 or version in slab.recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +308,7 @@ class Training:
                     if not torch.equal(stored[shard.position :][: shard.numel], expected):
                         different.append(f"{shard.fqn} {kind.value}")
         assert different == [], f"not the bits of step {step}"
+        check_tally(self.job)
 
     @property
     def version_bytes(self) -> int:

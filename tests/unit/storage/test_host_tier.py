@@ -188,7 +188,8 @@ async def test_what_can_never_fit_is_refused_with_the_figure_that_would_do(host:
 def resident(host: HostTier, residents: Residents, name: str, pages: int = 2) -> Slab:
     """A slab with a clean, idle copy of its newest bytes."""
     spec = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
-    slab = Slab(SlabKey("job", name, Kind.PARAM), spec, pages * PAGE_BYTES // 4, backed=True, latest=3)
+    slab = Slab(SlabKey("job", name, Kind.PARAM), spec, pages * PAGE_BYTES // 4, backed=True)
+    slab.latest = 3
     region = host.arena.allocate(slab.nbytes)
     assert region is not None
     slab.copy = HostCopy(region, step=3, at_home=False)

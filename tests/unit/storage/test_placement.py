@@ -226,7 +226,8 @@ async def test_a_long_random_campaign_drops_what_a_search_of_all_copies_finds(se
     slabs: list[Slab] = []
     for index in range(count):
         spec = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
-        slab = Slab(SlabKey("job", str(index), Kind.PARAM), spec, PAGE_BYTES // 4, backed=True, latest=0)
+        slab = Slab(SlabKey("job", str(index), Kind.PARAM), spec, PAGE_BYTES // 4, backed=True)
+        slab.latest = 0
         slabs.append(slab)
     for turn in range(4000):
         slab = rng.choice(slabs)

@@ -14,7 +14,7 @@ from storage.errors import BudgetExceededError, ConflictError, DiskFullError, No
 from storage.reader import StepReader
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.versions import Job
-from tests.unit.storage.builders import MIB, Fault, Layout, Training, opened, quiesce
+from tests.unit.storage.builders import MIB, Fault, Layout, Training, check_tally, opened, quiesce
 
 NUMELS = {"a": 30_000, "b": 70_016, "c": 16}
 PLACES = pytest.mark.parametrize(
@@ -113,6 +113,7 @@ class Table:
             pin = await self.engine.fetch(self.job, f"group of {name}", Kind.PARAM)
             assert torch.equal(self.engine.host.tensor(pin.region, DType.BFLOAT16, self.numels[name]), expected), name
             self.engine.unpin(pin)
+        check_tally(self.job)
 
     async def assert_reads(self, reader: StepReader) -> None:
         """The reader sees the values of its step."""
@@ -355,7 +356,7 @@ async def test_a_range_is_brought_into_the_arena_as_the_reader_reads_it(tmp_path
         reader = await engine.open_reader(table.job)
         await table.step("a", "b", "c")
         for offset, numel in ((0, 70_016), (0, 70_000), (8192, 8192), (8191, 30_000), (70_000, 16), (16_384, 53_632)):
-            assert reader.describe("b", Kind.PARAM, offset, numel) is DType.BFLOAT16
+            assert await reader.describe("b", Kind.PARAM, offset, numel) is DType.BFLOAT16
 
             async def fill(view: memoryview, offset: int = offset, numel: int = numel) -> None:
                 await reader.fill("b", Kind.PARAM, offset, numel, view)
@@ -365,7 +366,7 @@ async def test_a_range_is_brought_into_the_arena_as_the_reader_reads_it(tmp_path
             assert torch.equal(stored, value("b", 0)[offset : offset + numel])
             engine.loose.free(region)
         with pytest.raises(NotFoundError, match="no element 70016 of 'b'"):
-            reader.describe("b", Kind.PARAM, 70_000, 32)
+            await reader.describe("b", Kind.PARAM, 70_000, 32)
         with pytest.raises(BudgetExceededError, match="cannot hold one range"):
             await engine.load(table.job, 1 << 40, fill)
         reader.close()

@@ -18,7 +18,7 @@ LAYOUT = Layout(numels=TILED, precision=DType.BFLOAT16, groups=("block.0",))
 
 
 async def read(engine: Engine, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> torch.Tensor:
-    dtype, _ = engine.reader.describe(job, fqn, kind, offset, numel)
+    dtype, _ = await engine.reader.describe(job, fqn, kind, offset, numel)
     data = b"".join([piece async for piece in engine.reader.read(job, fqn, kind, offset, numel)])
     return torch.frombuffer(bytearray(data), dtype=dtype.torch)
 
@@ -39,7 +39,7 @@ async def test_every_range_of_every_kind_equals_torch(tmp_path: Path, placement:
                 for start, stop in [(0, shard.numel), (0, 1), (shard.numel - 1, shard.numel), (5, shard.numel)]:
                     got = await read(engine, training.job, shard.fqn, kind, start, stop - start)
                     assert torch.equal(got, expected[start:stop])
-        assert engine.reader.describe(training.job, "block.0.weight.0", Kind.PARAM, 0, 5) == (DType.BFLOAT16, 2)
+        assert await engine.reader.describe(training.job, "block.0.weight.0", Kind.PARAM, 0, 5) == (DType.BFLOAT16, 2)
 
 
 async def test_a_range_that_spans_groups_is_joined(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ async def test_ranks_that_register_while_there_is_no_room_each_get_their_places_
         filler = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes)
         names = [*layout.groups, layout.groups[0]]
         ranks = [asyncio.ensure_future(engine.register(job, [layout.group(name)])) for name in names]
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(10.0):
+            while not engine.host.queue_depth:
+                await asyncio.sleep(0.01)
         assert not any(rank.done() for rank in ranks) and engine.host.queue_depth == 1
         engine.host.free(filler)
         await asyncio.gather(*ranks)
