@@ -15,8 +15,8 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite chosen-tests test-pythons newest-venv test-newest lint format demo faults fuzz readers \
-  matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small proto lock clean \
-  distclean
+  restarts matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small proto lock \
+  clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,10 @@ fuzz: venv ## Send a daemon N requests that no honest client sends (N=100000 SEE
 readers: N ?= 10000
 readers: venv ## Open N readers of a daemon while it commits, and check that nothing is left (N=10000 SEED=...)
 	$(BIN)/python -m tests.faults.readers --readers $(N) $(if $(SEED),--seed $(SEED))
+
+restarts: N ?= 10
+restarts: venv ## Kill the daemon of a run of two ranks N times and compare the bits (N=10 SEED=...)
+	$(BIN)/python -m tests.faults.restarts --kills $(N) $(if $(SEED),--seed $(SEED))
 
 matrix: venv ## Train at every stage, placement, precision, schedule and world size, and compare the bits (some 10 minutes)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py --whole-matrix

@@ -40,7 +40,7 @@ class Commits:
         self._staged = staged
         self._store = store
         self._states = states
-        self._pending: Pending[bool] | None = None
+        self._pending: Pending[None] | None = None
         name, _, every = durability.partition(":")
         # Steps from one commit to the next; 0: steps make none.
         self._interval = 1

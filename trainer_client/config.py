@@ -156,6 +156,7 @@ class ParamserverSection(Section):
     $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
     ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials. `peers` are
     further stores that have parts of the job and no rank of this run: they are only read.
+    `reattach_timeout_seconds` is how long a run outlives its daemon, 0: not at all; see link/attachments.py.
     `may_thaw` has patterns of FQNs: of parameters that are frozen, and in no parameter group, and may be trained later.
     """
 
@@ -175,6 +176,8 @@ class ParamserverSection(Section):
     units: UnitsSection = UnitsSection()
     gather: Literal["auto", "collective", "store"] = "auto"
     collective_timeout_seconds: PositiveFloat = 1800.0
+    reattach_timeout_seconds: NonNegativeFloat = 300.0
+    kept_gradients: ByteSize = ByteSize(1 << 30)
     data: DataSection = DataSection()
     durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
     may_thaw: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from trainer_client.commits import Commits
 from trainer_client.config import BatchSizes
 from trainer_client.data import TrainingLoader
 from trainer_client.errors import CollectiveError, NonFiniteGradientError, PhaseError, TrainerClientError
+from trainer_client.link.attachments import Restart
 from trainer_client.link.rank_store import RankStore
 from trainer_client.model.gather import Gather
 from trainer_client.model.parameters import ModelParameter
@@ -298,6 +299,11 @@ class Engine:
         """How tensor bytes reach this rank: "arena" (shared memory) or "streams" (gRPC)."""
         return self._store.plane.name
 
+    @property
+    def daemon_restarts(self) -> Sequence[Restart]:
+        """The restarts of the store daemon that this rank has outlived."""
+        return self._store.restarts
+
     def placement(self) -> dict[str, dict[str, int]]:
         """Where this rank's state lives: bytes by home ("device", "host", "nvme") of "parameters", "gradients" and
         "optimizer" (master weights and optimizer states)."""
@@ -495,6 +501,7 @@ class Engine:
             return
         self._closed = True
         atexit.unregister(self.leave)
+        self._store.give_up()
         with self._resources:
             self.wait_for_commit()
 

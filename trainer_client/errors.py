@@ -110,7 +110,8 @@ class SessionEndedError(StoreUnavailableError):
 
 
 class DaemonRestartedError(StoreUnavailableError):
-    """Another daemon answers at the address: what was not committed is gone, with the session and its leases."""
+    """Another daemon answers at the address, and the run cannot go on with it: the message says why. What was not
+    committed is gone, with the session and its leases."""
 
 
 class StoreTimeoutError(StoreError):

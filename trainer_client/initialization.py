@@ -30,6 +30,7 @@ from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
 from trainer_client.job import Job
+from trainer_client.link.attachments import Survival
 from trainer_client.link.channel import wait_until_serving
 from trainer_client.link.credentials import NO_CREDENTIALS
 from trainer_client.link.rank_store import RankStore
@@ -251,6 +252,9 @@ def _make_engine(
         recorder=recorder,
     )
     hooks.install()
+    commits = Commits(
+        store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
+    )
     engine = Engine(
         module=model,
         optimizer=optimizer,
@@ -269,9 +273,7 @@ def _make_engine(
             collectives=collectives,
         ),
         store=store,
-        commits=Commits(
-            store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
-        ),
+        commits=commits,
         collectives=collectives,
         scaler=scaler,
         run_state=RunState(
@@ -309,6 +311,13 @@ def _make_engine(
             engine.take_over(job.resumed_state)
         if job.staged_step is not None:
             engine.commit_initial_state()
+        if settings.paramserver.reattach_timeout_seconds:
+            survival = Survival(
+                timeout_seconds=settings.paramserver.reattach_timeout_seconds,
+                kept_bytes=int(settings.paramserver.kept_gradients),
+                is_loud=collectives.rank == 0,
+            )
+            store.survive_restarts(survival, layout=job.layout, newest=commits.newest)
     except BaseException:
         engine.leave()
         raise

@@ -59,6 +59,7 @@ class Job:
         sharers: how many ranks use the same store.
         resumed_step: the commit that the run starts from; None for a new job.
         resumed_state: what that commit carried for this rank; None for a new job.
+        layout: the name that the stores have for how the job is cut into shards.
         staged_step: the commit that the states which the run starts from are staged for, of a new job or of one that is
             laid out anew; None: they are committed.
     """
@@ -103,6 +104,7 @@ class Job:
         section = settings.paramserver
         start = find_start(section.job, layout, opened.layouts, groups, store, section.peers, collectives)
         self.resumed_step = None if start is None else start.step
+        self.layout = start.layout if start is not None and start.fits else layout
         self.resumed_state: dict[str, Any] | None = None
         self.staged_step: int | None = None
         if start is None:

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -69,10 +70,31 @@ class LocalDaemon:
             *("--host-budget", str(int(config.paramserver.host_budget))),
             *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
         ]
+        self._stopping = False
+        self._starting = threading.Lock()  # held while the child is another one from one moment to the next
         self._process = self._start()
+        if config.paramserver.reattach_timeout_seconds:
+            threading.Thread(target=self._start_again, name="paramserver-daemon", daemon=True).start()
+
+    def _start_again(self) -> None:
+        """Starts the daemon anew when it has ended by itself, for ranks that wait for the next one."""
+        while True:
+            code = self._process.wait()
+            with self._starting:
+                if self._stopping:
+                    return
+                log.warning("the store daemon (pid %d) ended with %d; it is started anew", self._process.pid, code)
+                self._close_stdin(self._process)
+                try:
+                    self._process = self._start()
+                except (LocalDaemonError, OSError) as error:
+                    log.error("the store daemon cannot be started anew: %s", error)
+                    return
 
     def stop(self) -> None:
         """Waits for the other ranks of the node to leave, then shuts the daemon down; idempotent."""
+        with self._starting:
+            self._stopping = True
         if self._process.poll() is None:
             self._wait_for_peers()
         self._close_stdin(self._process)

@@ -44,6 +44,9 @@ class Cause(enum.Enum):
     COMMIT = "commit"
     """The commit of the last step, or room for what takes part in it."""
 
+    DAEMON = "daemon"
+    """The next store daemon, after the last one was lost."""
+
     RANKS = "other ranks"
     """A collective: that the others come to it, and the transfer itself."""
 
@@ -88,10 +91,11 @@ class StepSums:
     link_seconds: dict[Link, float] = field(default_factory=lambda: defaultdict(float))
     # By phase, without the waits in them.
     gather_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    restarts: int = 0  # of the store daemon
 
 
 class Recorder:
-    """One for each rank. Called on the thread that trains; `moved` and `fetched` on any."""
+    """One for each rank. Called on the thread that trains; `moved`, `fetched` and `restarted` on any."""
 
     def __init__(self) -> None:
         now = time.monotonic()
@@ -164,6 +168,11 @@ class Recorder:
     def fetched(self, unit: str, began: float) -> None:
         """What was asked for then has come; on any thread."""
         self._note(FETCHES_ROW, unit, began, time.monotonic())
+
+    def restarted(self) -> None:
+        """The store daemon was restarted; on any thread."""
+        with self._moving:
+            self._sums.restarts += 1
 
     def end_step(self) -> StepSums:
         """What was noted since the last call; the next step begins."""

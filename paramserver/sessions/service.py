@@ -132,7 +132,7 @@ class SessionService:
 
     def announce_stop(self) -> None:
         """Tells every client, and ends its session."""
-        self._stopping = True
+        self._stopping = self._sessions.is_stopping = True
         self.close()
         self._announce(_SHUTDOWN)
         for session in self._sessions:

@@ -151,6 +151,7 @@ class Sessions:
     def __init__(self, engine: Engine, limits: SessionLimits, on_end: Callable[[str], None]) -> None:
         """`on_end` is called with the id of each session that ends."""
         self.limits = limits
+        self.is_stopping = False  # whether the daemon is: no session ends for any other reason then
         self._on_end = on_end
         self.quarantine = Quarantine(engine.host)
         self._engine = engine
@@ -452,6 +453,10 @@ class Sessions:
         session.exclusive.clear()
         for lease in leases:
             lease.void = True
+        if self.is_stopping and (session.run is None or session.run.committing is None):
+            # What is not given back is not written to any more, so the client may go on with the bytes until it has
+            # attached to the next daemon. A commit under way may wait for its leases, and write there.
+            return []
         written = [lease for lease in leases if lease.mode.is_for_writing]
         held_back: list[ArenaRange] = []
         if session.slot is not None:

@@ -1,4 +1,7 @@
-"""Whoever is killed in mid-step: the run goes on from the last committed step and ends with the same bits."""
+"""Whoever is killed in mid-step: the run goes on from the last committed step and ends with the same bits.
+
+Where it is the daemon alone, the trainers go on by themselves (test_outliving.py has more of it).
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
 
 @pytest.mark.parametrize(
     ("kill", "device"),
-    [(kill_one_trainer, "nvme"), (kill_all_trainers, "cpu"), (kill_daemon, "nvme"), (kill_everything, "cpu")],
+    [(kill_one_trainer, "nvme"), (kill_all_trainers, "cpu"), (kill_everything, "cpu")],
 )
 def test_a_run_killed_in_mid_step_ends_with_the_bits_of_the_uninterrupted_one(
     tmp_path: Path, uninterrupted: dict[str, torch.Tensor], kill: Callable[[Launch, Plan], None], device: str
@@ -102,4 +105,19 @@ def test_a_run_killed_in_mid_step_ends_with_the_bits_of_the_uninterrupted_one(
     # The killed step is committed or not, as a whole; no step before it is lost.
     assert second in (KILLED_AT - 1, KILLED_AT)
     assert weights.keys() == uninterrupted.keys()
+    assert [name for name in weights if not torch.equal(weights[name], uninterrupted[name])] == []
+
+
+def test_a_run_whose_own_daemon_is_killed_in_mid_step_goes_on(
+    tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    plan = make_plan(tmp_path, "nvme")
+    with launched(plan) as launch:
+        for step in (KILLED_AT, KILLED_AT + 3):
+            wait_for_step(launch, plan, step)
+            kill_daemon(launch, plan)
+        assert launch.wait(END_SECONDS) == [0] * WORLD_SIZE, launch.output()
+
+    assert plan.starts_file.read_text().split() == ["0"], "no rank is started anew"
+    weights: dict[str, torch.Tensor] = torch.load(plan.weights_file)
     assert [name for name in weights if not torch.equal(weights[name], uninterrupted[name])] == []

@@ -166,7 +166,7 @@ def test_what_is_written_into_a_parameter_in_a_forward_stays_in_this_process(dae
 def test_results_of_a_session_that_is_over_are_not_given_out(daemon: Daemon) -> None:
     with start(daemon, "ended") as engine:
         train(engine, 1)
-        arena = engine._store._arena
+        arena = engine._store._attachments.current.arena
         assert arena is not None
 
         def end(_: nn.Linear) -> None:

@@ -1,69 +1,51 @@
-"""The store as this rank sees it: typed calls, leases as tensors, and the session behind them.
+"""The store as this rank sees it: typed calls, leases as tensors, and the attachments behind them.
 
-Owns the channel, the session and the choice of the data plane. Must never block where asynchrony was asked for, nor
-swallow a failure: what fails behind the caller's back is raised by the next call.
+Owns what a call means: which ones are made again with the next daemon where one is lost, and which are in the journal.
+Must never block where asynchrony was asked for, nor swallow a failure: what fails behind the caller's back is raised by
+the next call.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from trainer_client.errors import StoreError
-from trainer_client.link.arena import Arena
-from trainer_client.link.channel import (
-    Pending,
-    open_channel,
-    translate,
-)
+from trainer_client.link.attachment import Attachment
+from trainer_client.link.attachments import Attachments, Membership, Restart, Survival
+from trainer_client.link.channel import Pending
 from trainer_client.link.credentials import NO_CREDENTIALS, Credentials
-from trainer_client.link.deadlines import Deadlines
-from trainer_client.link.planes import ArenaPlane, LeasedBytes, Plane, StreamPlane
-from trainer_client.link.sender import Sender
-from trainer_client.link.session import Session
-from trainer_client.link.streams import Streams
+from trainer_client.link.journal import (
+    Applied,
+    GroupUpdate,
+    HandOver,
+    Put,
+    Slab,
+    Value,
+    Vote,
+    apply,
+    apply_request,
+    publish,
+)
+from trainer_client.link.planes import LeasedBytes, Plane, check
 from trainer_client.recorder import Cause, Link, Recorder
 
+__all__ = ["GroupUpdate", "RankStore", "Slab", "Value"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slab:
-    """One kind of one shard group."""
-
-    group: str
-    kind: pb.Kind
-
-    def to_proto(self) -> pb.SlabName:
-        return pb.SlabName(group=self.group, kind=self.kind)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupUpdate:
-    """One group's hand-over of gradients; see ApplyGradientsRequest in the wire contract.
-
-    Attributes:
-        next_use: the position at which the group's parameters are needed next.
-    """
-
-    group: str
-    gradient: LeasedBytes
-    scale: float
-    hyper_parameters_of_shard: Sequence[int]
-    clip_value: float | None = None
-    next_use: int = 0
+T = TypeVar("T")
 
 
 class RankStore:
     """Attributes:
     as_of_step: reads see what this step leaves, and nothing of later ones; None: the newest.
+    fetched: bytes that the store has fetched for the job, and the sum of what each fetch took in seconds.
 
     Args:
     address: `unix:/path` or `host:port`.
@@ -89,68 +71,87 @@ class RankStore:
         self.as_of_step: int | None = None
         self.address = address
         self.credentials = credentials
-        self._recorder = recorder or Recorder()
-        self._failure: StoreError | None = None
-        # Bytes that the store has fetched for the job, and the sum of what each fetch took in seconds.
         self.fetched: tuple[int, float] = 0, 0.0
-        self._arena: Arena | None = None
-        self._channel = open_channel(address, credentials)
-        try:
-            self._stub = pb_grpc.ParameterStoreStub(self._channel)
-            self._session = Session(self._stub, client)
-        except BaseException:
-            self._channel.close()
-            raise
-        self._deadlines = Deadlines.of(self._session.welcome)
-        self._sender = Sender()
+        self._recorder = recorder or Recorder()
+        self._job = pb.OpenJobRequest()
+        self._groups: list[pb.ShardGroup] = []
+        # Gradients are sent on a thread of their own, because that may take long.
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
-        self.session_id = self._session.welcome.session_id
-        self.epoch = self._session.welcome.epoch
-        self.arena_bytes = self._session.welcome.arena.size_bytes
-        try:
-            self._arena = None if prefer_streams else Arena.map(self._session.welcome.arena)
-        except BaseException:
-            self.close()
-            raise
-        streams = Streams(self._channel, self.session_id, self._session.check)
-        self.plane: Plane = ArenaPlane(self._arena) if self._arena else StreamPlane(streams)
+        attach = partial(Attachment, address, client, credentials, prefer_streams=prefer_streams)
+        self._attachments = Attachments(attach, address, credentials, self._recorder)
+
+    def survive_restarts(self, survival: Survival, *, layout: str, newest: int | None) -> None:
+        """From now on this rank outlives restarts of its daemon, as attachments.py says.
+
+        Args:
+            layout: the job's, as the store names it.
+            newest: the newest commit of the job.
+        """
+        self._attachments.survive(survival, Membership(job=self._job, layout=layout, groups=self._groups), newest)
+
+    def give_up(self) -> None:
+        """From now on the loss of the daemon is final: what waits for the next one is told so. Idempotent."""
+        self._attachments.give_up()
 
     def close(self) -> None:
         """Ends the session, and with it all leases; idempotent."""
         self._hand_overs.shutdown(cancel_futures=True)
-        self._sender.close()
-        if self._arena is not None:
-            # Before the session: what this process can write to is not used again until it has let go.
-            self._arena.close()
-        self._session.close()
-        self._channel.close()
+        self._attachments.close()
+
+    @property
+    def restarts(self) -> Sequence[Restart]:
+        """The restarts of the daemon that this rank has outlived."""
+        return tuple(self._attachments.restarts)
+
+    @property
+    def session_id(self) -> str:
+        return self._attachments.current.session_id
+
+    @property
+    def epoch(self) -> str:
+        """Of the daemon's start."""
+        return self._attachments.current.epoch
+
+    @property
+    def arena_bytes(self) -> int:
+        return self._attachments.current.arena_bytes
+
+    @property
+    def plane(self) -> Plane:
+        return self._attachments.current.plane
 
     def open_job(self, request: pb.OpenJobRequest) -> pb.OpenJobResponse:
         """Attaches this rank to its job; what is committed of it."""
-        request.session_id = self.session_id
-        response: pb.OpenJobResponse = self._call(self._stub.OpenJob, request)
+        self._job = request
+        at = self._attachments.current
+        response: pb.OpenJobResponse = at.call(at.stub.OpenJob, request)
         return response
 
     def begin_layout(self, first_step: int) -> None:
         """Gives the job the layout that `open_job` named, empty; its first commit has that number."""
-        request = pb.BeginLayoutRequest(session_id=self.session_id, first_step=first_step)
-        self._call(self._stub.BeginLayout, request)
+        at = self._attachments.current
+        at.call(at.stub.BeginLayout, pb.BeginLayoutRequest(first_step=first_step))
 
     def register_shards(self, groups: Iterable[pb.ShardGroup]) -> None:
-        request = pb.RegisterShardsRequest(session_id=self.session_id, groups=groups)
-        self._call(self._stub.RegisterShards, request)
+        self._groups = list(groups)
+        at = self._attachments.current
+        at.call(at.stub.RegisterShards, pb.RegisterShardsRequest(groups=self._groups))
 
     def roll_back(self, step: int) -> None:
-        self._call(self._stub.RollBack, pb.RollBackRequest(session_id=self.session_id, step=step))
+        at = self._attachments.current
+        at.call(at.stub.RollBack, pb.RollBackRequest(step=step))
 
     def check_leases(self) -> None:
-        """To be called after bytes were copied out of a lease, before they are used.
+        """To be called after bytes were copied out of a lease of the present session, before they are used.
 
         Raises:
             SessionEndedError: the leases are void, and what was copied may be somebody else's bytes.
         """
-        if self._arena is not None:
-            self._arena.check()
+        self._attachments.current.check_leases()
+
+    def is_current(self, leased: LeasedBytes) -> bool:
+        """Whether the lease is one of the present session. Else its daemon is gone: its bytes can be copied only."""
+        return self._attachments.current.owns(leased)
 
     def prefetch(self, wants: Iterable[tuple[Slab, int]]) -> None:
         """Replaces the prefetch window by slabs with their positions. Does not wait; the answer updates `fetched`.
@@ -158,13 +159,16 @@ class RankStore:
         One that is lost with a broken connection is not missed: the next one replaces it.
         """
         request = pb.PrefetchRequest(
-            session_id=self.session_id,
             wants=[pb.PrefetchRequest.Want(slab=slab.to_proto(), position=position) for slab, position in wants],
         )
-        self._check()
-        future = self._sender.begin(self._stub.Prefetch, request, self._deadlines.control)
-        future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.UNAVAILABLE))
-        Pending(future, lambda _: None).on_response(self._note_fetched)
+
+        def send(at: Attachment) -> None:
+            at.check()
+            future = at.begin(at.stub.Prefetch, request)
+            future.add_done_callback(partial(at.note_failure, besides=grpc.StatusCode.UNAVAILABLE))
+            Pending(future, lambda _: None).on_response(self._note_fetched)
+
+        self._attachments.surviving(send)
 
     def _note_fetched(self, response: pb.PrefetchResponse) -> None:
         self.fetched = response.fetched_bytes, response.fetch_seconds
@@ -180,9 +184,9 @@ class RankStore:
 
         where, asked = _unit_of(wants), time.monotonic()
 
-        def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
+        def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
             began = time.monotonic()
-            leases = [self.plane.open_read(lease) for lease in response.leases]
+            leases = [at.plane.open_read(lease) for lease in response.leases]
             self._recorder.moved(Link.FROM_STORE, where, sum(lease.size_bytes for lease in response.leases), began)
             return leases
 
@@ -192,10 +196,15 @@ class RankStore:
             self._recorder.stalled(Cause.UPDATE, where, began, updated)
             self._recorder.stalled(Cause.FETCH, where, updated, ended)
 
-        future = self._acquire(wants)
-        if self._recorder.is_tracing:
-            future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
-        return Pending(future, finish, waited, self._return_granted)
+        def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
+            self._attachments.settle_commit()
+            future = _acquire(at, wants)
+            if self._recorder.is_tracing:
+                future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
+            return Pending(future, partial(finish, at), waited, partial(_return_granted, at))
+
+        # A version is the same bytes in every daemon that has it.
+        return _Lasting(self._attachments, ask)
 
     def acquire_write(self, slabs: Iterable[Slab], step: int) -> Pending[list[LeasedBytes]]:
         """Write leases, all or none, in the order of the slabs; the bytes will belong to `step`."""
@@ -203,19 +212,20 @@ class RankStore:
             pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs
         ]
 
-        def finish(response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
-            return [self.plane.open_write(lease) for lease in response.leases]
+        def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
+            return [at.plane.open_write(lease) for lease in response.leases]
 
         # All else that is written takes part in a commit.
         of_gradients = all(want.slab.kind == pb.KIND_GRAD for want in wants)
         cause, where = Cause.GRADIENT_MEMORY if of_gradients else Cause.COMMIT, _unit_of(wants)
 
-        return Pending(
-            self._acquire(wants),
-            finish,
-            lambda _, began, ended: self._recorder.stalled(cause, where, began, ended),
-            self._return_granted,
-        )
+        def waited(_: Any, began: float, ended: float) -> None:
+            self._recorder.stalled(cause, where, began, ended)
+
+        def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
+            return Pending(_acquire(at, wants), partial(finish, at), waited, partial(_return_granted, at))
+
+        return _Lasting(self._attachments, ask)
 
     @contextmanager
     def holding(self, pending: Pending[list[LeasedBytes]]) -> Iterator[list[LeasedBytes]]:
@@ -228,7 +238,7 @@ class RankStore:
         leases = pending.wait()
         try:
             yield leases
-            self.check_leases()
+            check(leases)
         except BaseException:
             self.give_back(leases)
             raise
@@ -236,167 +246,253 @@ class RankStore:
 
     def give_back(self, leases: Iterable[LeasedBytes]) -> None:
         """Return leases after a failure, without publishing what they hold. Does not wait and raises nothing, because
-        the caller has an error to report already. The store may have taken some of them already, for a call of which
-        only the answer is missing: each is therefore returned by a call of its own, which may find it gone."""
-        for leased in leases:
-            self._begin_release([pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id)])
+        the caller has an error to report already."""
+        at = self._attachments.current
+        at.give_back(leased.lease_id for leased in leases if at.owns(leased))
 
     def release(self, leases: Iterable[LeasedBytes], next_use: int | None = None) -> Pending[None]:
-        """Returns leases, and with them the right to look at their bytes. Does not wait, and need not be waited for."""
-        releases = [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, next_use=next_use) for leased in leases]
-        request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
-        return self._send(self._stub.ReleaseLeases, request)
+        """Returns leases, and with them the right to look at their bytes. Does not wait, and need not be waited for.
 
-    def _return_granted(self, response: pb.AcquireLeasesResponse) -> None:
-        self._begin_release([pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id) for lease in response.leases])
+        Those of a daemon that is gone are gone with it.
+        """
+        leases = list(leases)
 
-    def _begin_release(self, releases: Sequence[pb.ReleaseLeasesRequest.Release]) -> None:
-        request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
-        future = self._sender.begin(self._stub.ReleaseLeases, request, self._deadlines.control)
-        future.add_done_callback(partial(self._note_failure, besides=grpc.StatusCode.NOT_FOUND))
+        def give_back(at: Attachment) -> Pending[None]:
+            own = [leased for leased in leases if at.owns(leased)]
+            return at.release(
+                [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, next_use=next_use) for leased in own]
+            )
+
+        return _Lasting(self._attachments, give_back)
 
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
         """Returns write leases and stages their bytes as the version of their step."""
-        self._flush(f"{len(leases)} leases", leases)
-        self.check_leases()
-        releases = [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, publish=True) for leased in leases]
-        request = pb.ReleaseLeasesRequest(session_id=self.session_id, releases=releases)
-        self._call(self._stub.ReleaseLeases, request)
+        began = time.monotonic()
+        publish(self._attachments.current, leases)
+        self._recorder.moved(Link.TO_STORE, "", sum(leased.data.numel() for leased in leases), began)
+
+    def put(self, values: Sequence[Value], step: int) -> None:
+        """Makes values the versions of `step` of their slabs. They must not change until the step is committed."""
+        entry, began = Put(step=step, values=values), time.monotonic()
+        with self._recorder.waiting(Cause.COMMIT, _unit_of_group(values[0].slab.group) if values else ""):
+            self._hand_over(step, entry)
+        nbytes = sum(value.values.numel() * value.dtype.itemsize for value in values)
+        self._recorder.moved(Link.TO_STORE, "", nbytes, began)
+
+    def _hand_over(self, step: int, entry: HandOver) -> None:
+        """Hands something over, now or, where the daemon is lost meanwhile, with the rest of the journal."""
+        with self._attachments.changed:
+            at = self._attachments.current
+            self._attachments.journal.note(step, entry)
+        try:
+            entry.make(at)
+        except StoreError as error:
+            self._outlive(at, error, entry)
+
+    def _outlive(self, at: Attachment, error: StoreError, entry: HandOver | None) -> None:
+        """As Attachments.outlive; what was refused does not stay in the journal."""
+        try:
+            self._attachments.outlive(at, error)
+        except StoreError:
+            with self._attachments.changed:
+                self._attachments.journal.remove(entry)
+            raise
 
     def apply_gradients(
         self,
         step: int,
         hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
         updates: Sequence[GroupUpdate],
+        *,
+        begun: bool = False,
     ) -> None:
-        """Hands gradients over; returns when the store has accepted them. Consumes their leases."""
-        self._flush_gradients(updates)
-        with self._recorder.waiting(Cause.HAND_OVER, _units_of(updates)):
-            self._call(self._stub.ApplyGradients, self._apply_request(step, hyper_parameters, updates))
+        """Hands gradients over; returns when the store has accepted them. Consumes their leases.
+
+        Args:
+            begun: `start_apply_gradients` has done it, and only the commit is to come.
+        """
+        with self._attachments.changed:
+            at = self._attachments.current
+            entry = self._attachments.journal.note_update(step, hyper_parameters, updates)
+        own = [update for update in updates if at.owns(update.gradient)]
+        # Their leases are of a daemon that was lost in this moment, before the journal had them.
+        others = [update for update in updates if not at.owns(update.gradient)]
+        began = time.monotonic()
+        try:
+            if not begun and (own or not others):
+                with self._recorder.waiting(Cause.HAND_OVER, _units_of(own)):
+                    apply(at, step, hyper_parameters, own)
+                nbytes = sum(update.gradient.data.numel() for update in own)
+                self._recorder.moved(Link.TO_STORE, _units_of(own), nbytes, began)
+            if others:
+                kept = [update.gradient.data for update in others]
+                Applied(step=step, hyper_parameters=hyper_parameters, updates=others, kept=kept).make(at)
+        except StoreError as error:
+            self._outlive(at, error, entry)
 
     def start_apply_gradients(
         self,
         step: int,
         hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
         updates: Sequence[GroupUpdate],
-    ) -> Pending[None]:
+    ) -> Pending[bool]:
         """As `apply_gradients`, for updates that may be withdrawn until `commit`, which consumes the leases. Does not
-        wait; nobody writes to the gradients meanwhile."""
-        self._check()
-        request = self._apply_request(step, hyper_parameters, updates, provisional=True)
-        future = self._hand_overs.submit(self._start_apply, request, updates)
-        return Pending(
-            future,
-            lambda _: None,
-            lambda _, began, ended: self._recorder.stalled(Cause.HAND_OVER, _units_of(updates), began, ended),
-        )
+        wait; nobody writes to the gradients meanwhile. The result says whether the present daemon has them: they are to
+        be handed over again where it was restarted."""
+        at = self._attachments.current
+        where = _units_of(updates)
+
+        def send() -> Any:
+            """On a thread of its own. The call itself begins in its turn, after what was sent before: leases that were
+            returned are returned then."""
+            at.check()
+            began = time.monotonic()
+            for update in updates:
+                at.plane.flush(update.gradient)
+            self._recorder.moved(Link.TO_STORE, where, sum(u.gradient.data.numel() for u in updates), began)
+            at.check_leases()
+            request = apply_request(step, hyper_parameters, updates, provisional=True)
+            return at.begin(at.stub.ApplyGradients, request).result()
+
+        def waited(_: Any, began: float, ended: float) -> None:
+            self._recorder.stalled(Cause.HAND_OVER, where, began, ended)
+
+        # Leases may be of a daemon that was lost just now; the ids of another one's mean something else.
+        are_own = all(at.owns(update.gradient) for update in updates)
+        sent = Pending(self._hand_overs.submit(send), lambda _: None, waited) if are_own else None
+        return _Provisional(self._attachments, at, sent)
 
     def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
         """Undoes updates that `start_apply_gradients` has begun and whose end was waited for; their gradients are this
         rank's again."""
-        request = pb.WithdrawUpdatesRequest(session_id=self.session_id, step=step, groups=groups)
-        self._call(self._stub.WithdrawUpdates, request)
+        request = pb.WithdrawUpdatesRequest(step=step, groups=groups)
+        at = self._attachments.current
+        try:
+            at.call(at.stub.WithdrawUpdates, request)
+        except StoreError as error:
+            # The next daemon has not begun with them.
+            self._attachments.outlive(at, error)
 
-    def _start_apply(self, request: pb.ApplyGradientsRequest, updates: Sequence[GroupUpdate]) -> Any:
-        """On a thread of its own: to send gradients may take long. The call itself begins in its turn, after what was
-        sent before: leases that were returned are returned then."""
-        self._flush_gradients(updates)
-        return self._sender.begin(self._stub.ApplyGradients, request, self._deadlines.control).result()
+    def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[None]:
+        """This rank's vote for a step."""
+        self._attachments.surviving(Attachment.check)
+        with self._attachments.changed:
+            at = self._attachments.current
+            vote = self._attachments.journal.begin_vote(at, step, client_state, settled_step)
+        vote.call.add_done_callback(partial(self._note_commit, step))
+        return _Commit(self._attachments, vote, self._recorder)
 
-    def _flush_gradients(self, updates: Sequence[GroupUpdate]) -> None:
-        for update in updates:
-            self._flush(_unit_of_group(update.group), [update.gradient])
-        self.check_leases()
-
-    def _apply_request(
-        self,
-        step: int,
-        hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
-        updates: Sequence[GroupUpdate],
-        *,
-        provisional: bool = False,
-    ) -> pb.ApplyGradientsRequest:
-        return pb.ApplyGradientsRequest(
-            session_id=self.session_id,
-            step=step,
-            hyper_parameters=hyper_parameters,
-            updates=[
-                pb.ApplyGradientsRequest.GroupUpdate(
-                    group=update.group,
-                    grad_lease_id=update.gradient.lease_id,
-                    grad_scale=update.scale,
-                    hyper_parameters_of_shard=update.hyper_parameters_of_shard,
-                    grad_clip_value=update.clip_value,
-                    position=update.next_use,
-                )
-                for update in updates
-            ],
-            provisional=provisional,
-        )
-
-    def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[bool]:
-        """This rank's vote for a step; the result says whether the commit is durable."""
-        self._check()
-        request = pb.CommitStepRequest(
-            session_id=self.session_id, step=step, client_state=client_state, settled_step=settled_step
-        )
-        future = self._stub.CommitStep.future(request, timeout=self._deadlines.commit)
-        return Pending(
-            future,
-            lambda response: bool(response.durable),
-            lambda _, began, ended: self._recorder.stalled(Cause.COMMIT, f"step {step}", began, ended),
-        )
+    def _note_commit(self, step: int, call: Any) -> None:
+        """On a thread of gRPC: what was kept for a commit that is there is forgotten at once."""
+        if not call.cancelled() and call.exception() is None:
+            with self._attachments.changed:
+                self._attachments.journal.settle(step)
 
     def read_counters(self) -> Future[pb.ReadCountersResponse]:
         """What the store's tiers have done since its start. Does not wait; its failure is only the caller's."""
-        request = pb.ReadCountersRequest(session_id=self.session_id)
-        return self._sender.begin(self._stub.ReadCounters, request, self._deadlines.control)
+        at = self._attachments.current
+        return at.begin(at.stub.ReadCounters, pb.ReadCountersRequest())
 
     def collect_spans(self, *, ends: bool) -> Future[pb.CollectSpansResponse]:
         """What the store has done for the job since the last call; the first one begins to take note. As
         `read_counters`."""
-        request = pb.CollectSpansRequest(session_id=self.session_id, ends=ends)
-        return self._sender.begin(self._stub.CollectSpans, request, self._deadlines.control)
+        at = self._attachments.current
+        return at.begin(at.stub.CollectSpans, pb.CollectSpansRequest(ends=ends))
 
-    def _flush(self, where: str, leases: Sequence[LeasedBytes]) -> None:
-        began = time.monotonic()
-        for leased in leases:
-            self.plane.flush(leased)
-        self._recorder.moved(Link.TO_STORE, where, sum(leased.data.numel() for leased in leases), began)
 
-    def _acquire(self, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
-        self._check()
-        request = pb.AcquireLeasesRequest(session_id=self.session_id, wants=wants)
-        return self._sender.begin(self._stub.AcquireLeases, request, self._deadlines.lease)
+class _Lasting(Pending[T]):
+    """A call that is made again with the next daemon where one is lost before its result was taken."""
 
-    def _call(self, method: Any, request: Any) -> Any:
-        self._check()
+    def __init__(self, attachments: Attachments, ask: Callable[[Attachment], Pending[T]]) -> None:
+        self.waited_seconds = 0.0
+        self._attachments = attachments
+        self._ask = ask
+        self.attachment, self._pending = self._begin()
+
+    def wait(self) -> T:
+        """Raises StoreError."""
+        while True:
+            at = self.attachment
+            try:
+                if at is self._attachments.current:
+                    result = self._pending.wait()
+                    self.waited_seconds = self._pending.waited_seconds
+                    return result
+            except StoreError as error:
+                self._attachments.outlive(at, error)
+            self.attachment, self._pending = self._begin()
+
+    def forgo(self) -> None:
+        """As Pending.forgo. What a daemon granted that is gone is gone with it."""
+        self._pending.forgo()
+
+    def on_response(self, act: Callable[[Any], None]) -> None:
+        self._pending.on_response(act)
+
+    def _begin(self) -> tuple[Attachment, Pending[T]]:
+        return self._attachments.surviving(lambda at: (at, self._ask(at)))
+
+
+class _Provisional(Pending[bool]):
+    """An update that can be withdrawn, of one attachment. It is granted nothing."""
+
+    def __init__(self, attachments: Attachments, at: Attachment, sent: Pending[None] | None) -> None:
+        """`sent` None: it was not sent at all."""
+        self.waited_seconds = 0.0
+        self._attachments = attachments
+        self._at = at
+        self._sent = sent
+
+    def forgo(self) -> None:
+        """Do nothing."""
+
+    def wait(self) -> bool:
+        """Raises StoreError."""
+        if self._sent is None:
+            return False
+        if self._at is self._attachments.current:
+            try:
+                self._sent.wait()
+            except StoreError as error:
+                self._attachments.outlive(self._at, error)
+        return self._at is self._attachments.current
+
+
+class _Commit(Pending[None]):
+    """A vote, which the journal brings to the next daemon where one is lost. It is granted nothing."""
+
+    def __init__(self, attachments: Attachments, vote: Vote, recorder: Recorder) -> None:
+        self.waited_seconds = 0.0
+        self._attachments = attachments
+        self._vote = vote
+        self._recorder = recorder
+
+    def forgo(self) -> None:
+        """Do nothing."""
+
+    def wait(self) -> None:
+        """Raises StoreError."""
+        with self._attachments.changed:
+            at, call = self._vote.attachment, self._vote.call
         try:
-            return method(request, timeout=self._deadlines.control)
-        except grpc.RpcError as error:
-            # Why it failed, where that is the end of the session.
-            self._session.check()
-            self.check_leases()
-            raise translate(error) from error
+            Pending(call, lambda _: None, self._note_wait).wait()
+        except StoreError as error:
+            # The thread that attaches again has waited for the commit, too.
+            self._attachments.outlive(at, error)
+        with self._attachments.changed:
+            self._attachments.journal.settle(self._vote.step)
 
-    def _send(self, method: Any, request: Any) -> Pending[None]:
-        """Starts a call that need not be waited for: its failure is also raised by the next call."""
-        self._check()
-        future = self._sender.begin(method, request, self._deadlines.control)
-        future.add_done_callback(self._note_failure)
-        return Pending(future, lambda _: None)
+    def _note_wait(self, _: Any, began: float, ended: float) -> None:
+        self._recorder.stalled(Cause.COMMIT, f"step {self._vote.step}", began, ended)
 
-    def _note_failure(self, future: Future[Any], besides: grpc.StatusCode | None = None) -> None:
-        # Cancelled is what close() leaves behind.
-        if isinstance(error := future.exception(), grpc.RpcError):
-            failure = translate(error)
-            if failure.code is not besides:
-                self._failure = failure
 
-    def _check(self) -> None:
-        self._session.wait_until_attached()
-        if self._failure is not None:
-            raise self._failure
+def _acquire(at: Attachment, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:
+    at.check()
+    return at.begin(at.stub.AcquireLeases, pb.AcquireLeasesRequest(wants=wants), at.deadlines.lease)
+
+
+def _return_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:
+    at.give_back(lease.lease_id for lease in response.leases)
 
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:

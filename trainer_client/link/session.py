@@ -55,6 +55,9 @@ class SessionState(enum.Enum):
 class Session:
     """Opens on construction.
 
+    Attributes:
+        left_at: when calls were last possible, in seconds of time.monotonic(), once they are not.
+
     Args:
         client: who we are, for people.
         on_lost: called once, on the session's thread, when the session ends otherwise than by `close`.
@@ -75,6 +78,7 @@ class Session:
         self._changed = threading.Condition()
         self._state = SessionState.OPENING
         self._failure: StoreError | None = None
+        self.left_at = 0.0
         self._closing = threading.Event()
         self._welcome = pb.SessionResponse.Welcome()
         self._stream = _Stream(stub, pb.SessionRequest.Hello(client=client))
@@ -94,6 +98,11 @@ class Session:
     def welcome(self) -> pb.SessionResponse.Welcome:
         """What the daemon said when it opened the session."""
         return self._welcome
+
+    @property
+    def failure(self) -> StoreError | None:
+        """Why the session is over; None: it is not."""
+        return self._failure
 
     def check(self) -> None:
         """Raises StoreError if the session is over: all leases are void then."""
@@ -119,6 +128,16 @@ class Session:
                     "the connection to the store broke and did not come back in time",
                 )
         self.check()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the session is over, or shows within some seconds that it is: a call may fail before the stream does.
+
+        Where the stream has broken, waits until it is taken up again or given up.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is not SessionState.ATTACHED or self._closing.is_set(), seconds)
+            self._changed.wait_for(lambda: self._state is not SessionState.BROKEN or self._closing.is_set())
+            return self._state is SessionState.LOST
 
     def close(self) -> None:
         """Ends the session; idempotent."""
@@ -212,6 +231,8 @@ class Session:
 
     def _enter(self, state: SessionState) -> None:
         with self._changed:
+            if self._state is SessionState.ATTACHED:
+                self.left_at = time.monotonic()
             self._state = state
             self._changed.notify_all()
 

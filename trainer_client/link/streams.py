@@ -91,6 +91,10 @@ class Streams:
                     return
                 if _code(error) not in _RESUMABLE or time.monotonic() + pause > deadline:
                     raise translate(error) from error
+            except ValueError:
+                # What grpc says of a channel that was closed, which it is once the session is over.
+                self._check_session()
+                raise
             self._check_session()
             if transfer.moved_bytes > before:
                 pause = _FIRST_PAUSE_SECONDS

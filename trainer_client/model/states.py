@@ -15,7 +15,7 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.link.channel import Pending
 from trainer_client.link.planes import LeasedBytes
-from trainer_client.link.rank_store import RankStore
+from trainer_client.link.rank_store import RankStore, Value
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.placement import GroupPlacement, Home, Residence
 from trainer_client.ranks.collectives import Collectives
@@ -135,16 +135,11 @@ class PlacedStates:
             values: torch.Tensor = leased.data.view(self.group.dtype_of(kind)).clone()
         return values
 
-    @torch.no_grad()
     def _write(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
-        leases = self._store.acquire_write([self.group.slab(kind) for kind in values], step).wait()
-        try:
-            for (kind, chunk), leased in zip(values.items(), leases, strict=True):
-                leased.data.view(self.group.dtype_of(kind)).copy_(chunk)
-            self._store.publish(leases)
-        except BaseException:
-            self._store.give_back(leases)
-            raise
+        dtype_of, slab = self.group.dtype_of, self.group.slab
+        self._store.put(
+            [Value(slab=slab(kind), dtype=dtype_of(kind), values=chunk) for kind, chunk in values.items()], step
+        )
 
 
 def placement_bytes(states: Iterable[PlacedStates]) -> dict[str, dict[str, int]]:

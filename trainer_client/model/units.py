@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trainer_client.link.channel import Pending
-from trainer_client.link.planes import LeasedBytes
+from trainer_client.link.planes import LeasedBytes, check
 from trainer_client.link.rank_store import RankStore, Slab
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import Gather
@@ -238,6 +238,11 @@ class Unit:
             self._leases = []
             self.state = UnitState.SHARDED
 
+    def check(self) -> None:
+        """Raises SessionEndedError if what is shown may be somebody else's bytes."""
+        if self.is_shown:
+            check(self._leases)
+
     def _return_all(self) -> None:
         leases, self._leases = self._leases, []
         self._return(leases)
@@ -245,5 +250,5 @@ class Unit:
     def _return(self, leases: list[LeasedBytes]) -> None:
         """Returns leases whose bytes were used. Raises SessionEndedError if they may have been somebody else's."""
         if leases:
-            self._store.check_leases()
+            check(leases)
             self._store.release(leases, self._next_use)

@@ -63,6 +63,7 @@ class StepReport:
         bandwidths: bytes per second, the best of the run, of each link that has shown one.
         resources: the least seconds that each resource needed; see [Note: the roofline].
         binding: the resource that needed longest.
+        daemon_restarts: how often the store daemon was restarted in this step, and the rank has gone on with the next.
     """
 
     step: int
@@ -81,6 +82,7 @@ class StepReport:
     bandwidths: Mapping[str, float]
     resources: Mapping[str, float]
     binding: str
+    daemon_restarts: int
 
     @property
     def stall_fraction(self) -> float:
@@ -131,6 +133,8 @@ class StepReport:
         """One line for a log."""
         rate = self.prefetch_hit_rate
         shown = "" if rate is None else f" prefetch_hits={rate:.0%}"
+        if self.daemon_restarts:
+            shown += f" daemon_restarts={self.daemon_restarts}"
         return (
             f"seconds={self.seconds:.3f} stalled={self.stall_fraction:.1%}{shown} "
             f"roofline={self.roofline_fraction:.2f} bound_by={self.binding}"
@@ -248,6 +252,7 @@ def make_report(
         bandwidths=roofline.bandwidths,
         resources=resources,
         binding=max(resources, key=lambda resource: resources[resource]),
+        daemon_restarts=sums.restarts,
     )
 
 

@@ -15,14 +15,14 @@ class EarlyUpdate:
     """Attributes:
     step: that it is for.
     rows: the hyper-parameters of each shard; None for one that stays as it is.
-    accepted: the store's word that it has taken the gradient.
+    accepted: the store's word that it has taken the gradient; False: its daemon was restarted since.
     undo: has the store undo it.
     """
 
     step: int
     update: GroupUpdate
     rows: Sequence[HyperParameters | None]
-    accepted: Pending[None]
+    accepted: Pending[bool]
     undo: Callable[[EarlyUpdate], None]
 
     def withdraw(self) -> None:

@@ -52,6 +52,7 @@ class LeasedMemory:
         self._store = store
         self._pending: Pending[list[LeasedBytes]] | None = None
         self._leased: LeasedBytes | None = None
+        self._step = 0
 
     @property
     def is_there(self) -> bool:
@@ -63,7 +64,11 @@ class LeasedMemory:
 
     def start(self, step: int) -> None:
         if not self.is_there:
-            self._pending = self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], step)
+            self._step = step
+            self._pending = self._ask()
+
+    def _ask(self) -> Pending[list[LeasedBytes]]:
+        return self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], self._step)
 
     @property
     def leased(self) -> LeasedBytes | None:
@@ -74,8 +79,10 @@ class LeasedMemory:
         return leased
 
     def give_back(self) -> None:
-        if self.is_there:
-            leased, self._leased = self._wait(), None
+        if self._pending is not None:
+            (self._leased,) = self._pending.wait()
+        leased, self._leased, self._pending = self._leased, None, None
+        if leased is not None:
             self._store.release([leased]).wait()
 
     def abandon(self) -> None:
@@ -91,6 +98,12 @@ class LeasedMemory:
             pending, self._pending = self._pending, None
             (self._leased,) = pending.wait()
         assert self._leased is not None, "start comes first"
+        while not self._store.is_current(self._leased):
+            # The daemon was restarted. Only this rank has written to its part of the old memory, so that the gradient
+            # in it is what it was.
+            former = self._leased
+            (self._leased,) = self._ask().wait()
+            self._leased.data.copy_(former.data)
         return self._leased
 
 

@@ -116,6 +116,8 @@ class Residency:
             SessionEndedError: the store has given this session up; shown parameters may have been somebody else's.
         """
         self._store.check_leases()
+        for unit in self._units:
+            unit.check()
 
     def share(self, unit: Unit, holder: Holder) -> None:
         """As `hold`, for a unit that is gathered."""

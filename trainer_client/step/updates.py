@@ -115,8 +115,8 @@ class Updates:
         self.begun_early += 1
 
     def _undo(self, early: EarlyUpdate) -> None:
-        early.accepted.wait()
-        self._store.withdraw_updates(early.step, [early.update.group])
+        if early.accepted.wait():
+            self._store.withdraw_updates(early.step, [early.update.group])
         self.withdrawn += 1
 
     def withdraw(self, gradients: Iterable[GradientGroup]) -> None:
@@ -135,31 +135,45 @@ class Updates:
         self._foreseen = None
         own: list[GradientGroup] = []
         stored: list[GradientGroup] = []
+        begun: list[GroupUpdate] = []
         for gradient in gradients:
             state = self._states[gradient.flat_group.name]
             self._updated.append(state)
             if state.placement.optimizer is Home.DEVICE:
                 own.append(gradient)
                 continue
-            if self._is_made(step, gradient, rule):
+            if (early := self._begun(gradient, rule)) is not None:
+                leased = gradient.take_lease(step)
+                if early.update.gradient is leased:
+                    self._accepted.append(early)
+                    begun.append(self._describe(gradient, leased, rule))
+                else:
+                    # The daemon was lost in this moment: its successor has granted other memory.
+                    self._hand_over(step, rule, [(gradient, leased)])
                 continue
             if state.placement.gradients is Home.DEVICE:
                 # One at a time: the store's memory need not hold more of them than it works on.
-                self._hand_over(step, [gradient], rule)
+                self._hand_over(step, rule, [(gradient, None)])
             else:
                 stored.append(gradient)
+        if begun:
+            # The commit consumes the leases.
+            self._store.apply_gradients(step, rule.table.rows, begun, begun=True)
         if stored:
-            self._hand_over(step, stored, rule)
+            self._hand_over(step, rule, [(gradient, None) for gradient in stored])
         for gradient in own:
             self._update_on_device(self._states[gradient.flat_group.name], gradient, rule)
 
-    def _hand_over(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
-        """Have the store update groups. Their leases are the store's once it has accepted them."""
+    def _hand_over(
+        self, step: int, rule: UpdateRule, gradients: Iterable[tuple[GradientGroup, LeasedBytes | None]]
+    ) -> None:
+        """Have the store update groups, each with its lease; None: it is taken here. The leases are the store's once it
+        has accepted them."""
         leases: list[LeasedBytes] = []
         updates: list[GroupUpdate] = []
         try:
-            for gradient in gradients:
-                leases.append(gradient.take_lease(step))
+            for gradient, leased in gradients:
+                leases.append(gradient.take_lease(step) if leased is None else leased)
                 updates.append(self._describe(gradient, leases[-1], rule))
             self._store.apply_gradients(step, rule.table.rows, updates)
         except BaseException:
@@ -193,20 +207,16 @@ class Updates:
             if state.placement.residence is Residence.RESIDENT:
                 state.refill()
 
-    def _is_made(self, step: int, gradient: GradientGroup, rule: UpdateRule) -> bool:
-        """Whether the update has begun early, as the rule says; if otherwise, it is undone."""
+    def _begun(self, gradient: GradientGroup, rule: UpdateRule) -> EarlyUpdate | None:
+        """The update that has begun early, if it is as the rule says; one that is otherwise is undone."""
         early = gradient.early
-        if early is None:
-            return False
-        early.accepted.wait()
-        update = self._describe(gradient, early.update.gradient, rule)
-        if not early.is_as(update, rule.rows_of(update)):
+        if early is None or not early.accepted.wait():
+            gradient.early = None
+            return None
+        if not early.is_as(self._describe(gradient, early.update.gradient, rule), rule.rows_of(early.update)):
             gradient.begin_change()
-            return False
-        # The commit consumes the lease.
-        self._accepted.append(early)
-        gradient.take_lease(step)
-        return True
+            return None
+        return early
 
     def _describe(self, gradient: GradientGroup, leased: LeasedBytes, rule: UpdateRule) -> GroupUpdate:
         group = gradient.flat_group

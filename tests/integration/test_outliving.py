@@ -1,0 +1,281 @@
+"""A trainer outlives its daemon: killed and started again at any moment, it goes on with the same bits."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_client
+from tests.integration.daemon import Daemon
+from tests.integration.outliving import DAEMON, differences, make_plan, outlive
+from trainer_client import DaemonRestartedError, Engine, StoreUnavailableError
+
+STEPS = 6
+
+
+def offloaded(stage: int, device: str, **section: Any) -> dict[str, Any]:
+    """A config whose states live in the store, as far as the stage allows."""
+    home = {"device": device}
+    zero: dict[str, Any] = {"stage": stage}
+    zero |= {"offload_optimizer": home} if stage else {}
+    zero |= {"offload_param": home} if stage == 3 else {}
+    return {"zero_optimization": zero, "paramserver": section}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every stage and placement computes the same bits, on the same number of ranks."""
+    plan = make_plan(tmp_path_factory.mktemp("whole"), offloaded(3, "nvme"), steps=STEPS, accumulation=1)
+    return outlive(plan, 2)
+
+
+def test_the_daemon_is_killed_at_every_kind_of_moment(tmp_path: Path) -> None:
+    """Two ranks, accumulation, dropout, a schedule, evaluations, changes by hand: no rank is started anew."""
+    config = offloaded(3, "nvme")
+    whole = outlive(make_plan(tmp_path / "whole", config, steps=STEPS), 2)
+    kills = [
+        (1, "backward"),
+        (1, "after step"),
+        (2, "after forward 1"),
+        (2, "evaluation"),
+        (3, "after backward 0"),
+        (3, "change"),
+        (4, "step"),
+        (5, "forward"),
+        (5, "after backward 1"),
+        (6, "reading"),
+        (6, "close"),
+    ]
+    results = outlive(make_plan(tmp_path / "killed", config, steps=STEPS, kills=kills), 2)
+
+    assert differences(results, whole) == []
+    # Some kills come while the next daemon is still starting, or after the last of what the run wants of it.
+    assert all(len(result["restarts"]) >= 7 for result in results)
+    # Which commit that was depends on how far the daemon was.
+    assert any(again is not None for result in results for _, _, again in result["restarts"])
+
+
+@pytest.mark.parametrize(
+    ("config", "streams"),
+    [
+        pytest.param(offloaded(0, ""), False, id="stage-0"),
+        pytest.param(offloaded(1, "cpu"), False, id="stage-1-host"),
+        pytest.param(offloaded(2, "nvme"), False, id="stage-2-nvme"),
+        pytest.param(offloaded(3, "cpu"), False, id="stage-3-host"),
+        pytest.param(offloaded(3, "nvme"), True, id="stage-3-nvme-streams"),
+        pytest.param(offloaded(3, "nvme", gather="collective", early_updates=False), False, id="stage-3-collective"),
+        pytest.param(
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, False, id="optimizer-on-device"
+        ),
+    ],
+)
+def test_at_every_stage_and_placement(
+    tmp_path: Path, uninterrupted: list[dict[str, Any]], config: dict[str, Any], streams: bool
+) -> None:
+    kills = [
+        (1, "after backward 0"),
+        (2, "after step"),
+        (3, "forward"),
+        (3, "step"),
+        # The next forward reads what the other rank has handed over to the daemon that died.
+        (5, "before vote"),
+        (6, "backward"),
+    ]
+    plan = make_plan(tmp_path, config, steps=STEPS, accumulation=1, kills=kills, prefer_streams=streams)
+
+    results = outlive(plan, 2)
+
+    assert differences(results, uninterrupted) == []
+    assert all(len(result["restarts"]) >= 3 for result in results)
+
+
+def test_the_daemon_of_one_of_two_nodes_is_killed(tmp_path: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    """The other node's goes on with the commit that this one's has to be given again."""
+    kills = [(1, "backward"), (2, "after step"), (4, "step"), (6, "forward")]
+    with Daemon(tmp_path / "far", DAEMON) as far:
+        addresses = [f"unix:{tmp_path / 'state' / 'paramserver.sock'}", far.address]
+        config = offloaded(3, "nvme")
+        plan = make_plan(tmp_path, config, steps=STEPS, accumulation=1, kills=kills, addresses=addresses)
+        results = outlive(plan, 2)
+
+    assert differences(results, uninterrupted) == []
+    near, other = (len(result["restarts"]) for result in results)
+    assert near >= 3 and other == 0
+
+
+class Model(nn.Module):
+    """Two units, and something that can be done after each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+        self.between: Callable[[], None] = lambda: None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+            self.between()
+        return hidden
+
+
+@contextmanager
+def started(daemon: Daemon, **section: Any) -> Iterator[Engine]:
+    """A run of one rank, which is ended without a word about what it may have lost."""
+    config = offloaded(3, "nvme", address=daemon.address, **section)
+    config |= {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+    engine, *_ = trainer_client.initialize(model=Model(), config=config)
+    try:
+        yield engine
+    finally:
+        try:
+            engine.leave()
+        except trainer_client.StoreError:
+            assert engine._closed
+
+
+def train(engine: Engine, steps: Sequence[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = engine(torch.randn(2, 64, generator=torch.Generator().manual_seed(step))).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_one_rank_goes_on_and_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Daemon(tmp_path / "whole") as daemon, started(daemon) as engine:
+        expected = train(engine, range(4))
+    with Daemon(tmp_path / "state") as daemon, started(daemon) as engine:
+        losses = train(engine, range(2))
+        engine.wait_for_commit()
+        daemon.kill()
+        with Daemon(tmp_path / "state"):
+            losses += train(engine, range(2, 3))
+            report = engine.step_report()
+            losses += train(engine, range(3, 4))
+            engine.wait_for_commit()
+            (restart,) = engine.daemon_restarts
+            engine.close()
+
+    assert losses == expected
+    assert restart.step == 2 and restart.handed_over_again is None and restart.seconds > 0
+    assert report is not None and report.daemon_restarts == 1
+    assert "the run goes on after" in caplog.text and "from commit 2" in caplog.text
+
+
+def test_a_daemon_is_stopped_and_started_again_within_a_forward(tmp_path: Path) -> None:
+    """As an operator does it: what the trainer sees of its memory stays as it is."""
+    with Daemon(tmp_path / "whole") as daemon, started(daemon) as engine:
+        expected = train(engine, range(4))
+    with Daemon(tmp_path / "state") as daemon, started(daemon) as engine:
+        losses = train(engine, range(2))
+        engine.wait_for_commit()
+        daemons = [daemon]
+        model = engine.module
+        assert isinstance(model, Model)
+
+        def restart() -> None:
+            model.between = lambda: None
+            assert daemons[-1].stop() == 0
+            daemons.append(Daemon(tmp_path / "state"))
+
+        try:
+            model.between = restart
+            losses += train(engine, range(2, 3))
+            model.between = restart
+            engine.wait_for_commit()
+            losses += train(engine, range(3, 4))
+            engine.wait_for_commit()
+            assert len(engine.daemon_restarts) == 2
+            engine.close()
+        finally:
+            for each in daemons:
+                each.kill()
+    assert losses == expected
+
+
+def test_a_daemon_that_stays_away_is_waited_for_as_long_as_the_config_says(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon, started(daemon, reattach_timeout_seconds=0.5) as engine:
+        train(engine, range(2))
+        daemon.kill()
+        with pytest.raises(StoreUnavailableError, match="no other one served there within the paramserver"):
+            train(engine, range(2, 4))
+
+
+def test_a_run_that_is_not_to_outlive_its_daemon_ends_with_it(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon, started(daemon, reattach_timeout_seconds=0) as engine:
+        train(engine, range(2))
+        daemon.kill()
+        with Daemon(tmp_path / "state"), pytest.raises(DaemonRestartedError, match="restart the job"):
+            train(engine, range(2, 4))
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["empty", "with a job of the same name"])
+def test_another_state_directory_is_not_the_same_job(tmp_path: Path, other: bool) -> None:
+    state = tmp_path / "state"
+    if other:
+        with Daemon(tmp_path / "other") as daemon, started(daemon) as engine:
+            train(engine, range(2))
+            engine.close()
+            assert daemon.stop() == 0
+    with Daemon(state) as daemon, started(daemon) as engine:
+        train(engine, range(2))
+        engine.wait_for_commit()
+        daemon.kill()
+        shutil.rmtree(state)
+        if other:
+            (tmp_path / "other").rename(state)
+        why = "its job 'default' has another history" if other else "it does not have the job of this run"
+        with Daemon(state), pytest.raises(DaemonRestartedError, match=f"cannot go on with it: {why}"):
+            train(engine, range(2, 4))
+
+
+def test_commits_that_are_gone_with_the_memory_of_the_daemon_end_the_run(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon, started(daemon, durability="snapshot:4") as engine:
+        train(engine, range(3))
+        engine.wait_for_commit()
+        daemon.kill()
+        with (
+            Daemon(tmp_path / "state"),
+            pytest.raises(DaemonRestartedError, match="its newest commit is 0, and this run is at 3: with paramserver"),
+        ):
+            train(engine, range(3, 5))
+
+
+def test_gradients_that_are_too_large_to_be_kept_are_needed_only_while_a_commit_is_under_way(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon, started(daemon, kept_gradients=64, early_updates=False) as engine:
+        train(engine, range(2))
+        engine.wait_for_commit()
+        daemon.kill()
+        with Daemon(tmp_path / "state") as second:
+            train(engine, range(2, 3))
+            engine.wait_for_commit()
+            loss = engine(torch.randn(2, 64)).square().mean()
+            engine.backward(loss)
+            # Stopped, it takes what is handed over only to lose it.
+            second.process.send_signal(signal.SIGSTOP)
+            third: list[Daemon] = []
+
+            def restart() -> None:
+                second.kill()
+                third.append(Daemon(tmp_path / "state", wait=False))
+
+            killing = threading.Timer(1.0, restart)
+            killing.start()
+            with pytest.raises(DaemonRestartedError, match="larger than paramserver"):
+                engine.step()
+                engine.wait_for_commit()
+            killing.join()
+            third[0].kill()
+        assert len(engine.daemon_restarts) == 1
