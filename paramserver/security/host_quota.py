@@ -42,7 +42,7 @@ def limits_of(quotas: Quotas, principal: Principal, job: str) -> list[Limit]:
             covers=principal.allows,
             host_bytes=of_token.host_bytes,
             nvme_bytes=of_token.nvme_bytes,
-            # Otherwise what readers of the token hold of deleted jobs would be nobody's.
+            # Steps of deleted jobs stay as long as a reader of the token holds them, and no job's quota counts them.
             counts_readers=True,
         ),
     ]

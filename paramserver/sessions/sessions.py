@@ -81,7 +81,8 @@ class Session:
     client: str
     # Who opened it: only the same principal may use it.
     visitor: Visitor
-    peer: str  # of its present stream
+    # The address that the session's present stream comes from.
+    peer: str
     slot: Slot | None  # None: it may not map the arena
     stream: Stream
     heard_at: float  # on the loop's clock

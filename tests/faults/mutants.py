@@ -18,7 +18,7 @@ from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 
-# Every how manyth call goes wrong, where not all of them do.
+# A fault that is not in all calls is in every twentieth.
 EVERY = 20
 
 
@@ -61,7 +61,7 @@ def _forget_pins() -> None:
 
 
 def _forget_ranges() -> None:
-    """A gradient's range, or that of bytes to put, is on nobody's account any more and is not free."""
+    """The range of a gradient, or of bytes to put, leaves its job's account and is not freed, now and then."""
     free, calls = LooseRanges.free, itertools.count(1)
 
     def forgetful(self: LooseRanges, region: ArenaRange) -> None:

@@ -35,7 +35,8 @@ CODE = grpc.StatusCode
 ADMISSION_SECONDS = 3.0
 # Longer than the client's own part of a deadline, and shorter than the daemon's patience.
 BUSY_SECONDS = 1.5
-NUMEL = 256 << 10  # of fp32: 1 MiB
+# Elements of fp32: 1 MiB.
+NUMEL = 256 << 10
 WAITING = Layout(name="waiting", numels=(NUMEL,), groups=("a",), weights=TierName.HOST, moments=TierName.HOST)
 
 

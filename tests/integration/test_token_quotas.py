@@ -27,7 +27,8 @@ from tests.unit.storage.builders import Layout
 from trainer_client.link.credentials import Credentials
 
 CODE = grpc.StatusCode
-NUMEL = 256 << 10  # of fp32: a slab of 1 MiB; a job has three, and needs each twice to go on
+# Elements of fp32, so that a slab has 1 MiB. A job has three slabs, and needs each twice to go on.
+NUMEL = 256 << 10
 TINY = 16
 
 

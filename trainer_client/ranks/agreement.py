@@ -104,7 +104,8 @@ class _Comparison:
             sizes = self._gather(len(items))
             if not self._differs_within(items, max(sizes)):
                 continue
-            equal, differing = 0, max(sizes)  # of how many first items it is known
+            # The first `equal` items are known to be alike on all ranks, the first `differing` ones not to be.
+            equal, differing = 0, max(sizes)
             while differing - equal > 1:
                 middle = (equal + differing) // 2
                 if self._differs_within(items, middle):

@@ -82,8 +82,10 @@ class Collectives:
         self._timeout_seconds = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
         self._watch: Watch | None = None
-        self._ending: threading.Thread | None = None  # of the groups, once this rank has given up
-        self._given_up: str | None = None  # what this rank has failed in, and why
+        # Destroys the process groups once this rank has given up.
+        self._ending: threading.Thread | None = None
+        # Says in what this rank has failed, and why; None: it has not given up.
+        self._given_up: str | None = None
         if self.world_size > 1:
             timeout = timedelta(seconds=timeout_seconds)
             self._groups = [

@@ -61,7 +61,8 @@ def test_what_was_refused_or_committed_is_not_given_again() -> None:
     journal.remove(second)
     journal.note(5, late)
     journal.replay(daemon)
-    journal.settle(4)  # of an earlier commit: nothing changes
+    # Step 4 is an earlier commit than the one under way, so nothing changes.
+    journal.settle(4)
     journal.settle(5)
     journal.replay(daemon)
 
