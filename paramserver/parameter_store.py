@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -168,11 +168,15 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
                 async for want in in_slices(wire.batch(request.wants, "wants")):
                     granted.append(await self._acquire(session, want))
             except BaseException:
-                async for lease in in_slices(granted):
-                    if not lease.void:
-                        await self._sessions.release(session, lease, publish=False, next_use=NEVER)
+                # Finished even where the call is cancelled once more: the client does not know the leases' numbers.
+                await finished(self._give_back(session, granted))
                 raise
             return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
+
+    async def _give_back(self, session: ClientSession, leases: Sequence[Lease]) -> None:
+        async for lease in in_slices(leases):
+            if not lease.void:
+                await self._sessions.release(session, lease, publish=False, next_use=NEVER)
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
         if want.HasField("range") or want.ranges:

@@ -20,6 +20,7 @@ import torch
 
 from storage import syscalls
 from storage.accounts import TierAccount, host_account, nvme_account
+from storage.admission import Limit
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import BadExtent
 from storage.commit import Committer
@@ -33,7 +34,7 @@ from storage.loose import LooseRanges
 from storage.placement import Residents
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
-from storage.registry import Limit, Registry
+from storage.registry import Registry
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
@@ -200,7 +201,7 @@ class Engine:
             leased=leased,
             quarantined=quarantined,
         )
-        return [host, nvme_account(self.nvme, slabs, self._registry.readers)]
+        return [host, nvme_account(self.nvme, slabs, self._registry.admission.readers)]
 
     # --- jobs
 
@@ -502,10 +503,10 @@ class Engine:
         if wanted is None:
             raise ConflictError(f"job {job.spec.name!r} has no committed step to read yet")
         self._committer.check_retained(job, wanted)
-        self._registry.reserve_for_reader(job)
+        self._registry.admission.reserve_for_reader(job)
         reader = StepReader(job, job.retained[wanted], self.reader, self.nvme)
         # From here on all that is held for the reader is the reader's, and goes with it.
-        self._registry.readers.add(reader)
+        self._registry.admission.readers.add(reader)
         try:
             await self._committer.hold(job, wanted, reader.regions)
         except BaseException:

@@ -1,73 +1,25 @@
-"""Which jobs and groups there are, and whether the budgets can carry them. Refuses before anything is written."""
+"""Which jobs and groups there are, in which layouts. What they need is admitted first; see admission.py."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
-from weakref import WeakSet
+from dataclasses import replace
 
+from storage.admission import Admission, Limit
 from storage.catalog.records import StoredJob
 from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError
 from storage.integrity import Checksums
 from storage.placement import Residents
-from storage.reader import StepReader
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
 from storage.slices import in_slices
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
-from storage.transform import host_budget_for
 from storage.versions import Job, check_group, check_layout, check_model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """Most bytes that the steps of some jobs may need of the tiers, all of them together.
-
-    Attributes:
-        what: whose limit it is, for people: "the quota of job 'a'".
-        covers: tells by a job's name whether the job counts.
-        host_bytes: None: as much as the budgets hold; so has `nvme_bytes`.
-        counts_readers: whether steps that only readers hold count, too, also those of jobs that were deleted.
-    """
-
-    what: str
-    covers: Callable[[str], bool]
-    host_bytes: int | None = None
-    nvme_bytes: int | None = None
-    counts_readers: bool = False
-
-
-# A rank alone shows its units in place: the root, the one in use and the one before or after it. Ranks that share the
-# store copy, and lease the unit that they copy and the next one.
-_UNITS_OF_A_RANK_ALONE = 3
-_UNITS_OF_A_RANK = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostNeed:
-    """What cannot be dropped at the worst moment of a step: copies at home, gradients, and for each rank the units that
-    it has leased."""
-
-    home_bytes: int
-    gradient_bytes: int
-    units: int
-    units_bytes: int  # of all of them: of the largest that there are
-
-    @property
-    def total(self) -> int:
-        """Bytes."""
-        return self.home_bytes + self.gradient_bytes + self.units_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"{self.home_bytes} bytes placed on the host, {self.gradient_bytes} of gradients, {self.units_bytes} of "
-            f"{self.units} units in use or on their way"
-        )
 
 
 class Registry:
@@ -76,12 +28,10 @@ class Registry:
     def __init__(self, host: HostTier, nvme: NvmeTier, residents: Residents, tile_bytes: int) -> None:
         """`tile_bytes`: what the optimizer's buffers take of the host budget."""
         self.jobs: dict[str, Job] = {}
-        # Those that were closed go by themselves.
-        self.readers: WeakSet[StepReader] = WeakSet()
         self._host = host
         self._nvme = nvme
         self._residents = residents
-        self._tile_bytes = tile_bytes
+        self.admission = Admission(self, host, nvme, tile_bytes)
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:
@@ -277,9 +227,9 @@ class Registry:
                     else:
                         new.append(self._add_group(job, spec))
                 for limit in limits:
-                    self._check_limit(job, limit)
-                self._check_host_budget(job)
-                self._nvme.reserve(self._nvme_need())
+                    self.admission.check_limit(job, limit)
+                self.admission.check_host_budget(job)
+                self.admission.reserve()
                 await self._settle_at_home([job.groups[spec.name] for spec in specs], until)
                 await job.index.add(new)
                 undo.pop_all()
@@ -320,26 +270,6 @@ class Registry:
         job.tally.add(group)
         return group
 
-    def reserve_for_reader(self, job: Job) -> None:
-        """Makes sure that a step of the job can be kept beside those to come. Raises BudgetExceededError otherwise."""
-        # Of a job that nobody trains, only what is in host memory needs new room.
-        tally = job.tally
-        alone = sum(slab.paged_bytes for slab in tally.unsaved)
-        self._nvme.reserve(self._nvme_need() + (tally.paged_bytes if job.spec.local_ranks else alone))
-
-    def _nvme_need(self) -> int:
-        """Bytes that the next steps need besides what is in use: all jobs draw on the same free space, each at its own
-        time, and what a reader shares with a slab that is trained, it will soon have alone."""
-        active = [job for job in self if job.spec.local_ranks]
-        shared = [
-            region.nbytes
-            for reader in self.readers
-            if reader.job.spec.local_ranks
-            for slab, region in reader.regions.items()
-            if region is not None and region in slab.versions.values()
-        ]
-        return sum(shared) + sum(map(_nvme_need, active))
-
     def _update_placements(self, job: Job, group: Group, wanted: GroupSpec, undo: ExitStack) -> dict[SlabKey, TierName]:
         """Moves the slabs of a stored group to where the client wants them now; `undo` moves them back."""
         moved: dict[SlabKey, TierName] = {}
@@ -367,59 +297,6 @@ class Registry:
         job.tally.enter(slab)
         self._residents.detach(slab)
 
-    def _check_limit(self, job: Job, limit: Limit) -> None:
-        """Raises BudgetExceededError where the next steps of the job, and of the others that count with it, need more
-        than they may have."""
-        if limit.host_bytes is None and limit.nvme_bytes is None:
-            return
-        names = [name for name in self.jobs if limit.covers(name)]
-        layouts = [layout for name in names for layout in self.layouts(name)]
-        active = [layout for layout in layouts if layout is job or layout.spec.local_ranks]
-        host = _host_need([layout for layout in layouts if layout in active or _has_copies(layout)])
-        nvme = sum(map(_nvme_need, active)) + sum(layout.tally.nvme_bytes for layout in layouts)
-        if limit.counts_readers:
-            nvme += self._held_by_readers_alone(limit, layouts)
-        steps, them = "its steps need", ""
-        if len(names) > 1:
-            steps, them = f"the steps of its {len(names)} jobs need", "delete jobs, "
-        if limit.nvme_bytes is not None and nvme > limit.nvme_bytes:
-            raise BudgetExceededError(
-                f"{limit.what}, nvme_bytes = {limit.nvme_bytes}, is too small: {steps} {nvme} bytes; {them}raise it, "
-                "choose durability 'none', or place less on nvme"
-            )
-        if limit.host_bytes is not None and host.total > limit.host_bytes:
-            step = "a step needs" if len(names) == 1 else f"steps of its {len(names)} jobs need"
-            raise BudgetExceededError(
-                f"{limit.what}, host_bytes = {limit.host_bytes}, is too small: {step} {host.total} bytes at once "
-                f"({host}); {them}raise it, or place less on the host"
-            )
-
-    def _held_by_readers_alone(self, limit: Limit, layouts: Sequence[Job]) -> int:
-        """Return the bytes on NVMe that would be free if no reader held them, each range once."""
-        held = {
-            region: region.nbytes
-            for reader in self.readers
-            if limit.covers(reader.job.spec.name)
-            for slab, region in reader.regions.items()
-            if region is not None and not (reader.job in layouts and region in slab.versions.values())
-        }
-        return sum(held.values())
-
-    def _check_host_budget(self, job: Job) -> None:
-        """What cannot be dropped at the worst moment of a step must fit, of all jobs together, with the optimizer's
-        buffers. `job` is the one that asks: the others are named to nobody."""
-        jobs = [j for j in self if j.spec.local_ranks or _has_copies(j)]
-        need = _host_need(jobs)
-        others = self._host.arena.header_bytes + need.total
-        if others + self._tile_bytes > self._host.budget_bytes:
-            names = {j.spec.name for j in jobs}
-            beside = f" and {len(names) - 1} other jobs" if len(names) > 1 else ""
-            raise BudgetExceededError(
-                f"host_budget {self._host.budget_bytes} is too small for {job.spec.name}{beside}: {need}, "
-                f"{self._tile_bytes} of optimizer buffers; raise host_budget to at least {host_budget_for(others)}, "
-                "place less on the host, or use more nodes"
-            )
-
     async def _settle_at_home(self, groups: Sequence[Group], until: float) -> None:
         """Gives every slab placed in the host tier its place there; the bytes come when they are first needed."""
         async for slab in in_slices(slab for group in groups for slab in group.slabs):
@@ -427,28 +304,6 @@ class Registry:
                 region = await self._residents.room_for(slab, until=until)
                 slab.copy = HostCopy(region, step=None, at_home=True)
                 slab.copy.idle.set()
-
-
-def _host_need(jobs: Sequence[Job]) -> HostNeed:
-    leased = [nbytes for job in jobs for nbytes in _largest_units(job)]
-    return HostNeed(
-        home_bytes=sum(job.tally.home_bytes for job in jobs),
-        gradient_bytes=sum(job.tally.gradient_bytes for job in jobs if job.spec.local_ranks),
-        units=len(leased),
-        units_bytes=sum(leased),
-    )
-
-
-def _largest_units(job: Job) -> list[int]:
-    """Bytes of the largest parts of units that the ranks of a job can have leased at once, of those that only pass
-    through the host tier."""
-    ranks = job.spec.local_ranks
-    count = _UNITS_OF_A_RANK_ALONE if ranks == 1 else _UNITS_OF_A_RANK * ranks
-    return job.tally.passing[-count:] if count else []
-
-
-def _has_copies(job: Job) -> bool:
-    return job.tally.copies > 0
 
 
 def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec]) -> None:
@@ -470,18 +325,6 @@ def _fits(stored: JobSpec, wanted: JobSpec) -> bool:
 
 def _is_backed(job: JobSpec, slab: SlabSpec) -> bool:
     return slab.placement is TierName.NVME or job.durability.every_steps == 1
-
-
-def _nvme_need(job: Job) -> int:
-    """Bytes of NVMe that the slabs of a job will need besides the versions they have: for the committed version and the
-    pending one, with ranks on other nodes for the one before, which they may not have passed yet; and for the last
-    snapshot and the one under way."""
-    settling = 1 if job.spec.local_ranks < job.spec.world_size else 0
-    snapshots = 2 if job.spec.durability.every_steps > 1 else 0
-    return sum(
-        max(0, (2 + settling if backed else 0) + snapshots - count) * nbytes
-        for (backed, count), nbytes in job.tally.by_versions.items()
-    )
 
 
 def _new_group(job: Job, spec: GroupSpec) -> Group:

@@ -16,9 +16,9 @@ from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.leases import Lease
 from paramserver.sessions.sessions import Sessions
+from storage.admission import Limit
 from storage.engine import Engine
 from storage.errors import BudgetExceededError
-from storage.registry import Limit
 from storage.shard import Kind
 from storage.tiers.base import round_up
 from storage.versions import Job

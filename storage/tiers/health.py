@@ -64,8 +64,9 @@ class DeviceWatch:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            # Before the wait, which a second cancellation may end: the client may go while its deadline is answered.
             task.add_done_callback(functools.partial(_end, give_back))
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             raise
         if task.done():
             return task.result()

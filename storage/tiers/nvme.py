@@ -26,6 +26,7 @@ from storage.tiers.extents import Extent, overlapping, without
 from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import IoRequest, Priority
 from storage.tracing import Activity, Tracer
+from storage.waiting import wait_out
 
 log = logging.getLogger(__name__)
 
@@ -444,10 +445,12 @@ async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:
     try:
         await asyncio.shield(asyncio.gather(*pending))
     except BaseException:
-        await asyncio.wait(pending)
-        for task in pending:
-            if not task.cancelled():
-                task.exception()
+        try:
+            await wait_out(pending)
+        finally:
+            for task in pending:
+                if not task.cancelled():
+                    task.exception()
         raise
 
 

@@ -26,6 +26,7 @@ from storage.errors import DataLossError
 from storage.threads import begin_work
 from storage.tiers.base import BusyClock
 from storage.tiers.io_engine import IoLoad, IoRequest, Priority
+from storage.waiting import wait_out
 
 ArgumentT = TypeVar("ArgumentT")
 
@@ -219,9 +220,10 @@ class _Lane:
                     self._drop_rest(batch)
                     if batch.left == 0:
                         self._report(batch)
-            if not batch.done.done():
-                await asyncio.wait([batch.done])
-            batch.done.exception()
+            try:
+                await wait_out([batch.done])
+            finally:
+                batch.done.exception()
             raise
 
     def began(self) -> list[float]:

@@ -20,6 +20,7 @@ from paramserver.config import DaemonConfig
 from paramserver.server import longest_wait_seconds
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from paramserver.v1.channel import channel_to
 from storage.shard import Kind, TierName
 from tests.integration.daemon import CHANNEL_OPTIONS, MIB, Daemon, tiers
 from tests.integration.store_client import Clients, Rank, group_to_wire, job_fields, refused
@@ -140,7 +141,7 @@ def test_no_deadline_of_a_client_is_shorter_than_what_the_daemon_may_wait(config
 def test_a_daemon_that_stops_says_so_and_not_that_something_is_broken(tmp_path: Path) -> None:
     with (
         Daemon(tmp_path / "state") as daemon,
-        grpc.insecure_channel(daemon.address, options=CHANNEL_OPTIONS) as channel,
+        channel_to(daemon.address, options=CHANNEL_OPTIONS) as channel,
     ):
         hello: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         # A stream that is open and has not said hello yet when the daemon is told to stop.

@@ -8,11 +8,11 @@ the next call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -29,17 +29,15 @@ from trainer_client.link.journal import (
     Put,
     Slab,
     Value,
-    Vote,
     apply,
     apply_request,
     publish,
 )
+from trainer_client.link.lasting import Commit, Lasting, Provisional
 from trainer_client.link.planes import LeasedBytes, Plane, check
 from trainer_client.recorder import Cause, Link, Recorder
 
 __all__ = ["GroupUpdate", "RankStore", "Slab", "Value"]
-
-T = TypeVar("T")
 
 
 class RankStore:
@@ -204,7 +202,7 @@ class RankStore:
             return Pending(future, partial(finish, at), waited, partial(_return_granted, at))
 
         # A version is the same bytes in every daemon that has it.
-        return _Lasting(self._attachments, ask)
+        return Lasting(self._attachments, ask)
 
     def acquire_write(self, slabs: Iterable[Slab], step: int) -> Pending[list[LeasedBytes]]:
         """Write leases, all or none, in the order of the slabs; the bytes will belong to `step`."""
@@ -225,7 +223,7 @@ class RankStore:
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
             return Pending(_acquire(at, wants), partial(finish, at), waited, partial(_return_granted, at))
 
-        return _Lasting(self._attachments, ask)
+        return Lasting(self._attachments, ask)
 
     @contextmanager
     def holding(self, pending: Pending[list[LeasedBytes]]) -> Iterator[list[LeasedBytes]]:
@@ -263,7 +261,7 @@ class RankStore:
                 [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, next_use=next_use) for leased in own]
             )
 
-        return _Lasting(self._attachments, give_back)
+        return Lasting(self._attachments, give_back)
 
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
         """Returns write leases and stages their bytes as the version of their step."""
@@ -360,7 +358,7 @@ class RankStore:
         # Leases may be of a daemon that was lost just now; the ids of another one's mean something else.
         are_own = all(at.owns(update.gradient) for update in updates)
         sent = Pending(self._hand_overs.submit(send), lambda _: None, waited) if are_own else None
-        return _Provisional(self._attachments, at, sent)
+        return Provisional(self._attachments, at, sent)
 
     def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
         """Undoes updates that `start_apply_gradients` has begun and whose end was waited for; their gradients are this
@@ -380,7 +378,7 @@ class RankStore:
             at = self._attachments.current
             vote = self._attachments.journal.begin_vote(at, step, client_state, settled_step)
         vote.call.add_done_callback(partial(self._note_commit, step))
-        return _Commit(self._attachments, vote, self._recorder)
+        return Commit(self._attachments, vote, self._recorder)
 
     def _note_commit(self, step: int, call: Any) -> None:
         """On a thread of gRPC: what was kept for a commit that is there is forgotten at once."""
@@ -398,92 +396,6 @@ class RankStore:
         `read_counters`."""
         at = self._attachments.current
         return at.begin(at.stub.CollectSpans, pb.CollectSpansRequest(ends=ends))
-
-
-class _Lasting(Pending[T]):
-    """A call that is made again with the next daemon where one is lost before its result was taken."""
-
-    def __init__(self, attachments: Attachments, ask: Callable[[Attachment], Pending[T]]) -> None:
-        self.waited_seconds = 0.0
-        self._attachments = attachments
-        self._ask = ask
-        self.attachment, self._pending = self._begin()
-
-    def wait(self) -> T:
-        """Raises StoreError."""
-        while True:
-            at = self.attachment
-            try:
-                if at is self._attachments.current:
-                    result = self._pending.wait()
-                    self.waited_seconds = self._pending.waited_seconds
-                    return result
-            except StoreError as error:
-                self._attachments.outlive(at, error)
-            self.attachment, self._pending = self._begin()
-
-    def forgo(self) -> None:
-        """As Pending.forgo. What a daemon granted that is gone is gone with it."""
-        self._pending.forgo()
-
-    def on_response(self, act: Callable[[Any], None]) -> None:
-        self._pending.on_response(act)
-
-    def _begin(self) -> tuple[Attachment, Pending[T]]:
-        return self._attachments.surviving(lambda at: (at, self._ask(at)))
-
-
-class _Provisional(Pending[bool]):
-    """An update that can be withdrawn, of one attachment. It is granted nothing."""
-
-    def __init__(self, attachments: Attachments, at: Attachment, sent: Pending[None] | None) -> None:
-        """`sent` None: it was not sent at all."""
-        self.waited_seconds = 0.0
-        self._attachments = attachments
-        self._at = at
-        self._sent = sent
-
-    def forgo(self) -> None:
-        """Do nothing."""
-
-    def wait(self) -> bool:
-        """Raises StoreError."""
-        if self._sent is None:
-            return False
-        if self._at is self._attachments.current:
-            try:
-                self._sent.wait()
-            except StoreError as error:
-                self._attachments.outlive(self._at, error)
-        return self._at is self._attachments.current
-
-
-class _Commit(Pending[None]):
-    """A vote, which the journal brings to the next daemon where one is lost. It is granted nothing."""
-
-    def __init__(self, attachments: Attachments, vote: Vote, recorder: Recorder) -> None:
-        self.waited_seconds = 0.0
-        self._attachments = attachments
-        self._vote = vote
-        self._recorder = recorder
-
-    def forgo(self) -> None:
-        """Do nothing."""
-
-    def wait(self) -> None:
-        """Raises StoreError."""
-        with self._attachments.changed:
-            at, call = self._vote.attachment, self._vote.call
-        try:
-            Pending(call, lambda _: None, self._note_wait).wait()
-        except StoreError as error:
-            # The thread that attaches again has waited for the commit, too.
-            self._attachments.outlive(at, error)
-        with self._attachments.changed:
-            self._attachments.journal.settle(self._vote.step)
-
-    def _note_wait(self, _: Any, began: float, ended: float) -> None:
-        self._recorder.stalled(Cause.COMMIT, f"step {self._vote.step}", began, ended)
 
 
 def _acquire(at: Attachment, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> Future[Any]:

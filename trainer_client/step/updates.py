@@ -213,7 +213,8 @@ class Updates:
         if early is None or not early.accepted.wait():
             gradient.early = None
             return None
-        if not early.is_as(self._describe(gradient, early.update.gradient, rule), rule.rows_of(early.update)):
+        update = self._describe(gradient, early.update.gradient, rule)
+        if not early.is_as(update, rule.rows_of(update)):
             gradient.begin_change()
             return None
         return early

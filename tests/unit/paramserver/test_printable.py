@@ -16,6 +16,7 @@ from paramserver.admin import printers
 from paramserver.logs import configure_logging
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1.channel import NO_PROXY
 from paramserver.v1.printable import printable
 from tests.hostile_names import EVERY, SURROGATE
 from trainer_client.link.channel import translate
@@ -116,7 +117,7 @@ def refusing() -> Iterator[grpc.Channel]:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("hostile", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=NO_PROXY) as channel:
         yield channel
     server.stop(None)
 

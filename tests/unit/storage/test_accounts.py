@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from storage.accounts import Holder, TierAccount
+from storage.admission import Limit
 from storage.engine import Engine
 from storage.errors import BudgetExceededError, ConflictError, NotFoundError
-from storage.registry import Limit
 from storage.shard import Kind, TierName
 from storage.slab import HostCopy
 from storage.tiers.base import round_up

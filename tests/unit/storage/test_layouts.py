@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from storage import failpoints
+from storage.admission import Limit
 from storage.engine import Engine
 from storage.errors import (
     BudgetExceededError,
@@ -23,7 +24,6 @@ from storage.errors import (
 )
 from storage.failpoints import Failpoint
 from storage.reader import StepReader
-from storage.registry import Limit
 from storage.shard import DType, GroupSpec, JobSpec, Kind, Shard, TierName
 from storage.versions import Job
 from tests.unit.storage.builders import MIB, Fault, Layout, Training, opened

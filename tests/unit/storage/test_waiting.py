@@ -1,0 +1,49 @@
+"""Waiting out what cannot be taken back: one cancellation does not end it, nor do two; nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from storage.waiting import wait_out
+from tests.unit.storage.builders import opened
+
+
+async def test_it_ends_when_all_is_done_however_often_it_is_cancelled() -> None:
+    futures = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    waiting = asyncio.ensure_future(wait_out(futures))
+    for future in futures:
+        for _ in range(3):
+            await asyncio.sleep(0)
+            waiting.cancel()
+        assert not waiting.done()
+        future.set_result(None)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await wait_out(futures)
+
+
+async def test_a_result_that_comes_after_two_cancellations_is_given_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        go_on = asyncio.Event()
+        given_back: list[str] = []
+
+        async def work() -> str:
+            try:
+                await go_on.wait()
+            except asyncio.CancelledError:
+                # As an operation that cannot be taken back any more, it goes on to its end.
+                await go_on.wait()
+            return "result"
+
+        watched = asyncio.ensure_future(engine.nvme.watch.unless_stuck(work(), give_back=given_back.append))
+        for _ in range(2):
+            await asyncio.sleep(0.01)
+            watched.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watched
+        go_on.set()
+        await asyncio.sleep(0.01)
+        assert given_back == ["result"]
