@@ -51,7 +51,8 @@ class HostNeed:
     home_bytes: int
     gradient_bytes: int
     units: int
-    units_bytes: int  # of all of them: of the largest that there are
+    # The bytes of so many units, the largest that there are.
+    units_bytes: int
 
     @property
     def total(self) -> int:
@@ -97,7 +98,7 @@ class Admission:
 
     def reserve_for_reader(self, job: Job) -> None:
         """Makes sure that a step of the job can be kept beside those to come. Raises BudgetExceededError otherwise."""
-        # Of a job that nobody trains, only what is in host memory needs new room.
+        # A job without ranks writes no further steps, so only what is in host memory needs new room.
         tally = job.tally
         alone = sum(slab.paged_bytes for slab in tally.unsaved)
         self._nvme.reserve(self._nvme_need() + (tally.paged_bytes if job.spec.local_ranks else alone))

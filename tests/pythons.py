@@ -91,8 +91,8 @@ def find(executables: Iterable[str]) -> list[Python]:
 
 def make(targets: list[str], python: Python) -> int:
     """Run make with an interpreter, in an environment of its own; its exit status."""
-    # What the caller gave the calling make as variables is in the environment, too. Its flags would name a job server
-    # that is closed to this process.
+    # Variables of the calling make come with the environment. Its flags are left out, because they name a job server
+    # to which this process has no open descriptor.
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     command = ["make", *targets, f"VENV=build/pythons/{python.name}", f"PYTHON={python.executable}"]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

@@ -161,7 +161,8 @@ class ParamserverSection(Section):
     """
 
     # Each node has a daemon of its own, and may have several. Whether there is an address at all is compared: see
-    # `TrainingConfig.daemon_values`. Credentials belong to the address; what is in their files is nobody else's.
+    # `TrainingConfig.daemon_values`. Credentials belong to the address, and what is in
+    # their files must not leave the rank.
     address: Annotated[str | None, Agreement.NONE] = None
     token_file: Annotated[Path | None, Agreement.NONE] = None
     tls: Annotated[TlsSection, Agreement.NONE] = TlsSection()

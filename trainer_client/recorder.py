@@ -91,7 +91,8 @@ class StepSums:
     link_seconds: dict[Link, float] = field(default_factory=lambda: defaultdict(float))
     # By phase, without the waits in them.
     gather_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    restarts: int = 0  # of the store daemon
+    # How often the store daemon was restarted.
+    restarts: int = 0
 
 
 class Recorder:

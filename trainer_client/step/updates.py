@@ -80,7 +80,8 @@ class Updates:
         self._store = store
         self._collectives = collectives
         self._updated: list[PlacedStates] = []
-        self._accepted: list[EarlyUpdate] = []  # of the step that `apply` has made: the commit consumes their leases
+        # Early updates that are part of the step which `apply` has made. The commit consumes their leases.
+        self._accepted: list[EarlyUpdate] = []
         self._foreseen: tuple[int, UpdateRule] | None = None
 
     def foresee(self, step: int, rule: UpdateRule | None) -> None:
