@@ -94,29 +94,29 @@ matrix: venv ## Train at every stage, placement, precision, schedule and world s
 	$(BIN)/python -m pytest tests/integration/test_matrix.py --whole-matrix
 
 bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates benchmarks/RESULTS.md (needs fio)
-	$(BIN)/python -m benchmarks.storage --results
+	$(BIN)/python -m benchmarks.storage.tiers --results
 
 bench-commits: N ?= 10000
 bench-commits: venv ## See what grows over N commits (N=10000); updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.commits --commits $(N) --results
+	$(BIN)/python -m benchmarks.storage.commits --commits $(N) --results
 
 bench-dataplane: venv ## Measure leases and streams against echo, memcpy and TCP; updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.dataplane --json --results
+	$(BIN)/python -m benchmarks.dataplane.transfers --json --results
 
 # DeepSpeed has an environment of its own, build/deepspeed: the first run sets it up (a download of some 100 MB, and
 # minutes of C++). Without it: make bench-step DEEPSPEED=
 DEEPSPEED ?= build/deepspeed
 bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (DEEPSPEED=: without); updates RESULTS.md
-	$(BIN)/python -m benchmarks.step --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
+	$(BIN)/python -m benchmarks.training.step --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
 
 bench-scale: venv ## Measure steps of 50 M to 1.3 B parameters on NVMe (60 GB of disk); updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.scale --results
+	$(BIN)/python -m benchmarks.training.scale --results
 
 bench-moe: venv ## Measure how often prefetching hits, for predictable and unpredictable models; updates RESULTS.md
-	$(BIN)/python -m benchmarks.prefetching --results
+	$(BIN)/python -m benchmarks.training.prefetching --results
 
 bench-small: venv ## Measure 20,000 and 200,000 small tensors, and the daemon's event loop; updates benchmarks/RESULTS.md
-	$(BIN)/python -m benchmarks.small_tensors --results
+	$(BIN)/python -m benchmarks.dataplane.small_tensors --results
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \

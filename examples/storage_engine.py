@@ -13,10 +13,10 @@ import uvloop
 
 from storage.config import EngineConfig
 from storage.engine import Engine
-from storage.interpreter import tune_interpreter
 from storage.reader import StepReader
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.transform import Tile
+from storage.tune_interpreter import tune_interpreter
 from storage.versions import Job
 
 NUMEL = 1 << 20

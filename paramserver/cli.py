@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from paramserver import __version__
-from paramserver.config import ConfigError, load_config
+from paramserver.config import load_config
+from paramserver.errors import ConfigError
 from paramserver.security import cli as security_cli
 
 app = typer.Typer(
@@ -98,11 +99,11 @@ def serve(
     # torch and grpc take a second to import: not for --help or a bad configuration.
     import uvloop  # noqa: PLC0415
 
-    from paramserver.logs import configure_logging  # noqa: PLC0415
+    from paramserver.contract.malloc_settings import keep_chunk_buffers  # noqa: PLC0415
+    from paramserver.process.logs import configure_logging  # noqa: PLC0415
     from paramserver.server import serve as serve_until_stopped  # noqa: PLC0415
-    from paramserver.v1.buffers import keep_chunk_buffers  # noqa: PLC0415
     from storage.errors import StorageError  # noqa: PLC0415
-    from storage.interpreter import tune_interpreter  # noqa: PLC0415
+    from storage.tune_interpreter import tune_interpreter  # noqa: PLC0415
 
     tune_interpreter()
     keep_chunk_buffers()

@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from paramserver.contract.chunks import MAX_CHUNK_BYTES
+from paramserver.contract.sockets import check_path
+from paramserver.errors import ConfigError
 from paramserver.security.quotas import QuotasSection
-from paramserver.transfers import MIN_BUDGET_BYTES
-from paramserver.v1.chunks import MAX_CHUNK_BYTES
-from paramserver.v1.sockets import check_path
 
-
-class ConfigError(Exception):
-    """The configuration is wrong; the message names the key, the value and what is allowed."""
+# Half of the budget holds the first small chunks of some hundred transfers, and the other half whole chunks.
+_MIN_TRANSFER_BUDGET_BYTES = 4 << 20
 
 
 class DaemonConfig(BaseModel):
@@ -114,7 +113,7 @@ class DaemonConfig(BaseModel):
 
     stream_budget: ByteSize = Field(
         default=ByteSize(64 << 20),
-        ge=MIN_BUDGET_BYTES,
+        ge=_MIN_TRANSFER_BUDGET_BYTES,
         description="most bytes of chunks that are on their way to and from clients at once",
     )
     stream_window: ByteSize = Field(

@@ -1,4 +1,4 @@
-"""What can go wrong in the daemon itself, beside what storage/errors.py names; status.py has the status of each."""
+"""What can go wrong in the daemon itself, beside what storage/errors.py names; rpc/status.py has the status of each."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ class LateError(StorageError):
 
 class StartError(StorageError):
     """The daemon cannot start on this machine as it is configured; the message says what to change."""
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message names the key, the value and what is allowed."""
+
+
+class TransferStalledError(StorageError):
+    """A client neither takes nor gives the bytes that it asked to move."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paramserver.contract import update_rules
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import update_rules
 from storage.shard import Kind, Shard
 from storage.transform import Tile
 

@@ -15,30 +15,31 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from paramserver import __version__, numa
-from paramserver.arena_door import ArenaDoor, clear_socket
-from paramserver.config import ConfigError, DaemonConfig, is_loopback
-from paramserver.descriptors import connections_of_a_listener, raise_limit
-from paramserver.errors import StartError
-from paramserver.handlers import CheckingServer
-from paramserver.loop_watch import LoopWatch, StallLog
-from paramserver.parameter_store import ParameterStore
+from paramserver import __version__
+from paramserver.config import DaemonConfig, is_loopback
+from paramserver.contract.sockets import grpc_target
+from paramserver.dataplane.arena_socket import ArenaDoor, clear_socket
+from paramserver.dataplane.chunk_budget import Transfers
+from paramserver.dataplane.read_write import Streams
+from paramserver.errors import ConfigError, StartError
+from paramserver.process import numa
+from paramserver.process.descriptors import connections_of_a_listener, raise_limit
+from paramserver.process.loop_watch import LoopWatch, StallLog
+from paramserver.rpc.checked_server import CheckingServer
+from paramserver.rpc.reflection import Reflection
 from paramserver.security.gate import Gate
 from paramserver.security.quotas import Quotas
-from paramserver.security.reflection import Reflection
 from paramserver.security.tls import CertificateFiles, server_credentials
 from paramserver.security.tokens import TokenFile
+from paramserver.services.parameter_store import ParameterStore
+from paramserver.services.store_admin import StoreAdmin
+from paramserver.services.tracing import Traces
 from paramserver.sessions.notices import describe_waits
 from paramserver.sessions.seats import SeatLimits
 from paramserver.sessions.service import SessionService
 from paramserver.sessions.sessions import SessionLimits, Sessions
-from paramserver.store_admin import StoreAdmin
-from paramserver.streams import Streams
-from paramserver.tracing import Traces
-from paramserver.transfers import Transfers
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
-from paramserver.v1.sockets import grpc_target
 from storage.config import EngineConfig
 from storage.engine import Engine
 

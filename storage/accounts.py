@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from storage.loose import LooseRanges
-from storage.placement import Residents
+from storage.host_cache import HostCache
 from storage.reader import StepReader
+from storage.scratch import ScratchRanges
 from storage.shard import TierName
 from storage.slab import Slab
 from storage.tiers.arena import ArenaRange
@@ -44,7 +44,7 @@ class Holder(enum.StrEnum):
     """Extents that were found damaged, and are never used again."""
 
     UNDER_WAY = "under way"
-    """Fetches, updates and puts. Falls to 0 whenever nothing is under way; what stays was leaked."""
+    """DemandReads, updates and puts. Falls to 0 whenever nothing is under way; what stays was leaked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,8 @@ class TierAccount:
 
 def host_account(
     host: HostTier,
-    residents: Residents,
-    loose: LooseRanges,
+    host_cache: HostCache,
+    scratch: ScratchRanges,
     *,
     fixed_bytes: int,
     slabs: Iterable[Slab],
@@ -80,8 +80,8 @@ def host_account(
     holders: dict[ArenaRange, Holder] = dict.fromkeys(leased, Holder.LEASES)
     for ranges, holder in (
         (quarantined, Holder.QUARANTINE),
-        (residents.pinned_ranges, Holder.UNDER_WAY),
-        (loose.ranges, Holder.UNDER_WAY),
+        (host_cache.pinned_ranges, Holder.UNDER_WAY),
+        (scratch.ranges, Holder.UNDER_WAY),
         ((slab.copy.region for slab in slabs if slab.copy is not None and slab.copy.is_of_use), Holder.JOBS),
     ):
         for range_ in ranges:

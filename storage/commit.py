@@ -15,7 +15,7 @@ from storage.catalog.records import CommitRecord, StoredVersion
 from storage.copy_writes import CopyClaim, CopyWrites
 from storage.errors import DataLossError, NotFoundError
 from storage.failpoints import Failpoint, reach
-from storage.placement import Residents
+from storage.host_cache import HostCache
 from storage.slab import Slab
 from storage.slices import in_slices
 from storage.tiers.nvme import NvmeRegion, NvmeTier
@@ -36,13 +36,13 @@ class Committer:
     def __init__(
         self,
         nvme: NvmeTier,
-        residents: Residents,
+        host_cache: HostCache,
         copies: CopyWrites,
         catalog: Catalog,
         in_catalog_thread: InCatalogThread,
     ) -> None:
         self._nvme = nvme
-        self._residents = residents
+        self._host_cache = host_cache
         self._copies = copies
         self._catalog = catalog
         self._in_catalog_thread = in_catalog_thread
@@ -185,7 +185,7 @@ class Committer:
         if slab.copy is not None and slab.copy.at_home:
             slab.copy.step = None
         else:
-            self._residents.detach(slab)
+            self._host_cache.detach(slab)
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
         for slab, (version, region) in (await _unrecorded(job, record.step)).items():

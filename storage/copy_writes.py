@@ -7,7 +7,7 @@ written once for all who claim it. Must never leave a claim behind, because the 
 from __future__ import annotations
 
 from storage.errors import DataLossError
-from storage.placement import Residents
+from storage.host_cache import HostCache
 from storage.slab import CopyWrite, Slab
 from storage.tiers.host import HostTier
 from storage.tiers.nvme import NvmeRegion, NvmeTier
@@ -40,10 +40,10 @@ class CopyClaim:
 class CopyWrites:
     """Writes claimed copies."""
 
-    def __init__(self, host: HostTier, nvme: NvmeTier, residents: Residents) -> None:
+    def __init__(self, host: HostTier, nvme: NvmeTier, host_cache: HostCache) -> None:
         self._host = host
         self._nvme = nvme
-        self._residents = residents
+        self._host_cache = host_cache
 
     async def write(self, claim: CopyClaim) -> NvmeRegion:
         """Write a claimed slab's copy to NVMe, unless another claimant has done so already.
@@ -69,7 +69,7 @@ class CopyWrites:
         copy = slab.current_copy
         if copy is None or slab.latest != version:
             raise _discarded(slab, version)
-        self._residents.pin(copy)
+        self._host_cache.pin(copy)
         try:
             async with self._nvme.new_version(slab.nbytes, slab.label(version)) as region:
                 await self._nvme.write_from(region, 0, self._host.view(copy.region))
@@ -77,7 +77,7 @@ class CopyWrites:
                     raise _discarded(slab, version)
                 slab.add_version(version, region)
         finally:
-            self._residents.unpin(slab, copy, copy.next_use)
+            self._host_cache.unpin(slab, copy, copy.next_use)
 
 
 def _discarded(slab: Slab, version: int) -> DataLossError:

@@ -26,19 +26,19 @@ from storage.catalog.records import BadExtent
 from storage.commit import Committer
 from storage.config import EngineConfig
 from storage.copy_writes import CopyWrites
+from storage.demand_reads import DemandReads
 from storage.directories import CATALOG, LOCK, open_nvme
 from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, StorageError
 from storage.failpoints import Failpoint, reach
-from storage.fetches import Fetches
-from storage.loose import LooseRanges
-from storage.placement import Residents
+from storage.host_cache import HostCache
+from storage.job_registry import JobRegistry
+from storage.pending_steps import PendingSteps
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
-from storage.registry import Registry
+from storage.scratch import ScratchRanges
 from storage.scrub import Scrubber
 from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
-from storage.steps import Steps
 from storage.threads import begin_work
 from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.extents import Extent
@@ -72,24 +72,24 @@ class Engine:
         self.config = config
         self.host = host
         self.nvme = nvme
-        self.residents = Residents(host)
-        self.queue = PrefetchQueue(host, nvme, self.residents, config.prefetch_bytes)
-        self._fetches = Fetches(host, nvme, self.residents, self.queue)
+        self.host_cache = HostCache(host)
+        self.queue = PrefetchQueue(host, nvme, self.host_cache, config.prefetch_bytes)
+        self._demand_reads = DemandReads(host, nvme, self.host_cache, self.queue)
         self._lock_fd = lock_fd
         self._catalog = catalog
         self._catalog_thread = ThreadPoolExecutor(1, "catalog")
         tiles = TilePool(host)
         self._fixed_bytes = host.arena.header_bytes + tiles.nbytes
         self.reader = RangeReader(host, nvme, tiles)
-        self._registry = Registry(host, nvme, self.residents, tiles.nbytes)
+        self._job_registry = JobRegistry(host, nvme, self.host_cache, tiles.nbytes)
         self._compute = ThreadPoolExecutor(
             config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
         )
-        transformer = Transformer(host, nvme, self.residents, tiles, self._compute)
-        copies = CopyWrites(host, nvme, self.residents)
-        self._committer = Committer(nvme, self.residents, copies, catalog, self._in_catalog_thread)
-        self._steps = Steps(host, nvme, self.residents, transformer, self._committer)
-        self.loose = LooseRanges(host)
+        transformer = Transformer(host, nvme, self.host_cache, tiles, self._compute)
+        copies = CopyWrites(host, nvme, self.host_cache)
+        self._committer = Committer(nvme, self.host_cache, copies, catalog, self._in_catalog_thread)
+        self._pending_steps = PendingSteps(host, nvme, self.host_cache, transformer, self._committer)
+        self.scratch = ScratchRanges(host)
         nvme.on_damage = self._on_damage
         self._notes: set[asyncio.Task[None]] = set()
         self.scrubber = Scrubber(nvme, self._versions, config.scrub_bytes_per_second)
@@ -137,14 +137,14 @@ class Engine:
             )
             undo.push_async_callback(host.close)
             engine = cls(config, lock_fd, catalog, host, nvme)
-            engine._registry.restore(stored)
+            engine._job_registry.restore(stored)
             undo.pop_all()
         return engine
 
     async def close(self) -> None:
         """Finishes what must be finished, abandons the pending steps, and lets go of everything."""
         await self.scrubber.close()
-        for job in list(self._registry):
+        for job in list(self._job_registry):
             try:
                 await self._quiesce(job)
             except StorageError as error:
@@ -167,7 +167,7 @@ class Engine:
         return self.host.arena
 
     def _on_damage(self, error: DamagedBlockError, extents: Sequence[Extent]) -> None:
-        error.fqns = self._registry.fqns_at(error.label, error.offset, error.nbytes)
+        error.fqns = self._job_registry.fqns_at(error.label, error.offset, error.nbytes)
         if extents:
             found = [BadExtent(extent=extent, reason=str(error), found_at=time.time()) for extent in extents]
             noted = asyncio.ensure_future(self._in_catalog_thread(lambda: self._catalog.add_bad_extents(found)))
@@ -180,7 +180,7 @@ class Engine:
             log.error("blocks that were found damaged may be used again after a restart: %s", error)
 
     def _versions(self) -> Iterator[NvmeRegion]:
-        return (region for job in self._registry for slab in job.slabs() for region in slab.versions.values())
+        return (region for job in self._job_registry for slab in job.slabs() for region in slab.versions.values())
 
     def accounts(
         self, *, leased: Iterable[ArenaRange] = (), quarantined: Iterable[ArenaRange] = ()
@@ -191,28 +191,28 @@ class Engine:
             leased: ranges that sessions have leased.
             quarantined: ranges that processes of ended sessions may still write to.
         """
-        slabs = [slab for job in self._registry for slab in job.slabs()]
+        slabs = [slab for job in self._job_registry for slab in job.slabs()]
         host = host_account(
             self.host,
-            self.residents,
-            self.loose,
+            self.host_cache,
+            self.scratch,
             fixed_bytes=self._fixed_bytes,
             slabs=slabs,
             leased=leased,
             quarantined=quarantined,
         )
-        return [host, nvme_account(self.nvme, slabs, self._registry.admission.readers)]
+        return [host, nvme_account(self.nvme, slabs, self._job_registry.admission.readers)]
 
     # --- jobs
 
     @property
     def jobs(self) -> Mapping[str, Job]:
         """All jobs, by name, in their newest committed layouts."""
-        return self._registry.jobs
+        return self._job_registry.jobs
 
     def job(self, name: str) -> Job:
         """Raises NotFoundError for a job that is not here."""
-        return self._registry.job(name)
+        return self._job_registry.job(name)
 
     def layouts(self, name: str) -> list[Job]:
         """The job in each of its layouts, oldest first: those that the newest committed one has replaced and that are
@@ -221,7 +221,7 @@ class Engine:
         Raises:
             NotFoundError: there is no such job.
         """
-        return self._registry.layouts(name)
+        return self._job_registry.layouts(name)
 
     async def open_job(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
         """The job, created in memory if it has no committed step. Abandons the step that an earlier run left behind.
@@ -234,12 +234,12 @@ class Engine:
             NotFoundError: it has none and `must_exist` is true.
             ConflictError: it was stored with another layout, world size or durability, or is being deleted.
         """
-        known = self._registry.find(spec, may_exist=may_exist, must_exist=must_exist)
+        known = self._job_registry.find(spec, may_exist=may_exist, must_exist=must_exist)
         if known is not None:
             await self.nvme.watch.unless_stuck(self._quiesce_all(known))
             if known.newest is None:
-                await self._registry.discard(known)
-        return self._registry.attach(spec)
+                await self._job_registry.discard(known)
+        return self._job_registry.attach(spec)
 
     async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
         """The job in another layout, `spec.layout`, without groups or bytes: its first commit, of step `first_step`,
@@ -251,7 +251,7 @@ class Engine:
             ConflictError: the job has a layout of that name, was deleted, or is being deleted.
         """
         await self.nvme.watch.unless_stuck(self._quiesce_all(job))
-        return await self._registry.lay_out(job, spec, first_step)
+        return await self._job_registry.lay_out(job, spec, first_step)
 
     async def delete_job(self, name: str) -> None:
         """Forgets a job in all its layouts, and frees all that it has.
@@ -261,15 +261,15 @@ class Engine:
             ConflictError: it is being deleted already.
             DeviceStuckError: a device does not answer; the job stays.
         """
-        with self._registry.deleting(name) as job:
+        with self._job_registry.deleting(name) as job:
             await self.nvme.watch.unless_stuck(self._quiesce_all(job))
-            await self._delete(self._registry.layouts(name))
+            await self._delete(self._job_registry.layouts(name))
 
     async def _delete(self, jobs: Sequence[Job]) -> None:
         if stored := [job.spec.identity for job in jobs if job.durable]:
             await self._in_catalog_thread(lambda: self._catalog.delete_jobs(stored))
         for job in jobs:
-            await self._registry.discard(job)
+            await self._job_registry.discard(job)
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit] = ()) -> None:
         """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.
@@ -279,7 +279,7 @@ class Engine:
             ConflictError: the job has other groups, or a placement changed that cannot be changed.
             BudgetExceededError: a budget or one of the limits is too small; nothing new is registered then.
         """
-        moved = await self._registry.register(job, specs, limits)
+        moved = await self._job_registry.register(job, specs, limits)
         if moved and job.durable:
             await self._in_catalog_thread(lambda: self._catalog.set_placements(moved))
 
@@ -288,15 +288,15 @@ class Engine:
         holds nothing unique is given back."""
         await self.abandon_pending(job)
         if job.begins_layout:
-            await self._registry.discard(job)
+            await self._job_registry.discard(job)
         else:
-            await self._registry.detach(job)
+            await self._job_registry.detach(job)
 
     async def _quiesce_all(self, job: Job) -> None:
         """As `_quiesce`; what was being filled to replace the job is discarded."""
         if (filling := job.unfinished_successor) is not None:
             await self.abandon_pending(filling)
-            await self._registry.discard(filling)
+            await self._job_registry.discard(filling)
         await self._quiesce(job)
 
     async def _quiesce(self, job: Job) -> None:
@@ -322,7 +322,7 @@ class Engine:
         slab = job.slab(group, kind)
         if job.newest is None:
             raise ConflictError(f"{slab.key} cannot be read yet: commit the initial values as step 0 first")
-        return Pin(slab, await self._fetches.fetch(job, slab, position, as_of))
+        return Pin(slab, await self._demand_reads.fetch(job, slab, position, as_of))
 
     def prefetch(self, owner: str, job: Job, wants: Iterable[tuple[str, Kind, float]]) -> None:
         """Replaces the prefetch window of `owner`: (group, kind, trace position) of what it will need soon.
@@ -343,7 +343,7 @@ class Engine:
 
     def unpin(self, pin: Pin, next_use: float = NEVER) -> None:
         """Gives a pin back; `next_use` is the trace position at which the slab is needed again."""
-        self.residents.unpin(pin.slab, pin.copy, next_use)
+        self.host_cache.unpin(pin.slab, pin.copy, next_use)
 
     async def stage(self, job: Job, group: str, kind: Kind) -> Pin:
         """Room in the arena for the bytes of a slab at its job's first step, to be filled, then published or unpinned.
@@ -355,7 +355,7 @@ class Engine:
         slab = job.slab(group, kind)
         job.open_pending(job.first_step).check_open()
         if slab.copy is None:
-            region = await self.residents.room_for(slab)
+            region = await self.host_cache.room_for(slab)
             if slab.copy is not None:
                 self.host.free(region)
                 raise ConflictError(f"{slab.key} is being written by another lease")
@@ -366,7 +366,7 @@ class Engine:
         slab.copy.step = None
         if not slab.backed:
             slab.latest = None
-        self.residents.pin(slab.copy)
+        self.host_cache.pin(slab.copy)
         return Pin(slab, slab.copy)
 
     async def publish(self, pin: Pin) -> None:
@@ -382,7 +382,7 @@ class Engine:
     async def _publish(self, pin: Pin) -> None:
         slab = pin.slab
         try:
-            job = self._registry.holder(slab.key)
+            job = self._job_registry.holder(slab.key)
             step = job.first_step
             pending = job.open_pending(step)
             async with AsyncExitStack() as filling:
@@ -399,7 +399,7 @@ class Engine:
             slab.latest = step
             pin.copy.step = step
         finally:
-            self.residents.unpin(slab, pin.copy)
+            self.host_cache.unpin(slab, pin.copy)
 
     async def allocate_put(self, job: Job, step: int, group: str, kind: Kind) -> ArenaRange:
         """Room for the bytes that `put` will give a slab at a step after the first, until then or until it is freed.
@@ -409,8 +409,8 @@ class Engine:
             BudgetExceededError: what others hold left no room for it before the deadline.
         """
         slab = job.slab(group, kind)
-        self._steps.check_put(job, step, slab)
-        return await self.loose.allocate(job.spec.name, slab.nbytes)
+        self._pending_steps.check_put(job, step, slab)
+        return await self.scratch.allocate(job.spec.name, slab.nbytes)
 
     async def put(self, job: Job, step: int, group: str, kind: Kind, staged: ArenaRange) -> None:
         """Makes staged bytes the slab's version of the pending step, which keeps the committed one; consumes the range.
@@ -427,9 +427,9 @@ class Engine:
         """
         try:
             slab = job.slab(group, kind)
-            write = self._steps.put(job, step, slab, staged)
+            write = self._pending_steps.put(job, step, slab, staged)
         except StorageError:
-            self.loose.free(staged)
+            self.scratch.free(staged)
             raise
         write.add_done_callback(lambda done: self._end_put(staged, done))
         if slab.backed:
@@ -437,9 +437,9 @@ class Engine:
 
     def _end_put(self, staged: ArenaRange, write: asyncio.Task[None]) -> None:
         if write.cancelled() or write.exception() is not None:
-            self.loose.free(staged)
+            self.scratch.free(staged)
         else:
-            self.loose.let_go(staged)
+            self.scratch.let_go(staged)
 
     async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
         """Room for the gradient of a group, until it is consumed by `update` or freed.
@@ -453,14 +453,14 @@ class Engine:
             raise ConflictError(
                 f"group {group!r} of job {job.spec.name!r} is frozen: it was registered without a gradient"
             )
-        return await self.loose.allocate(job.spec.name, spec.slab_bytes(Kind.GRAD), from_top=True)
+        return await self.scratch.allocate(job.spec.name, spec.slab_bytes(Kind.GRAD), from_top=True)
 
     def abandon_stage(self, pin: Pin) -> ArenaRange:
         """Takes a slab's staged bytes away from it, as if they had never been.
 
         A process may still write to the range: the caller gives it to `HostTier.free` when none does any more.
         """
-        return self.residents.surrender(pin.slab, pin.copy)
+        return self.host_cache.surrender(pin.slab, pin.copy)
 
     async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
         """A range of the arena, on account of a job, that `fill` has filled (see StepReader.fill), until it is freed.
@@ -470,14 +470,14 @@ class Engine:
             DeviceStuckError: a device does not answer.
             StorageError: what `fill` raises.
         """
-        return await self.nvme.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.loose.free)
+        return await self.nvme.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.scratch.free)
 
     async def _load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
-        region = await self.loose.allocate(job.spec.name, nbytes)
+        region = await self.scratch.allocate(job.spec.name, nbytes)
         try:
             await fill(self.host.view(region))
         except BaseException:
-            self.loose.free(region)
+            self.scratch.free(region)
             raise
         return region
 
@@ -503,10 +503,10 @@ class Engine:
         if wanted is None:
             raise ConflictError(f"job {job.spec.name!r} has no committed step to read yet")
         self._committer.check_retained(job, wanted)
-        self._registry.admission.reserve_for_reader(job)
+        self._job_registry.admission.reserve_for_reader(job)
         reader = StepReader(job, job.retained[wanted], self.reader, self.nvme)
         # From here on all that is held for the reader is the reader's, and goes with it.
-        self._registry.admission.readers.add(reader)
+        self._job_registry.admission.readers.add(reader)
         try:
             await self._committer.hold(job, wanted, reader.regions)
         except BaseException:
@@ -518,7 +518,7 @@ class Engine:
 
     def check_update(self, job: Job, step: int, group: str) -> None:
         """Raises ConflictError unless `update` would take this group in this step now."""
-        self._steps.check_update(job, step, group)
+        self._pending_steps.check_update(job, step, group)
 
     def update(
         self,
@@ -543,7 +543,7 @@ class Engine:
         Raises:
             ConflictError: see `check_update`.
         """
-        update = self._steps.update(job, step, group, gradient, kernel, position)
+        update = self._pending_steps.update(job, step, group, gradient, kernel, position)
         if not keeps_gradient:
             self.free_gradient(gradient, update)
         return update
@@ -551,7 +551,7 @@ class Engine:
     def free_gradient(self, gradient: ArenaRange, update: asyncio.Task[None]) -> None:
         """Frees a gradient as soon as its update is done with it."""
         # Not at its end: one that is cancelled before it begins never gets there.
-        update.add_done_callback(lambda _: self.loose.free(gradient))
+        update.add_done_callback(lambda _: self.scratch.free(gradient))
 
     async def withdraw(self, job: Job, step: int, group: str) -> None:
         """Undoes the update of a group in the pending step, if there is one: the group is as the last committed step
@@ -561,7 +561,7 @@ class Engine:
             ConflictError: it is not the pending step, or is being committed.
             DeviceStuckError: a device does not answer; it is undone when it does.
         """
-        await self.nvme.watch.unless_stuck(self._steps.withdraw(job, step, group))
+        await self.nvme.watch.unless_stuck(self._pending_steps.withdraw(job, step, group))
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Waits for what the step writes and makes it the newest committed one; returns whether it is durable already.
@@ -579,8 +579,8 @@ class Engine:
         return await self.nvme.watch.unless_stuck(self._commit(job, step, client_states, settled))
 
     async def _commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
-        durable = await self._steps.commit(job, step, client_states, settled)
-        self._registry.succeed(job)
+        durable = await self._pending_steps.commit(job, step, client_states, settled)
+        self._job_registry.succeed(job)
         if job.older and job.settled >= job.first_step:
             try:
                 await self._delete(list(job.older))
@@ -598,11 +598,11 @@ class Engine:
             DeviceStuckError: a device does not answer; the job goes back when it does.
         """
         self._committer.check_retained(job, step)
-        await self.nvme.watch.unless_stuck(self._steps.roll_back(job, step))
+        await self.nvme.watch.unless_stuck(self._pending_steps.roll_back(job, step))
 
     async def abandon_pending(self, job: Job) -> None:
         """Stops the writes of an unfinished step and discards what they wrote. A commit under way is waited for."""
-        await self._steps.abandon(job)
+        await self._pending_steps.abandon(job)
 
     async def _in_catalog_thread(self, work: Callable[[], ResultT]) -> ResultT:
         # Not cancellable: a transaction that has begun must be known to have ended.

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from storage.fair_queue import FairQueue, Share
-from storage.placement import Residents
+from storage.host_cache import HostCache
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
@@ -52,10 +52,10 @@ class Fetched:
 class PrefetchQueue:
     """One queue for the whole store."""
 
-    def __init__(self, host: HostTier, nvme: NvmeTier, residents: Residents, in_flight_bytes: int) -> None:
+    def __init__(self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, in_flight_bytes: int) -> None:
         self._host = host
         self._nvme = nvme
-        self._residents = residents
+        self._host_cache = host_cache
         self._in_flight_budget = in_flight_bytes
         self._in_flight = 0
         # What a job weighs against others.
@@ -69,7 +69,7 @@ class PrefetchQueue:
 
     @property
     def depth(self) -> int:
-        """Fetches waiting or under way."""
+        """DemandReads waiting or under way."""
         return len(self._fetches)
 
     def fetched(self, job: str) -> Fetched:
@@ -86,7 +86,7 @@ class PrefetchQueue:
         """
         if copy := slab.current_copy:
             self._host.counters.hits += 1
-            self._residents.pin(copy)
+            self._host_cache.pin(copy)
             return copy
         self._host.counters.misses += 1
         fetch = self._fetches.get(slab) or self._add(slab, position)
@@ -99,7 +99,7 @@ class PrefetchQueue:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._residents.unpin(slab, waiter.result())
+                self._host_cache.unpin(slab, waiter.result())
             elif waiter in fetch.waiters:
                 fetch.waiters.remove(waiter)
                 self._drop_if_unwanted(fetch)
@@ -121,7 +121,7 @@ class PrefetchQueue:
         for slab, position in before.items():
             # Unless a lease that was returned since has named another use.
             if slab not in window and slab.copy is not None and slab.copy.next_use == position:
-                self._residents.set_next_use(slab, NEVER)
+                self._host_cache.set_next_use(slab, NEVER)
         for fetch in list(self._fetches.values()):
             if owner in fetch.owners and fetch.slab not in window:
                 fetch.owners.discard(owner)
@@ -129,7 +129,7 @@ class PrefetchQueue:
         for slab, position in window.items():
             if (write := later.get(slab)) is not None:
                 # The update works on the copy that is here, if there is one: it must not be displaced meanwhile.
-                self._residents.set_next_use(slab, position)
+                self._host_cache.set_next_use(slab, position)
                 write.add_done_callback(partial(self._want_written, owner, window, slab))
             else:
                 self._want(owner, slab, position)
@@ -138,7 +138,7 @@ class PrefetchQueue:
     def _want(self, owner: str, slab: Slab, position: float) -> None:
         """Queues a slab of a window, unless it is here."""
         if slab.current_copy:
-            self._residents.set_next_use(slab, position)
+            self._host_cache.set_next_use(slab, position)
             return
         fetch = self._fetches.get(slab) or self._add(slab, position)
         fetch.owners.add(owner)
@@ -219,9 +219,9 @@ class PrefetchQueue:
             del self._fetches[slab]
             for waiter in fetch.waiters:
                 if not waiter.done():
-                    self._residents.pin(copy)
+                    self._host_cache.pin(copy)
                     waiter.set_result(copy)
-            self._residents.unpin(slab, copy, fetch.position if fetch.owners else NEVER)
+            self._host_cache.unpin(slab, copy, fetch.position if fetch.owners else NEVER)
         finally:
             self._in_flight -= nbytes
             self._pump()
@@ -237,19 +237,19 @@ class PrefetchQueue:
             # Its bytes were discarded by a roll-back: read the older ones into the same place.
             if region is not None:
                 self._host.free(region)
-            self._residents.pin(copy)
+            self._host_cache.pin(copy)
         else:
             if region is None:
-                region = await self._residents.room_for(slab)
+                region = await self._host_cache.room_for(slab)
             copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
-            self._residents.pin(copy)
+            self._host_cache.pin(copy)
             slab.copy = copy
         try:
             while copy.step is None or copy.step != slab.latest:
                 if slab.copy is not copy and (newer := slab.current_copy):
                     # A put has brought another copy meanwhile.
-                    self._residents.pin(newer)
-                    self._residents.unpin(slab, copy)
+                    self._host_cache.pin(newer)
+                    self._host_cache.unpin(slab, copy)
                     return newer
                 latest = slab.latest
                 await self._read(slab, latest, self._host.view(copy.region), fetch.priority)
@@ -257,7 +257,7 @@ class PrefetchQueue:
                 if latest is None:
                     break
         except BaseException:
-            self._residents.unpin(slab, copy)
+            self._host_cache.unpin(slab, copy)
             raise
         self._host.counters.promotions += 1
         return copy

@@ -19,8 +19,9 @@ from functools import partial
 import torch
 
 from storage.errors import BudgetExceededError, DamagedBlockError
+from storage.host_cache import HostCache
 from storage.integrity import BLOCK_BYTES
-from storage.placement import Residents
+from storage.position_lock import PositionLock
 from storage.shard import MAX_OPTIMIZER_STATES, Kind
 from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
@@ -28,7 +29,6 @@ from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import NvmeRegion, NvmeTier, Transfer, settle
-from storage.turns import Turns
 
 # Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
 TILE_QUANTUM = BLOCK_BYTES // 2
@@ -135,14 +135,14 @@ class Transformer:
     """Runs kernels over groups: of those that wait, the next tile is of the one that is needed first. Tiles overlap."""
 
     def __init__(
-        self, host: HostTier, nvme: NvmeTier, residents: Residents, tiles: TilePool, executor: Executor
+        self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, tiles: TilePool, executor: Executor
     ) -> None:
         self._host = host
         self._nvme = nvme
-        self._residents = residents
+        self._host_cache = host_cache
         self._tiles = tiles
         self._executor = executor
-        self._turns = Turns()
+        self._position_lock = PositionLock()
         self._scratch = _Scratch()
 
     async def run(
@@ -171,7 +171,7 @@ class Transformer:
             streams: list[_Stream] = []
             tasks: list[asyncio.Task[None]] = []
             try:
-                async with self._turns.at(position) as give_way:
+                async with self._position_lock.at(position) as give_way:
                     streams = [await self._open_stream(slab, step, reads, position, undo) for slab in group.slabs]
                     for start in range(0, group.spec.numel, self._tiles.elements):
                         await give_way(partial(self._lend, streams, tasks))
@@ -193,7 +193,7 @@ class Transformer:
         stream = _Stream(slab=slab, reads=reads, copy=copy, source=None, target=None)
         is_newest = copy is not None and copy.step == slab.latest
         if copy is not None:
-            self._residents.pin(copy)
+            self._host_cache.pin(copy)
             copy.step = None
             undo.callback(self._drop_copy, stream)
         if not is_newest:
@@ -210,7 +210,7 @@ class Transformer:
             await asyncio.wait(tasks)
         for stream in streams:
             if stream.copy is not None and not stream.copy.at_home:
-                self._residents.lend(stream.slab, stream.copy)
+                self._host_cache.lend(stream.slab, stream.copy)
                 stream.lent = True
 
     def _take_back(self, streams: Sequence[_Stream]) -> None:
@@ -219,7 +219,7 @@ class Transformer:
             if stream.lent:
                 stream.lent = False
                 if stream.copy is not None and stream.slab.copy is stream.copy:
-                    self._residents.pin(stream.copy)
+                    self._host_cache.pin(stream.copy)
                 else:
                     stream.copy, stream.source = None, _source(stream)
 
@@ -227,7 +227,7 @@ class Transformer:
         """Drop the half-written copy of an update that failed. A finished stream has no copy left to drop."""
         self._take_back([stream])
         if stream.copy is not None:
-            self._residents.unpin(stream.slab, stream.copy)
+            self._host_cache.unpin(stream.slab, stream.copy)
 
     def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
         """The slab's copy, or a new one where there is room that nobody needs sooner: what stays in host memory is not
@@ -296,10 +296,10 @@ class Transformer:
         if stream.copy is not None:
             stream.copy.step = step
             copy, stream.copy = stream.copy, None
-            self._residents.unpin(slab, copy, copy.next_use)
+            self._host_cache.unpin(slab, copy, copy.next_use)
         elif slab.copy is not None:
             # Read by others while the update ran; what they hold is the old version.
-            self._residents.detach(slab)
+            self._host_cache.detach(slab)
 
 
 def _source(stream: _Stream) -> NvmeRegion | None:

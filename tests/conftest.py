@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 import uvloop
 
-from paramserver.loop_watch import LoopWatch
+from paramserver.process.loop_watch import LoopWatch
 
 T = TypeVar("T")
 

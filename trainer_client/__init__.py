@@ -9,7 +9,6 @@ check_own_packages()
 
 from trainer_client import utils, zero
 from trainer_client.access import StateShard
-from trainer_client.data import TrainingLoader
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
@@ -39,15 +38,16 @@ from trainer_client.errors import (
     UnauthenticatedError,
 )
 from trainer_client.initialization import initialize
-from trainer_client.link.credentials import Credentials
 from trainer_client.optimizers.lion import Lion
 from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.report.step_report import StepReport
-from trainer_client.store.client import StoreClient, StoreReader, StoreWriter
-from trainer_client.store.client_sync import StoreClientSync
-from trainer_client.store.reader import StoreReaderSync
-from trainer_client.store.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
-from trainer_client.store.writer import StoreWriterSync
+from trainer_client.run.data_loader import TrainingLoader
+from trainer_client.store_client.client import StoreClient, StoreReader, StoreWriter
+from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.store_client.reader import StoreReaderSync
+from trainer_client.store_client.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store_client.writer import StoreWriterSync
+from trainer_client.transport.credentials import Credentials
 
 __all__ = [
     "ClientStateError",

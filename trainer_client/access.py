@@ -22,9 +22,9 @@ from trainer_client.model.layout import ShardRange
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.states import GroupStates
 from trainer_client.model.units import Unit
-from trainer_client.precision import LossScaler
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.gradients import Gradients
+from trainer_client.step.precision import LossScaler
 
 ParameterKey: TypeAlias = nn.Parameter | str
 """A parameter, or its FQN (any of them if it is tied)."""

@@ -17,26 +17,26 @@ import torch
 from torch import nn
 
 from trainer_client.access import ParameterKey, StateAccess, StateShard, own
-from trainer_client.commits import Commits
-from trainer_client.config import BatchSizes
-from trainer_client.data import TrainingLoader
+from trainer_client.config.training_config import BatchSizes
 from trainer_client.errors import CollectiveError, NonFiniteGradientError, PhaseError, TrainerClientError
-from trainer_client.link.attachments import Restart
-from trainer_client.link.rank_store import RankStore
 from trainer_client.model.gather import Gather
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates, placement_bytes
 from trainer_client.optimizers.optimizer import StoreOptimizer
-from trainer_client.precision import LossScaler
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import StepReport
-from trainer_client.run_state import Progress, RunState, Scheduler
+from trainer_client.run.commits import Commits
+from trainer_client.run.data_loader import TrainingLoader
+from trainer_client.run.run_state import Progress, RunState, Scheduler
 from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.phases import Phase
+from trainer_client.step.precision import LossScaler
 from trainer_client.step.training_step import TrainingStep
+from trainer_client.transport.attachments import Restart
+from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
 

@@ -20,39 +20,39 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from trainer_client.access import StateAccess
-from trainer_client.commits import Commits
-from trainer_client.config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
-from trainer_client.config_section import Agreement
-from trainer_client.data import TrainingLoader, make_loader
+from trainer_client.config.section import Agreement
+from trainer_client.config.training_config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
-from trainer_client.job import Job
-from trainer_client.link.attachments import Survival
-from trainer_client.link.channel import wait_until_serving
-from trainer_client.link.credentials import NO_CREDENTIALS
-from trainer_client.link.rank_store import RankStore
-from trainer_client.local_daemon import LocalDaemon, local_address
 from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
-from trainer_client.precision import LossScaler, PrecisionPolicy
 from trainer_client.ranks.agreement import Declaration, require_agreement
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import Part
 from trainer_client.report.step_trace import StepTrace
-from trainer_client.run_state import RunState, Scheduler
+from trainer_client.run.commits import Commits
+from trainer_client.run.data_loader import TrainingLoader, make_loader
+from trainer_client.run.job import Job
+from trainer_client.run.local_daemon import LocalDaemon, local_address
+from trainer_client.run.run_state import RunState, Scheduler
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
+from trainer_client.step.precision import LossScaler, PrecisionPolicy
 from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Residency
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import Clipping, TrainingStep
 from trainer_client.step.updates import Updates
+from trainer_client.transport.attachments import Survival
+from trainer_client.transport.channel import wait_until_serving
+from trainer_client.transport.credentials import NO_CREDENTIALS
+from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def initialize(
             parameters to one; None: the config's.
         model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
         training_data: a dataset, for the data loader that is returned. One that has a length is loaded in an order that
-            the number of ranks does not change, and its cursor is in every commit: see `trainer_client.data`.
+            the number of ranks does not change, and its cursor is in every commit: see run/data_loader.py.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
         distributed_port: of the rendezvous, where the environment has no MASTER_PORT.
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: as needed.

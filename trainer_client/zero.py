@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from trainer_client.access import owner_of
-from trainer_client.config import load_config
+from trainer_client.config.training_config import load_config
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.initial.deferred_init import Recorder

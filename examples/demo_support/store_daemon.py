@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo_support.errors import DemoError, log_tail
-from paramserver.v1.channel import channel_to
+from paramserver.contract.channel import channel_to
 
 SERVICE = "paramserver.v1.ParameterStore"
 START_SECONDS = 60.0

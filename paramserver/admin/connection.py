@@ -14,9 +14,9 @@ import grpc
 import typer
 
 from paramserver.config import is_loopback
-from paramserver.v1.channel import TlsFiles, channel_to, is_socket
-from paramserver.v1.printable import printable
-from paramserver.v1.sockets import with_real_paths
+from paramserver.contract.channel import TlsFiles, channel_to, is_socket
+from paramserver.contract.printable import printable
+from paramserver.contract.sockets import with_real_paths
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"

@@ -19,9 +19,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from paramserver.contract.printable import printable
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from paramserver.v1.printable import printable
 
 
 def print_json(message: Message) -> None:

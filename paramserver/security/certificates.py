@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from paramserver.config import ConfigError
+from paramserver.errors import ConfigError
 from paramserver.security.files import replace_file
 
 AUTHORITY_DAYS = 3650

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from paramserver.config import ConfigError
+from paramserver.errors import ConfigError
 
 DEFAULT_HOSTS = ["localhost", "127.0.0.1", "::1"]
 

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
+from paramserver.contract.printable import printable
 from paramserver.security.principals import ANYONE, Principal, Role
 from paramserver.security.tokens import TokenFile
-from paramserver.v1.printable import printable
 
 log = logging.getLogger(__name__)
 

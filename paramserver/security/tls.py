@@ -15,7 +15,7 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from paramserver.config import ConfigError
+from paramserver.errors import ConfigError
 from paramserver.security.files import Fingerprint, fingerprint
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from paramserver.background import repeat
-from paramserver.config import ConfigError
+from paramserver.errors import ConfigError
+from paramserver.process.background import repeat
 from paramserver.security.files import fingerprint, replace_file
 from paramserver.security.principals import Principal, Role
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc.aio
 
-from paramserver import wire
-from paramserver.background import repeat
 from paramserver.errors import UnavailableError
+from paramserver.process.background import repeat
+from paramserver.rpc import convert
 from paramserver.security.gate import Caller, Gate, RefusedError, certificate_name, check_owner
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.notices import Notice, NoticeBoard
@@ -102,7 +102,7 @@ class SessionService:
     def _attach(self, hello: pb.SessionRequest.Hello, visitor: Visitor, stream: _Stream) -> Session:
         if self._stopping:
             raise UnavailableError("the store daemon is shutting down; connect again when it has been started anew")
-        client = wire.name(hello.client, "hello.client")
+        client = convert.name(hello.client, "hello.client")
         if not hello.session_id:
             return self._sessions.open(client, visitor, stream)
         session = self._sessions.get(hello.session_id)

@@ -442,7 +442,7 @@ class Sessions:
         if lease.update is not None:
             self._engine.free_gradient(lease.region, lease.update)
         elif lease.pin is None:
-            self._engine.loose.free(lease.region)
+            self._engine.scratch.free(lease.region)
         else:
             self._engine.unpin(lease.pin, next_use)
 
@@ -478,7 +478,7 @@ class Sessions:
     def _abandon(self, lease: Lease) -> ArenaRange:
         lease.void = True
         if lease.pin is None:
-            return self._engine.loose.let_go(lease.region)
+            return self._engine.scratch.let_go(lease.region)
         return self._engine.abandon_stage(lease.pin)
 
     # --- readers

@@ -33,8 +33,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.faults.fuzz_calls import METHODS, Call, Ending, what_is_wrong
 from tests.faults.fuzz_life import Life, Sent
-from tests.integration.daemon import MIB, Daemon, admin_of
-from tests.integration.store_client import Rank
+from tests.integration.support.daemon import MIB, Daemon, admin_of
+from tests.integration.support.store_client import Rank
 from tests.unit.storage.builders import Layout
 
 CLIENTS = 6

@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from paramserver.contract.channel import NO_PROXY, target_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from paramserver.v1.channel import NO_PROXY, target_of
 from storage.shard import TierName
 from tests.faults.fuzz_calls import DEADLINE_SECONDS, METHODS, WAITING, Call, Ending, send
 from tests.faults.fuzz_requests import Known, Requests, encoded
-from tests.integration.daemon import CHANNEL_OPTIONS
+from tests.integration.support.daemon import CHANNEL_OPTIONS
 from tests.unit.storage.builders import Layout
 
 STORE = "/paramserver.v1.ParameterStore/"

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from tests.integration.store_client import group_to_wire, job_fields
+from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import GRAD_SCALE, Layout
 
 EDGES = (0, 1, 2, 15, 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)

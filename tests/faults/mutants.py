@@ -11,9 +11,9 @@ import sys
 from collections.abc import AsyncIterator, Callable
 
 from storage import syscalls
-from storage.loose import LooseRanges
-from storage.placement import Residents
+from storage.host_cache import HostCache
 from storage.reader import StepReader
+from storage.scratch import ScratchRanges
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.nvme import NvmeRegion, NvmeTier
@@ -51,26 +51,26 @@ def _forget_new_versions() -> None:
 
 def _forget_pins() -> None:
     """A copy stays pinned, now and then."""
-    unpin, calls = Residents.unpin, itertools.count(1)
+    unpin, calls = HostCache.unpin, itertools.count(1)
 
-    def forgetful(self: Residents, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
+    def forgetful(self: HostCache, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
         if next(calls) % EVERY:
             unpin(self, slab, copy, next_use)
 
-    Residents.unpin = forgetful  # type: ignore[method-assign]
+    HostCache.unpin = forgetful  # type: ignore[method-assign]
 
 
 def _forget_ranges() -> None:
     """The range of a gradient, or of bytes to put, leaves its job's account and is not freed, now and then."""
-    free, calls = LooseRanges.free, itertools.count(1)
+    free, calls = ScratchRanges.free, itertools.count(1)
 
-    def forgetful(self: LooseRanges, region: ArenaRange) -> None:
+    def forgetful(self: ScratchRanges, region: ArenaRange) -> None:
         if next(calls) % EVERY:
             free(self, region)
         else:
             self.let_go(region)
 
-    LooseRanges.free = forgetful  # type: ignore[method-assign]
+    ScratchRanges.free = forgetful  # type: ignore[method-assign]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {

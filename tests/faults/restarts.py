@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.integration.daemon import Daemon
-from tests.integration.outliving import differences, make_plan, outlive
-from tests.integration.outliving_run import Plan
-from tests.integration.ranks import Launch
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.outliving import differences, make_plan, outlive
+from tests.integration.support.outliving_run import Plan
+from tests.integration.support.ranks import Launch
 
 RANKS = 2
 KILLS_OF_ROUND = 10

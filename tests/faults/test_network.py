@@ -21,11 +21,11 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from tests.faults.network import CLEAR, Link, Proxy, Weather, why_no_link
 from tests.faults.remote_rank import RemoteRank
-from tests.integration.daemon import Daemon, admin_of
-from tests.integration.store_client import Rank
+from tests.integration.support.daemon import Daemon, admin_of
+from tests.integration.support.store_client import Rank
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import StoreError, StoreTimeoutError, StoreUnavailableError
-from trainer_client.link.channel import open_channel, wait_until_serving
+from trainer_client.transport.channel import open_channel, wait_until_serving
 
 HEARTBEAT_TIMEOUT_SECONDS = 8.0
 GRACE_SECONDS = 2.0

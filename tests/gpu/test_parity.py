@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.training import Run, assert_bit_equal, store_config, train_through_store
+from tests.integration.support.training import Run, assert_bit_equal, store_config, train_through_store
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramserver.v1 import update_rules
-from paramserver.wire import KIND_TO_WIRE
+from paramserver.contract import update_rules
+from paramserver.rpc.convert import KIND_TO_WIRE
 from tests.optimizer_cases import CASES
 
 pytestmark = [

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from tests.integration.daemon import Daemon, admin_of
-from tests.integration.store_client import Clients
+from tests.integration.support.daemon import Daemon, admin_of
+from tests.integration.support.store_client import Clients
 
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
 GRACE_SECONDS = 0.5
@@ -31,7 +31,7 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def model_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a daemon in which the runs of tests/integration/model_runs.py are jobs."""
+    """The address of a daemon in which the runs of tests/integration/support/model_runs.py are jobs."""
     config = {"host_budget": "96MiB", "nvme_budget": "1GiB"}
     with Daemon(tmp_path_factory.mktemp("models") / "state", config) as daemon:
         yield daemon.address

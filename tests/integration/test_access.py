@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import AdamW
 
 import trainer_client
-from tests.integration.ranks import run_ranks
-from tests.integration.training import Run, build_model, micro_batches, store_config
+from tests.integration.support.ranks import run_ranks
+from tests.integration.support.training import Run, build_model, micro_batches, store_config
 from trainer_client import zero
 from trainer_client.errors import ReleasedParameterError
 
@@ -168,4 +168,4 @@ def test_misuse_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_two_ranks_see_and_change_one_state(tmp_path: Path) -> None:
-    run_ranks("tests.integration.access_ranks", 2, tmp_path)
+    run_ranks("tests.integration.support.access_ranks", 2, tmp_path)

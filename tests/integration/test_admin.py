@@ -12,12 +12,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import CliRunner
 
 from paramserver.admin.cli import app
+from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from paramserver.v1.channel import channel_to
 from storage.shard import DType, Kind, TierName
-from tests.integration.daemon import MIB, SERVICE, Daemon, admin_of, tiers
-from tests.integration.store_client import Clients, Rank, refused
+from tests.integration.support.daemon import MIB, SERVICE, Daemon, admin_of, tiers
+from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode

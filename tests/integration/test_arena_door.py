@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.daemon import Daemon, run_serve, tiers
-from tests.integration.forked import ROOT
-from tests.integration.ranks import free_port
+from tests.integration.support.daemon import Daemon, run_serve, tiers
+from tests.integration.support.forked import ROOT
+from tests.integration.support.ranks import free_port
 
 IS_ROOT = os.geteuid() == 0
 NOBODY = 65534
@@ -31,7 +31,7 @@ with socket.socket(socket.AF_UNIX) as door:
 PLANE = """
 import sys
 from contextlib import closing
-from trainer_client.link.rank_store import RankStore
+from trainer_client.transport.rank_store import RankStore
 with closing(RankStore(sys.argv[1], "in another container")) as store:
     print(store.plane.name)
 """

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import trainer_client
-from tests.integration.daemon import Daemon
-from tests.integration.failing import WIDTH, inputs
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.failing import WIDTH, inputs
 
 STEPS = 3
 

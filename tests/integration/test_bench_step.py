@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scale, scale_plot
-from benchmarks.bandwidth import REQUEST_BYTES, StepProbe
-from benchmarks.contestant_process import Block, Entry
-from benchmarks.heat import Standing
-from benchmarks.measure import BenchmarkError, Threads
-from benchmarks.processes import Memory, Use
-from benchmarks.step_result import summaries
-from benchmarks.step_task import TrainingTask
+from benchmarks.common.measure import BenchmarkError, Threads
+from benchmarks.common.processes import Memory, Use
+from benchmarks.training import scale, scale_plot
+from benchmarks.training.bandwidth import REQUEST_BYTES, StepProbe
+from benchmarks.training.contestant_process import Block, Entry
+from benchmarks.training.heat import Standing
+from benchmarks.training.result import summaries
+from benchmarks.training.task import TrainingTask
 
 ROOT = Path(__file__).parents[2]
 TASK = TrainingTask(layers=1, hidden=64, vocab=512, batch=1, tokens=10)
@@ -41,7 +41,7 @@ def run(module: str, directory: Path, *options: str) -> dict[str, Any]:
 
 
 def test_a_heat_states_what_each_contestant_took_and_cost(tmp_path: Path) -> None:
-    result = run("step", tmp_path, "--heat", "nvme", "--clip", "0.5")
+    result = run("training.step", tmp_path, "--heat", "nvme", "--clip", "0.5")
     assert set(result) == {"machine", "provenance", "parameters", "heats", "targets"}
     assert result["parameters"]["clip"] == 0.5
     plain, nvme = (result["heats"]["nvme"][name] for name in ("plain", "nvme"))

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import dataplane, fio, report
-from benchmarks.commits import FIGURES, SAMPLES
-from benchmarks.measure import Sample
-from benchmarks.measure import report as compare
-from benchmarks.storage import QUICK
+from benchmarks.common import report
+from benchmarks.common.measure import Sample
+from benchmarks.common.measure import report as compare
+from benchmarks.dataplane import transfers
+from benchmarks.storage import fio
+from benchmarks.storage.commits import FIGURES, SAMPLES
+from benchmarks.storage.tiers import QUICK
 
 ROOT = Path(__file__).parents[2]
 SLAB_BYTES = sum(QUICK.tier.slabs)
@@ -48,7 +50,7 @@ def assert_says_where_it_was_measured(result: dict[str, Any]) -> None:
 def test_every_case_moves_the_bytes_that_it_states(tmp_path: Path, with_fio: bool) -> None:
     if with_fio and shutil.which("fio") is None:
         pytest.skip("fio is not installed")
-    result, messages = run("storage", tmp_path, None if with_fio else str(tmp_path))
+    result, messages = run("storage.tiers", tmp_path, None if with_fio else str(tmp_path))
     assert_says_where_it_was_measured(result)
     assert (result["fio_version"] is not None) is with_fio
     assert (fio.HOW_TO_INSTALL in " ".join(messages.split())) is not with_fio
@@ -77,7 +79,7 @@ def test_every_case_moves_the_bytes_that_it_states(tmp_path: Path, with_fio: boo
 
 
 def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
-    result, _ = run("commits", tmp_path)
+    result, _ = run("storage.commits", tmp_path)
     assert_says_where_it_was_measured(result)
     assert [sample["commits"] for sample in result["samples"]] == [2 * (i + 1) for i in range(SAMPLES)]
     assert set(result["growth"]) == set(FIGURES)
@@ -89,14 +91,14 @@ def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
 
 
 def test_the_data_plane_is_measured_on_one_node_and_against_tcp_and_beside_a_crowd() -> None:
-    result, _ = run("dataplane", None)
+    result, _ = run("dataplane.transfers", None)
     assert_says_where_it_was_measured(result)
-    local, sizes = result["local"], dataplane.QUICK["local"]
+    local, sizes = result["local"], transfers.QUICK["local"]
     for by_size in local["lease_latency"].values():
         assert [*by_size] == [str(mib) for mib in sizes["shard_mib"]]
         assert all(case["ratio"] > 0 for case in by_size.values())
     assert local["same_node"]["ratio"] > 0
-    remote, sizes = result["remote"], dataplane.QUICK["remote"]
+    remote, sizes = result["remote"], transfers.QUICK["remote"]
     for name in ("read", "write"):
         assert remote[name]["ours"]["bytes"] == remote[name]["tcp"]["bytes"] == [sizes["size_bytes"]]
         assert remote[name]["ratio"] > 0

@@ -11,11 +11,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paramserver import wire
+from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import TierName
-from tests.integration.daemon import MIB, Daemon, tiers
-from tests.integration.store_client import Clients, Rank, refused
+from tests.integration.support.daemon import MIB, Daemon, tiers
+from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
@@ -76,7 +76,7 @@ def test_a_lease_that_others_leave_no_room_for_is_refused_in_time_and_granted_on
         leased = tiers(daemon.address)[0].leased_bytes
         wants = [
             pb.AcquireLeasesRequest.Want(
-                slab=pb.SlabName(group=group, kind=wire.KIND_TO_WIRE[kind]), mode=pb.LEASE_MODE_READ
+                slab=pb.SlabName(group=group, kind=convert.KIND_TO_WIRE[kind]), mode=pb.LEASE_MODE_READ
             )
             for group, kind in (slabs[0], slabs[len(leases)])
         ]

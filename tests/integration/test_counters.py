@@ -7,7 +7,7 @@ import time
 import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from tests.integration.store_client import Clients, Rank, refused
+from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.crash_run import Plan
-from tests.integration.ranks import END_SECONDS, Launch
-from tests.integration.training import store_config
+from tests.integration.support.crash_run import Plan
+from tests.integration.support.ranks import END_SECONDS, Launch
+from tests.integration.support.training import store_config
 
 STEPS = 12
 KILLED_AT = 5
@@ -32,7 +32,7 @@ def launched(plan: Plan) -> Iterator[Launch]:
     directory.mkdir(parents=True, exist_ok=True)
     plan_file = directory / "plan.json"
     plan_file.write_text(json.dumps(asdict(plan)))
-    with Launch("tests.integration.crash_run", WORLD_SIZE, (plan_file,), directory) as launch:
+    with Launch("tests.integration.support.crash_run", WORLD_SIZE, (plan_file,), directory) as launch:
         yield launch
 
 

@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from tests.integration.daemon import Daemon, admin_of, run_serve
-from tests.integration.store_client import Rank
+from tests.integration.support.daemon import Daemon, admin_of, run_serve
+from tests.integration.support.store_client import Rank
 from tests.unit.storage.builders import Layout
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind
-from tests.integration import stream_client
-from tests.integration.daemon import MIB, Daemon, Overhead, stated_overhead
-from tests.integration.store_client import Clients, Rank
+from tests.integration.support import stream_client
+from tests.integration.support.daemon import MIB, Daemon, Overhead, stated_overhead
+from tests.integration.support.store_client import Clients, Rank
 from tests.unit.storage.builders import Layout
 
 KIB = 1 << 10

@@ -17,20 +17,20 @@ import grpc
 import pytest
 
 from paramserver.config import DaemonConfig
+from paramserver.contract.channel import channel_to
 from paramserver.server import longest_wait_seconds
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from paramserver.v1.channel import channel_to
 from storage.shard import Kind, TierName
-from tests.integration.daemon import CHANNEL_OPTIONS, MIB, Daemon, tiers
-from tests.integration.store_client import Clients, Rank, group_to_wire, job_fields, refused
-from tests.integration.waiting import wait_until
+from tests.integration.support.daemon import CHANNEL_OPTIONS, MIB, Daemon, tiers
+from tests.integration.support.store_client import Clients, Rank, group_to_wire, job_fields, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import StoreBudgetError, StoreUnavailableError
-from trainer_client.link import deadlines
-from trainer_client.link.channel import translate
-from trainer_client.link.rank_store import RankStore
-from trainer_client.store.connection import Call
+from trainer_client.store_client.connection import Call
+from trainer_client.transport import deadlines
+from trainer_client.transport.channel import translate
+from trainer_client.transport.rank_store import RankStore
 
 CODE = grpc.StatusCode
 ADMISSION_SECONDS = 3.0

@@ -14,9 +14,9 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
-from tests.integration.daemon import Daemon, tiers
-from tests.integration.store_client import Clients, refused
-from tests.integration.waiting import wait_until
+from tests.integration.support.daemon import Daemon, tiers
+from tests.integration.support.store_client import Clients, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 # More than the host tier has room for.

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.daemon import Daemon
-from tests.integration.diverging import TIMEOUT_SECONDS, TOKENS, Chooser
-from tests.integration.ranks import run_ranks
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.diverging import TIMEOUT_SECONDS, TOKENS, Chooser
+from tests.integration.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank reports, by scene."""
     directory = tmp_path_factory.mktemp("diverging")
     with Daemon(directory / "state", {"host_budget": "32MiB"}) as daemon:
-        run_ranks("tests.integration.diverging", 2, daemon.address, directory)
+        run_ranks("tests.integration.support.diverging", 2, daemon.address, directory)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 

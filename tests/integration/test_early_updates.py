@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.model_runs import LEARNING_RATE, config_of, optimizer_of, start
-from tests.integration.training import micro_batches
-from tests.integration.zoo import ZOO
+from tests.integration.support.model_runs import LEARNING_RATE, config_of, optimizer_of, start
+from tests.integration.support.training import micro_batches
+from tests.integration.support.zoo import ZOO
 from trainer_client import Engine
 
 BATCHES = list(micro_batches(6))

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from tests.integration.daemon import Daemon
-from tests.integration.elastic_run import (
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.elastic_run import (
     BATCH,
     KILLED,
     RUN,
@@ -28,12 +28,12 @@ from tests.integration.elastic_run import (
     read_job,
     train_part,
 )
-from tests.integration.training import build_model, make_optimizer
-from tests.integration.waiting import wait_until
+from tests.integration.support.training import build_model, make_optimizer
+from tests.integration.support.waiting import wait_until
 from trainer_client import JobConflictError, StoreClientSync, StoredJob
-from trainer_client.config import BatchSizes
-from trainer_client.data import GlobalOrder
-from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.config.training_config import BatchSizes
+from trainer_client.run.data_loader import GlobalOrder
+from trainer_client.transport.rank_store import RankStore, Slab
 
 # The parts of a run: ranks, and the global step to which they train. An epoch has five steps.
 PARTS = ((2, 3), (1, 4), (3, 7), (2, 9))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.daemon import Daemon
-from tests.integration.ranks import run_ranks
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank reports, by scene."""
     directory = tmp_path_factory.mktemp("failing")
     with Daemon(directory / "state", {"host_budget": "32MiB"}) as daemon:
-        run_ranks("tests.integration.failing_ranks", 2, daemon.address, directory)
+        run_ranks("tests.integration.support.failing_ranks", 2, daemon.address, directory)
         assert "Traceback" not in daemon.log, daemon.log
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 

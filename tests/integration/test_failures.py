@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import trainer_client
-from tests.integration.daemon import Daemon, tiers
-from tests.integration.failing import Failing, Tower, inputs
-from tests.integration.waiting import wait_until
+from tests.integration.support.daemon import Daemon, tiers
+from tests.integration.support.failing import Failing, Tower, inputs
+from tests.integration.support.waiting import wait_until
 from trainer_client import Engine, StoreClientSync
 from trainer_client.errors import PhaseError
 from trainer_client.step.phases import Phase

@@ -22,13 +22,13 @@ from paramserver.security.certificates import make_certificates
 from paramserver.security.tokens import remove_token
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
-from tests.integration.daemon import CHANNEL_OPTIONS, Daemon, tiers
-from tests.integration.guarded import Guarded, guarded_daemon
-from tests.integration.ranks import free_port
-from tests.integration.store_client import CALL_SECONDS, Client, Rank, refused
-from tests.integration.waiting import wait_until
+from tests.integration.support.daemon import CHANNEL_OPTIONS, Daemon, tiers
+from tests.integration.support.guarded import Guarded, guarded_daemon
+from tests.integration.support.ranks import free_port
+from tests.integration.support.store_client import CALL_SECONDS, Client, Rank, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
-from trainer_client.link.credentials import Credentials
+from trainer_client.transport.credentials import Credentials
 
 CODE = grpc.StatusCode
 # So few that one flood takes them all.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.forked import ROOT
+from tests.integration.support.forked import ROOT
 
 COMMANDS = {
     "the command": [str(Path(sys.executable).with_name("paramserver"))],

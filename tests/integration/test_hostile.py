@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 import pytest
 
+from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from paramserver.v1.channel import channel_to
 from storage.shard import Kind
 from tests.faults.fuzz_calls import METHODS
-from tests.integration.daemon import CHANNEL_OPTIONS, Daemon
-from tests.integration.store_client import Clients, Rank, group_to_wire, refused
+from tests.integration.support.daemon import CHANNEL_OPTIONS, Daemon
+from tests.integration.support.store_client import Clients, Rank, group_to_wire, refused
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode

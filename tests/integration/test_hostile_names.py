@@ -14,15 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 from paramserver.admin.cli import app
+from paramserver.contract.printable import printable
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from paramserver.v1.printable import printable
 from storage.shard import Kind
 from tests.hostile_names import ACCEPTED, REFUSED
-from tests.integration.daemon import Daemon
-from tests.integration.forked import ROOT
-from tests.integration.store_client import Client, Clients, refused
-from tests.unit.paramserver.test_printable import assert_harmless, without_lines
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.forked import ROOT
+from tests.integration.support.store_client import Client, Clients, refused
+from tests.unit.paramserver.contract.test_printable import assert_harmless, without_lines
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode

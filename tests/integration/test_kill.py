@@ -12,8 +12,8 @@ import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind, TierName
-from tests.integration.daemon import Daemon, tiers
-from tests.integration.store_client import Clients, Rank
+from tests.integration.support.daemon import Daemon, tiers
+from tests.integration.support.store_client import Clients, Rank
 from tests.unit.storage.builders import Layout
 
 LAYOUT = Layout(precision=DType.BFLOAT16, moments=TierName.HOST)

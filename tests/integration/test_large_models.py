@@ -11,9 +11,9 @@ from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainer_client
-from tests.integration.large_model_ranks import build_large
-from tests.integration.ranks import run_ranks
-from tests.integration.training import VOCABULARY, micro_batches, store_config
+from tests.integration.support.large_model_ranks import build_large
+from tests.integration.support.ranks import run_ranks
+from tests.integration.support.training import VOCABULARY, micro_batches, store_config
 from trainer_client import zero
 from trainer_client.initial.deferred_init import replay
 
@@ -74,7 +74,7 @@ def test_two_ranks_make_and_read_one_model(tmp_path: Path) -> None:
     index = {"weight_map": {name: file for file, names in files.items() for name in names}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    run_ranks("tests.integration.large_model_ranks", 2, tmp_path)
+    run_ranks("tests.integration.support.large_model_ranks", 2, tmp_path)
 
     read = [int((tmp_path / f"read-{rank}").read_text()) for rank in range(2)]
     stored = sum(tensor.nbytes for tensor in state.values())

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import trainer_client
 from paramserver.admin.cli import app
-from tests.integration.daemon import Daemon, run_serve
+from tests.integration.support.daemon import Daemon, run_serve
 from trainer_client import StoreClientSync
 
 # SQLite opens the catalog of no longer directory.

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.daemon import Daemon
-from tests.integration.training import MICRO_BATCH, Result, Run, assert_bit_equal, launch
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.training import MICRO_BATCH, Result, Run, assert_bit_equal, launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

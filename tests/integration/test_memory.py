@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.integration.memory_ranks import HOST_BUDGET, MIB, MODEL_UNITS, UNIT_BYTES, WIDTH
-from tests.integration.ranks import run_ranks
+from tests.integration.support.memory_ranks import HOST_BUDGET, MIB, MODEL_UNITS, UNIT_BYTES, WIDTH
+from tests.integration.support.ranks import run_ranks
 
 # Beyond units: activations of two samples, what the heap keeps, gRPC's and torch's buffers. Measured, with the units:
 # 9 to 26 MB; the model is 96 MiB.
@@ -25,7 +25,7 @@ def test_no_rank_holds_more_than_the_root_two_units_and_one_units_gradients(tmp_
         names = ["first.weight", *(f"blocks.{index}.linear.weight" for index in range(MODEL_UNITS - 1))]
         save_file({name: torch.randn(WIDTH, WIDTH) / WIDTH for name in names}, tmp_path / "model.safetensors")
 
-    run_ranks("tests.integration.memory_ranks", world_size, tmp_path)
+    run_ranks("tests.integration.support.memory_ranks", world_size, tmp_path)
 
     unit_bytes = UNIT_BYTES // (1 if world_size == 1 else 2)  # two ranks compute in bf16
     for rank in range(world_size):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.ranks import run_ranks
+from tests.integration.support.ranks import run_ranks
 
 HEAD = "the ranks of this run do not have the same config, model and optimizer:"
 
@@ -16,7 +16,7 @@ HEAD = "the ranks of this run do not have the same config, model and optimizer:"
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mismatched")
-    run_ranks("tests.integration.mismatched_ranks", 3, directory)
+    run_ranks("tests.integration.support.mismatched_ranks", 3, directory)
     return directory
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.integration.model_runs import config_of, optimizer_of, start
-from tests.integration.training import micro_batches
-from tests.integration.zoo import WIDTH, ZOO, Block, Borrower, Checkpointed, Language
+from tests.integration.support.model_runs import config_of, optimizer_of, start
+from tests.integration.support.training import micro_batches
+from tests.integration.support.zoo import WIDTH, ZOO, Block, Borrower, Checkpointed, Language
 from trainer_client import ConfigError, Engine
 from trainer_client.errors import PhaseError, ReleasedParameterError
 from trainer_client.model.released import ReleasedParameter

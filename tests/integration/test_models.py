@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.integration.model_runs import run_of
-from tests.integration.training import (
+from tests.integration.support.model_runs import run_of
+from tests.integration.support.training import (
     Result,
     Run,
     assert_bit_equal,
@@ -16,7 +16,7 @@ from tests.integration.training import (
     train_plain,
     train_through_store,
 )
-from tests.integration.zoo import ZOO
+from tests.integration.support.zoo import ZOO
 
 RANKS_DIFFER = {"divergent-experts"}
 pytestmark = [

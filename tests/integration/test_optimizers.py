@@ -20,8 +20,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import trainer_client
-from tests.integration.daemon import Daemon
-from tests.integration.ranks import run_ranks
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.ranks import run_ranks
 from tests.optimizer_cases import PublishedLion
 from trainer_client import Engine, Kind, Lion, StoreClientSync
 

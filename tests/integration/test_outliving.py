@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import trainer_client
-from tests.integration.daemon import Daemon
-from tests.integration.outliving import DAEMON, differences, make_plan, outlive
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.outliving import DAEMON, differences, make_plan, outlive
 from trainer_client import DaemonRestartedError, Engine, StoreUnavailableError
 
 STEPS = 6

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.training import (
+from tests.integration.support.training import (
     Result,
     Run,
     assert_bit_equal,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trainer_client
-from tests.integration.training import Run, build_model, make_optimizer, micro_batches, store_config
+from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches, store_config
 from trainer_client.engine import Engine
 
 STEPS = 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trainer_client
-from tests.integration.training import (
+from tests.integration.support.training import (
     Result,
     Run,
     assert_bit_equal,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import trainer_client
-from tests.integration.daemon import Daemon
-from tests.integration.training import (
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.training import (
     MICRO_BATCH,
     Run,
     assert_bit_equal,

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import trainer_client
-from tests.integration.gathers import count_gathers
-from tests.integration.training import micro_batches
-from tests.integration.zoo import ZOO, Block, Language
+from tests.integration.support.gathers import count_gathers
+from tests.integration.support.training import micro_batches
+from tests.integration.support.zoo import ZOO, Block, Language
 from trainer_client import Engine
 from trainer_client.step.gather_counters import GatherCounters
 

@@ -15,12 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from paramserver.admin.cli import app
-from tests.integration.daemon import Daemon
-from tests.integration.guarded import guarded_daemon
-from tests.integration.ranks import free_port
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.guarded import guarded_daemon
+from tests.integration.support.ranks import free_port
 from trainer_client import Credentials, StoreClient, StoreClientSync
-from trainer_client.link.channel import wait_until_serving
-from trainer_client.link.rank_store import RankStore
+from trainer_client.transport.channel import wait_until_serving
+from trainer_client.transport.rank_store import RankStore
 
 VARIABLES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 

@@ -12,8 +12,8 @@ import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import Kind, TierName
-from tests.integration.daemon import MIB, Daemon
-from tests.integration.store_client import Clients, Rank, refused
+from tests.integration.support.daemon import MIB, Daemon
+from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode

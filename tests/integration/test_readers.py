@@ -10,12 +10,12 @@ import grpc
 import pytest
 import torch
 
-from paramserver import wire
+from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind
-from tests.integration.daemon import Daemon, admin_of, tiers
-from tests.integration.store_client import Client, Clients, Rank, refused
+from tests.integration.support.daemon import Daemon, admin_of, tiers
+from tests.integration.support.store_client import Client, Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
@@ -27,7 +27,7 @@ def layout_of(job: str) -> Layout:
 
 
 def tensor_range(fqn: str, kind: Kind, reader_id: int, *, offset: int = 0, numel: int) -> pb.TensorRange:
-    return pb.TensorRange(fqn=fqn, kind=wire.KIND_TO_WIRE[kind], offset=offset, numel=numel, reader_id=reader_id)
+    return pb.TensorRange(fqn=fqn, kind=convert.KIND_TO_WIRE[kind], offset=offset, numel=numel, reader_id=reader_id)
 
 
 def lease_range(client: Client, source: pb.TensorRange, mode: pb.LeaseMode = pb.LEASE_MODE_READ) -> pb.Lease:

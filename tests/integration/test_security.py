@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from paramserver.admin.cli import app
+from paramserver.contract.channel import NO_PROXY
 from paramserver.security.certificates import make_certificates
 from paramserver.security.gate import MAX_REFUSALS_LOGGED, REFUSAL_WINDOW_SECONDS
 from paramserver.security.principals import Role
@@ -26,10 +27,9 @@ from paramserver.security.tokens import add_token, remove_token
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
-from paramserver.v1.channel import NO_PROXY
-from tests.integration.guarded import Guarded, expired_certificate, guarded_daemon
-from tests.integration.store_client import CALL_SECONDS, Client, Rank, refused
-from tests.integration.training import Run, assert_bit_equal, store_config, train_plain, train_through_store
+from tests.integration.support.guarded import Guarded, expired_certificate, guarded_daemon
+from tests.integration.support.store_client import CALL_SECONDS, Client, Rank, refused
+from tests.integration.support.training import Run, assert_bit_equal, store_config, train_plain, train_through_store
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode

@@ -17,20 +17,20 @@ import pytest
 from typer.testing import CliRunner
 
 from paramserver.admin.cli import app
+from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from paramserver.v1.channel import channel_to
 from storage.shard import Kind
 from tests.integration.conftest import GRACE_SECONDS
-from tests.integration.cutter import Cutter
-from tests.integration.daemon import CHANNEL_OPTIONS, Daemon, admin_of, tiers
-from tests.integration.forked import ROOT
-from tests.integration.store_client import Clients, refused
-from tests.integration.waiting import wait_until
+from tests.integration.support.cutter import Cutter
+from tests.integration.support.daemon import CHANNEL_OPTIONS, Daemon, admin_of, tiers
+from tests.integration.support.forked import ROOT
+from tests.integration.support.store_client import Clients, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreUnavailableError
-from trainer_client.link.rank_store import RankStore, Slab
+from trainer_client.transport.rank_store import RankStore, Slab
 
 CODE = grpc.StatusCode
 READ, WRITE = pb.LEASE_MODE_READ, pb.LEASE_MODE_WRITE
@@ -242,7 +242,7 @@ def test_operators_see_who_is_connected_and_what_they_hold(clients: Clients, dae
 ABANDON = """
 import os, signal, sys
 from tests.integration.test_session_life import cycle
-from trainer_client.link.arena import Arena
+from trainer_client.transport.arena import Arena
 kept = [cycle(*sys.argv[1:]) for _ in range(5)]
 arenas = [Arena.map(stream.welcome.arena) for stream in kept[:2]]
 assert all(arenas)

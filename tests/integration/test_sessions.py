@@ -17,10 +17,10 @@ import pytest
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind, TierName
 from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
-from tests.integration.daemon import Daemon, tiers
-from tests.integration.forked import ROOT
-from tests.integration.store_client import Clients, refused
-from tests.integration.waiting import wait_until
+from tests.integration.support.daemon import Daemon, tiers
+from tests.integration.support.forked import ROOT
+from tests.integration.support.store_client import Clients, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
@@ -145,7 +145,8 @@ def test_a_silent_client_is_void_and_its_leases_are_free(clients: Clients, daemo
 
 def test_the_leases_of_a_killed_process_are_free_at_once(clients: Clients, daemon: Daemon, job: str) -> None:
     program = (
-        "import time; from tests.integration.store_client import Rank; from tests.unit.storage.builders import Layout;"
+        "import time; from tests.integration.support.store_client import Rank;"
+        "from tests.unit.storage.builders import Layout;"
         "from tests.integration.test_sessions import Kind, READ, WRITE;"
         f"rank = Rank({daemon.address!r}, Layout(name={job!r})).begin();"
         "rank.acquire(rank.groups[0], Kind.GRAD, WRITE, step=1); rank.acquire(rank.groups[1], Kind.PARAM, READ);"

@@ -14,10 +14,10 @@ from torch import nn
 
 import trainer_client
 from storage.tiers.arena import NAME as ARENA
-from tests.integration.daemon import MIB, Daemon, tiers
-from tests.integration.gathers import count_gathers
-from tests.integration.ranks import run_ranks
-from tests.integration.waiting import wait_until
+from tests.integration.support.daemon import MIB, Daemon, tiers
+from tests.integration.support.gathers import count_gathers
+from tests.integration.support.ranks import run_ranks
+from tests.integration.support.waiting import wait_until
 from trainer_client import Engine
 from trainer_client.errors import SessionEndedError
 from trainer_client.step.residency import SHOWN_AT_ONCE
@@ -222,7 +222,7 @@ def test_units_that_stay_gathered_take_no_room_from_those_that_pass(daemon: Daem
 def test_ranks_that_share_a_store_show_what_lives_in_its_memory(tmp_path: Path) -> None:
     settings = {"host_budget": 128 * MIB, "nvme_budget": 256 * MIB}
     with Daemon(tmp_path / "state", settings) as daemon:
-        run_ranks("tests.integration.shown_ranks", 2, daemon.address, tmp_path)
+        run_ranks("tests.integration.support.shown_ranks", 2, daemon.address, tmp_path)
 
     for rank in range(2):
         counted = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -17,13 +17,13 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from tests.integration.daemon import Daemon, admin_of, tiers
-from tests.integration.store_client import Clients, refused
+from tests.integration.support.daemon import Daemon, admin_of, tiers
+from tests.integration.support.store_client import Clients, refused
 from trainer_client import ConfigError, JobConflictError, StoreClient, StoreClientSync, StoreNotFoundError, TensorSpec
-from trainer_client.link.credentials import Credentials
-from trainer_client.store.connection import Call, Connection
-from trainer_client.store.job_layout import PACK_BYTES, JobLayout
-from trainer_client.store.types import bytes_of
+from trainer_client.store_client.connection import Call, Connection
+from trainer_client.store_client.job_layout import PACK_BYTES, JobLayout
+from trainer_client.store_client.types import bytes_of
+from trainer_client.transport.credentials import Credentials
 
 CODE = grpc.StatusCode
 COUNT = 3000

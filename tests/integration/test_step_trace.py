@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import trainer_client
-from tests.integration.training import (
+from tests.integration.support.training import (
     Run,
     assert_bit_equal,
     build_model,
@@ -22,7 +22,7 @@ from tests.integration.training import (
     train_plain,
     train_through_store,
 )
-from trainer_client.config import load_config
+from trainer_client.config.training_config import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.report.step_report import StepReport
 

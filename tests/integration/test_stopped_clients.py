@@ -18,10 +18,10 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import Kind
 from storage.tiers.base import PAGE_BYTES
 from tests.integration.conftest import HEARTBEAT_TIMEOUT_SECONDS
-from tests.integration.daemon import Daemon, tiers
-from tests.integration.forked import ROOT
-from tests.integration.store_client import Clients
-from tests.integration.waiting import wait_until
+from tests.integration.support.daemon import Daemon, tiers
+from tests.integration.support.forked import ROOT
+from tests.integration.support.store_client import Clients
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 WRITE = pb.LEASE_MODE_WRITE
@@ -32,7 +32,7 @@ class StoppedClient:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.stopped_client", *arguments],
+            [sys.executable, "-m", "tests.integration.support.stopped_client", *arguments],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

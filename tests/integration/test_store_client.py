@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from storage import shard as engine
-from tests.integration.daemon import MIB, Daemon, tiers
-from tests.integration.store_client import Clients
+from tests.integration.support.daemon import MIB, Daemon, tiers
+from tests.integration.support.store_client import Clients
 from tests.unit.storage.builders import Layout
 from trainer_client import (
     Commit,

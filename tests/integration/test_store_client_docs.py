@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.daemon import Daemon
+from tests.integration.support.daemon import Daemon
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "store-client.md"

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.daemon import Daemon
-from tests.integration.guarded import guarded_daemon
-from tests.integration.tampering import CutAfter, TamperingProxy
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.guarded import guarded_daemon
+from tests.integration.support.tampering import CutAfter, TamperingProxy
 from tests.integration.test_store_client import SHARD, SPECS, value, values, write
 from trainer_client import (
     PermissionDeniedError,

@@ -12,19 +12,19 @@ import grpc
 import pytest
 import torch
 
+from paramserver.contract.channel import channel_to
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from paramserver.v1.channel import channel_to
 from storage.shard import Kind
-from tests.integration.daemon import CHANNEL_OPTIONS, MIB, Daemon, admin_of
-from tests.integration.store_client import Clients, Rank, refused
-from tests.integration.stream_client import Reading, Writing, read
-from tests.integration.tampering import CutAfter, Tamper, TamperingProxy, flip_a_bit_of
+from tests.integration.support.daemon import CHANNEL_OPTIONS, MIB, Daemon, admin_of
+from tests.integration.support.store_client import Clients, Rank, refused
+from tests.integration.support.stream_client import Reading, Writing, read
+from tests.integration.support.tampering import CutAfter, Tamper, TamperingProxy, flip_a_bit_of
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import DataLossError
-from trainer_client.link.channel import open_channel
-from trainer_client.link.streams import Streams
+from trainer_client.transport.channel import open_channel
+from trainer_client.transport.streams import Streams
 
 CODE = grpc.StatusCode
 STALL_SECONDS = 1.0

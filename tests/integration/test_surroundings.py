@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.daemon import Daemon
-from tests.integration.forked import ROOT
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.forked import ROOT
 from trainer_client import StoreClientSync
 
 AT_A_TIME = 3

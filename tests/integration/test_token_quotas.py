@@ -21,10 +21,10 @@ from paramserver.security.tokens import add_token
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import Kind
-from tests.integration.daemon import CHANNEL_OPTIONS, MIB, Daemon
-from tests.integration.store_client import CALL_SECONDS, Client, Rank, refused
+from tests.integration.support.daemon import CHANNEL_OPTIONS, MIB, Daemon
+from tests.integration.support.store_client import CALL_SECONDS, Client, Rank, refused
 from tests.unit.storage.builders import Layout
-from trainer_client.link.credentials import Credentials
+from trainer_client.transport.credentials import Credentials
 
 CODE = grpc.StatusCode
 # Elements of fp32, so that a slab has 1 MiB. A job has three slabs, and needs each twice to go on.

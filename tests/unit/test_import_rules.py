@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,52 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CLIENT_CODE = ("paramserver", "trainer_client", "benchmarks", "examples", "tests")
 # The place, and the test that shows what gRPC does elsewhere.
-CHANNELS = (ROOT / "paramserver/v1/channel.py", ROOT / "tests/integration/test_proxies.py")
+CHANNELS = (ROOT / "paramserver/contract/channel.py", ROOT / "tests/integration/test_proxies.py")
+
+# Each package's rooms (subpackages and modules), floor by floor from the ground. A room imports rooms of lower floors
+# only, so that a change to it can break nothing below. A new room goes on the lowest floor that this rule allows.
+FLOORS = {
+    "storage": (
+        "__init__ config errors failpoints fair_queue position_lock slices tracing tune_interpreter waiting",
+        "integrity shard syscalls",
+        "threads",
+        "tiers",
+        "catalog scratch scrub slab",
+        "directories host_cache shard_index",
+        "copy_writes prefetch transform versions",
+        "commit demand_reads gathering",
+        "pending_steps reader",
+        "accounts admission",
+        "job_registry",
+        "engine",
+    ),
+    "paramserver": (
+        "__init__ errors v1",
+        "contract",
+        "optimizer_kernel process",
+        "security",
+        "config rpc",
+        "admin sessions",
+        "dataplane",
+        "services",
+        "server",
+        "cli",
+        "__main__",
+    ),
+    "trainer_client": (
+        "errors own_packages recorder",
+        "ranks transport",
+        "config",
+        "model",
+        "initial optimizers store_client",
+        "step",
+        "access report run",
+        "engine",
+        "initialization utils zero",
+        "__init__",
+    ),
+    "benchmarks": ("__init__ common", "dataplane storage training"),
+}
 
 
 def modules(directory: str, word: str = "") -> Iterator[tuple[Path, ast.Module]]:
@@ -36,8 +82,9 @@ def imported(tree: ast.Module) -> Iterator[str]:
         ("storage", ("paramserver", "trainer_client"), ()),
         ("paramserver", ("trainer_client",), ()),
         ("paramserver/v1", ("paramserver", "storage"), ("paramserver.v1",)),
+        ("paramserver/contract", ("paramserver", "storage"), ("paramserver.v1", "paramserver.contract")),
         # So that a module of the user's that is called `storage` is the user's own affair.
-        ("trainer_client", ("paramserver", "storage"), ("paramserver.v1",)),
+        ("trainer_client", ("paramserver", "storage"), ("paramserver.v1", "paramserver.contract")),
     ],
 )
 def test_a_package_imports_only_what_lies_below_it(
@@ -53,6 +100,43 @@ def test_a_package_imports_only_what_lies_below_it(
         if within(name, forbidden) and not within(name, allowed)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_a_room_imports_only_rooms_of_the_floors_below_it(package: str) -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS[package]) for room in rooms.split()}
+    found = []
+    for path, tree in modules(package):
+        room = path.relative_to(ROOT / package).with_suffix("").parts[0]
+        assert room in floor_of, f"{package}/{room} has no place in FLOORS: put it above all rooms that it imports"
+        for name in imported(tree):
+            parts = name.split(".")
+            # The package's own names (`from paramserver import __version__`) are on the ground floor.
+            other = parts[1] if parts[0] == package and len(parts) > 1 and parts[1] in floor_of else room
+            if other != room and floor_of[other] >= floor_of[room]:
+                found.append(f"{path.relative_to(ROOT)}: {name}")
+    assert found == []
+
+
+def test_every_place_in_the_floors_is_taken() -> None:
+    for package, floors in FLOORS.items():
+        for room in " ".join(floors).split():
+            place = ROOT / package / room
+            assert place.is_dir() or place.with_suffix(".py").is_file(), f"FLOORS names {package}/{room}, which is gone"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): tree
+        for package in FLOORS
+        for path, tree in modules(package)
+    }
+    # `from package import module` names the module, `from module import name` the module before the name.
+    graph = {
+        module: {own for name in imported(tree) if (own := name if name in names else name.rpartition(".")[0]) in names}
+        for module, tree in names.items()
+    }
+    TopologicalSorter({module: others - {module} for module, others in graph.items()}).prepare()
 
 
 def test_every_channel_is_made_where_proxies_of_the_environment_are_refused() -> None:

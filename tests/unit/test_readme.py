@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from paramserver.admin import cli as admin_cli
 from paramserver.config import DaemonConfig
-from tests.integration.daemon import MIB, STATED_OVERHEADS
-from trainer_client.config import TrainingConfig
+from tests.integration.support.daemon import MIB, STATED_OVERHEADS
+from trainer_client.config.training_config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

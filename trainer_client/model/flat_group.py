@@ -25,13 +25,13 @@ from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ReleasedParameterError
-from trainer_client.link.planes import LeasedBytes
-from trainer_client.link.rank_store import Slab
 from trainer_client.model.flat_memory import FlatMemory
 from trainer_client.model.layout import ShardRange, flat_layout
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Home, Residence
 from trainer_client.model.released import release, restore
+from trainer_client.transport.planes import LeasedBytes
+from trainer_client.transport.rank_store import Slab
 
 PROTO_DTYPES = {
     torch.float32: pb.DTYPE_FLOAT32,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer_client.link.mapping import FileRange, show_file, show_zeros
+from trainer_client.transport.mapping import FileRange, show_file, show_zeros
 
 
 class FlatMemory:

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.link.channel import Pending
-from trainer_client.link.planes import LeasedBytes
-from trainer_client.link.rank_store import RankStore, Slab
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.ranks.lockstep import Lockstep
+from trainer_client.transport.channel import Pending
+from trainer_client.transport.planes import LeasedBytes
+from trainer_client.transport.rank_store import RankStore, Slab
 
 
 class Gather(Protocol):

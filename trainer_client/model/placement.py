@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer_client.config import HomeName, TrainingConfig
+from trainer_client.config.training_config import HomeName, TrainingConfig
 from trainer_client.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from trainer_client.config import UnitsSection
+from trainer_client.config.training_config import UnitsSection
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from trainer_client.link.channel import Pending
-from trainer_client.link.planes import LeasedBytes, check
-from trainer_client.link.rank_store import RankStore, Slab
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import Gather
 from trainer_client.model.placement import Residence
 from trainer_client.model.unit_policy import UnitSpec
+from trainer_client.transport.channel import Pending
+from trainer_client.transport.planes import LeasedBytes, check
+from trainer_client.transport.rank_store import RankStore, Slab
 
 
 class UnitState(enum.Enum):

@@ -12,9 +12,9 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config.supported_optimizers import why_refused
 from trainer_client.errors import ConfigError
 from trainer_client.optimizers.lion import Lion
-from trainer_client.optimizers.refused_optimizers import why_refused
 
 HyperParameters = pb.ApplyGradientsRequest.HyperParameters
 ParameterGroup: TypeAlias = dict[str, Any]

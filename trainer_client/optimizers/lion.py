@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch.optim.optimizer import ParamsT
 
-from paramserver.v1 import update_rules
+from paramserver.contract import update_rules
 
 
 class Lion(torch.optim.Optimizer):

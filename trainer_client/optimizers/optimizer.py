@@ -15,14 +15,14 @@ from typing import Any, TypeAlias, overload
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
+from paramserver.contract import update_rules
+from paramserver.contract.hyper_parameter_ranges import find_problem
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import update_rules
-from paramserver.v1.row_ranges import find_problem
+from trainer_client.config.optimizer_sections import OptimizerSection
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.optimizers.hyper_parameters import HyperParameters, ParameterGroup, check_settings, row_maker
 from trainer_client.optimizers.lion import Lion
-from trainer_client.optimizers.optimizer_sections import OptimizerSection
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.link.rank_store import RankStore
 from trainer_client.recorder import Recorder, StepSums
 from trainer_client.report.step_report import Part, Roofline, StepReport, StoreWork, make_report
 from trainer_client.report.step_trace import StepTrace
 from trainer_client.step.gather_counters import GatherCounters, UnitGathers
+from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,8 @@ from functools import partial
 import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.config import TraceSection
+from trainer_client.config.training_config import TraceSection
 from trainer_client.errors import ConfigError
-from trainer_client.link.rank_store import RankStore
 from trainer_client.recorder import (
     COMPUTE_ROW,
     FETCHES_ROW,
@@ -36,6 +35,7 @@ from trainer_client.recorder import (
     StepSums,
 )
 from trainer_client.report.perfetto import Process, write_trace
+from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainer_client.link.channel import Pending
-from trainer_client.link.rank_store import GroupUpdate
 from trainer_client.optimizers.hyper_parameters import HyperParameters
+from trainer_client.transport.channel import Pending
+from trainer_client.transport.rank_store import GroupUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.link.channel import Pending
-from trainer_client.link.planes import LeasedBytes
-from trainer_client.link.rank_store import RankStore
 from trainer_client.model.flat_group import FlatGroup
+from trainer_client.transport.channel import Pending
+from trainer_client.transport.planes import LeasedBytes
+from trainer_client.transport.rank_store import RankStore
 
 
 class GradientMemory(Protocol):

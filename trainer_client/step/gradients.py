@@ -16,10 +16,8 @@ from functools import partial
 
 import torch
 
-from trainer_client.config import TrainingConfig
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import StoreError, TrainerClientError
-from trainer_client.link.planes import LeasedBytes
-from trainer_client.link.rank_store import RankStore
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.placement import Home
 from trainer_client.model.states import PlacedStates
@@ -28,6 +26,8 @@ from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.early_update import EarlyUpdate
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
 from trainer_client.step.norms import Norms
+from trainer_client.transport.planes import LeasedBytes
+from trainer_client.transport.rank_store import RankStore
 
 
 class ReductionSchedule(enum.Enum):

@@ -37,10 +37,10 @@ from torch.utils.hooks import RemovableHandle
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError, SessionEndedError, StoreError
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
-from trainer_client.precision import cast_floating_inputs
 from trainer_client.recorder import Recorder
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.phases import Phase, Phases, Verb
+from trainer_client.step.precision import cast_floating_inputs
 from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Holder, Part, Residency
 from trainer_client.step.tensor_tree import TensorTree

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from statistics import median
 
-from trainer_client.link.rank_store import RankStore
 from trainer_client.model.units import Unit, UnitState
 from trainer_client.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
 from trainer_client.step.window import Window
+from trainer_client.transport.rank_store import RankStore
 
 # Of units that only pass through the store's host memory: the root, the one in use and, in backward, the one after it.
-# The store makes sure that there is room for so many (storage/registry.py). Where more are in use, some are copied.
+# The store makes sure that there is room for so many (storage/job_registry.py). Where more are in use, some are copied.
 SHOWN_AT_ONCE = 3
 
 # A grant of leases takes the store some milliseconds of a busy processor's time; a longer wait was one for the device.

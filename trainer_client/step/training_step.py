@@ -14,8 +14,8 @@ import torch
 
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.optimizers.optimizer import StoreOptimizer
-from trainer_client.precision import LossScaler
 from trainer_client.step.gradients import Gradients
+from trainer_client.step.precision import LossScaler
 from trainer_client.step.updates import UpdateRule, Updates
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paramserver.contract import update_rules
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import update_rules
 from trainer_client.errors import StoreError
-from trainer_client.link.planes import LeasedBytes
-from trainer_client.link.rank_store import GroupUpdate, RankStore
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.layout import ShardRange
 from trainer_client.model.placement import Home, Residence
@@ -31,6 +29,8 @@ from trainer_client.optimizers.hyper_parameters import HyperParameters, HyperPar
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.early_update import EarlyUpdate
 from trainer_client.step.gradients import GradientGroup
+from trainer_client.transport.planes import LeasedBytes
+from trainer_client.transport.rank_store import GroupUpdate, RankStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from paramserver.config import ConfigError, DaemonConfig, load_config
-from paramserver.v1.sockets import MAX_NAME_BYTES
+from paramserver.config import DaemonConfig, load_config
+from paramserver.contract.sockets import MAX_NAME_BYTES
+from paramserver.errors import ConfigError
 
 MIB = 1 << 20
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch._dynamo  # by torch at the first optimizer otherwise: seconds in which the loop would be blocked
 
+from paramserver.contract.update_rules import HyperParameters
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1.update_rules import HyperParameters
 from storage import syscalls
 from storage.accounts import Holder
 from storage.config import EngineConfig
@@ -390,8 +390,8 @@ def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     assert host.is_settled and nvme.is_settled, (host, nvme)
     assert host.held_bytes[Holder.FIXED] == host_base_bytes
     assert nvme.held_bytes.get(Holder.READERS, 0) == 0
-    assert engine.residents.leased_bytes == 0
-    assert engine.loose.nbytes == 0
+    assert engine.host_cache.leased_bytes == 0
+    assert engine.scratch.nbytes == 0
     assert engine.host.queue_depth == 0
 
 

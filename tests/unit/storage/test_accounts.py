@@ -50,7 +50,7 @@ async def test_each_holder_of_host_memory_is_named_with_its_bytes(tmp_path: Path
         assert found.held_bytes[Holder.QUARANTINE] == gradient.nbytes
         assert found.is_settled
         engine.unpin(pin)
-        engine.loose.free(gradient)
+        engine.scratch.free(gradient)
 
 
 async def test_each_holder_on_nvme_is_named_with_its_bytes(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ async def test_what_was_leaked_or_freed_twice_is_unexplained(tmp_path: Path) -> 
         # A copy that holds nothing, and that no update or fetch fills, is of no use to its job.
         slab.copy = HostCopy(await engine.host.allocate(slab.nbytes), step=None, at_home=False)
         assert accounts(engine)[0].unexplained_bytes == round_up(slab.nbytes)
-        engine.residents.detach(slab)
+        engine.host_cache.detach(slab)
         region = next(iter(training.job.slab("block.0", Kind.PARAM).versions.values()))
         engine.nvme.files[0].free(region.extents[0])
         assert accounts(engine)[1].unexplained_bytes == -region.extents[0].nbytes

@@ -197,7 +197,7 @@ def drop_copies(engine: Engine) -> None:
     """So that the next reads go to the disk."""
     for slab in (slab for job in engine.jobs.values() for slab in job.slabs()):
         if not slab.at_home_in_host:
-            engine.residents.detach(slab)
+            engine.host_cache.detach(slab)
 
 
 async def assert_reopens_at(state_dir: Path, layout: Layout, step: int) -> None:

@@ -17,7 +17,7 @@ TIMEOUT = 0.2
 
 async def drop_copies(training: Training) -> None:
     for slab in training.job.slabs():
-        training.engine.residents.detach(slab)
+        training.engine.host_cache.detach(slab)
 
 
 async def recovered(training: Training) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import BudgetExceededError
-from storage.placement import Residents
+from storage.host_cache import HostCache
 from storage.shard import DType, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
@@ -106,10 +106,10 @@ async def test_prefetches_go_on_when_the_last_waiter_gives_up(host: HostTier) ->
 
 async def test_a_waiter_whose_deadline_passes_is_told_the_figures_and_those_behind_it_go_on() -> None:
     host = HostTier((PAGES + 1) * PAGE_BYTES, admission_timeout_seconds=0.1)
-    residents = Residents(host)
-    used = resident(host, residents, "used", pages=5)
+    host_cache = HostCache(host)
+    used = resident(host, host_cache, "used", pages=5)
     assert used.copy is not None
-    residents.pin(used.copy)
+    host_cache.pin(used.copy)
     large = waiting(host, 4)
     await turn()
     # Behind it in the queue, with a deadline that comes later.
@@ -123,7 +123,7 @@ async def test_a_waiter_whose_deadline_passes_is_told_the_figures_and_those_behi
     assert "raise host_budget or admission_timeout_seconds" in told
     await small
     assert host.queue_depth == 0 and host.used_bytes == 7 * PAGE_BYTES
-    residents.unpin(used, used.copy)
+    host_cache.unpin(used, used.copy)
     await waiting(host, 4)
     host.arena.close()
 
@@ -172,7 +172,7 @@ async def test_stagings_and_gradients_that_find_no_room_are_refused_and_leave_no
         ):
             with pytest.raises(BudgetExceededError, match=r"had no room for \d+ bytes for 0\.05 s"):
                 await attempt
-        assert engine.loose.nbytes == 0 and engine.host.queue_depth == 0
+        assert engine.scratch.nbytes == 0 and engine.host.queue_depth == 0
         engine.host.free(filler)
         await training.stage_all()
         await training.commit(0)
@@ -185,7 +185,7 @@ async def test_what_can_never_fit_is_refused_with_the_figure_that_would_do(host:
         await host.allocate(PAGES * PAGE_BYTES + 1)
 
 
-def resident(host: HostTier, residents: Residents, name: str, pages: int = 2) -> Slab:
+def resident(host: HostTier, host_cache: HostCache, name: str, pages: int = 2) -> Slab:
     """A slab with a clean, idle copy of its newest bytes."""
     spec = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
     slab = Slab(SlabKey("job", name, Kind.PARAM), spec, pages * PAGE_BYTES // 4, backed=True)
@@ -193,16 +193,16 @@ def resident(host: HostTier, residents: Residents, name: str, pages: int = 2) ->
     region = host.arena.allocate(slab.nbytes)
     assert region is not None
     slab.copy = HostCopy(region, step=3, at_home=False)
-    residents.pin(slab.copy)
-    residents.unpin(slab, slab.copy)
+    host_cache.pin(slab.copy)
+    host_cache.unpin(slab, slab.copy)
     return slab
 
 
 async def test_the_copy_whose_next_use_is_farthest_goes_first(host: HostTier) -> None:
-    residents = Residents(host)
-    slabs = {name: resident(host, residents, name) for name in ("soon", "never", "late", "later")}
+    host_cache = HostCache(host)
+    slabs = {name: resident(host, host_cache, name) for name in ("soon", "never", "late", "later")}
     for name, position in (("soon", 1.0), ("late", 7.0), ("later", 9.0)):
-        residents.set_next_use(slabs[name], position)
+        host_cache.set_next_use(slabs[name], position)
     for gone in ("never", "later", "late", "soon"):
         await host.allocate(2 * PAGE_BYTES)
         assert slabs.pop(gone).copy is None
@@ -211,38 +211,38 @@ async def test_the_copy_whose_next_use_is_farthest_goes_first(host: HostTier) ->
 
 
 async def test_a_prefetch_displaces_only_what_is_needed_later_than_itself(host: HostTier) -> None:
-    residents = Residents(host)
+    host_cache = HostCache(host)
     for index in range(4):
-        residents.set_next_use(resident(host, residents, str(index)), float(index))
+        host_cache.set_next_use(resident(host, host_cache, str(index)), float(index))
     assert host.try_allocate(2 * PAGE_BYTES, later_than=3.0) is None
     assert host.try_allocate(2 * PAGE_BYTES, later_than=2.5) is not None
     assert host.try_allocate(2 * PAGE_BYTES, later_than=2.5) is None
 
 
 async def test_a_copy_in_use_is_never_dropped_and_one_out_of_date_goes_with_its_last_user(host: HostTier) -> None:
-    residents = Residents(host)
-    slab = resident(host, residents, "used", pages=PAGES)
+    host_cache = HostCache(host)
+    slab = resident(host, host_cache, "used", pages=PAGES)
     copy = slab.copy
     assert copy is not None
-    residents.pin(copy)
-    residents.pin(copy)
-    assert residents.leased_bytes == PAGES * PAGE_BYTES and residents.evictable_bytes == 0
+    host_cache.pin(copy)
+    host_cache.pin(copy)
+    assert host_cache.leased_bytes == PAGES * PAGE_BYTES and host_cache.evictable_bytes == 0
     other = waiting(host, 1)
-    residents.detach(slab)
-    residents.unpin(slab, copy)
+    host_cache.detach(slab)
+    host_cache.unpin(slab, copy)
     await turn()
     assert not other.done()
-    residents.unpin(slab, copy)
+    host_cache.unpin(slab, copy)
     await asyncio.wait_for(other, 1)
-    assert residents.leased_bytes == 0 and slab.copy is None and host.used_bytes == 2 * PAGE_BYTES
+    assert host_cache.leased_bytes == 0 and slab.copy is None and host.used_bytes == 2 * PAGE_BYTES
 
 
 async def test_a_next_use_named_on_return_is_kept(host: HostTier) -> None:
-    residents = Residents(host)
-    first, second = (resident(host, residents, name, pages=4) for name in ("first", "second"))
+    host_cache = HostCache(host)
+    first, second = (resident(host, host_cache, name, pages=4) for name in ("first", "second"))
     for slab, position in ((first, 5.0), (second, NEVER)):
         assert slab.copy is not None
-        residents.pin(slab.copy)
-        residents.unpin(slab, slab.copy, position)
+        host_cache.pin(slab.copy)
+        host_cache.unpin(slab, slab.copy, position)
     await host.allocate(1)
     assert first.copy is not None and second.copy is None

@@ -36,7 +36,7 @@ def pages(slab: Slab) -> list[int]:
 
 async def is_damaged(engine: Engine, training: Training, slab: Slab) -> bool:
     """Reads a slab anew, whole and by an update's tiles' way; the error must name it."""
-    engine.residents.detach(slab)
+    engine.host_cache.detach(slab)
     try:
         pin = await engine.fetch(training.job, slab.key.group, slab.key.kind)
     except DataLossError as error:
@@ -108,7 +108,7 @@ async def test_an_update_never_uses_damaged_states(tmp_path: Path) -> None:
         training = await Training(engine, LAYOUT).begin()
         await training.step()
         slab = next(slab for slab in training.job.slabs() if slab.key.kind is Kind.MASTER)
-        engine.residents.detach(slab)
+        engine.host_cache.detach(slab)
         with engine.nvme.files[0].path.open("r+b") as file:
             file.seek(pages(slab)[-1])
             page = file.read(PAGE_BYTES)

@@ -56,7 +56,7 @@ async def begun(engine: Engine, precision: DType, *, in_memory: bool, moments: T
     assert all(slab.current_copy is not None for slab in training.job.slabs())
     if not in_memory:
         for slab in training.job.slabs():
-            engine.residents.detach(slab)
+            engine.host_cache.detach(slab)
     return training
 
 
@@ -87,14 +87,14 @@ async def test_what_nobody_took_stays_in_memory(tmp_path: Path, precision: DType
     async with opened(tmp_path, **BUDGETS) as engine:
         training = await begun(engine, precision, in_memory=in_memory)
         async with one_waits_for_the_other(training):
-            assert engine.residents.evictable_bytes > 0
+            assert engine.host_cache.evictable_bytes > 0
         await training.commit(2)
         assert all(slab.current_copy is not None for slab in training.job.slabs())
         read = engine.nvme.counters.bytes_read
         await training.assert_at(2)
         assert engine.nvme.counters.bytes_read == read
         for slab in training.job.slabs():
-            engine.residents.detach(slab)
+            engine.host_cache.detach(slab)
         await training.assert_at(2)
 
 

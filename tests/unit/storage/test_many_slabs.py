@@ -68,7 +68,7 @@ async def whole(engine: Engine, job: Job, count: int) -> torch.Tensor:
         job, count * SHARD * 4, lambda view: reader.fill("whole", Kind.PARAM, 0, count * SHARD, view)
     )
     values = engine.host.tensor(region, DType.FLOAT32, count * SHARD).clone()
-    engine.loose.free(region)
+    engine.scratch.free(region)
     reader.close()
     return values
 
@@ -178,10 +178,10 @@ async def test_what_the_budgets_must_hold_is_that_of_all_slabs(tmp_path: Path) -
     async with opened(tmp_path, **ROOM) as engine:
         job = await begin(engine, FEW)
         # The committed version is there; the pending one of each slab needs a page.
-        assert engine._registry.admission._nvme_need() == FEW * PAGE_BYTES
+        assert engine._job_registry.admission._nvme_need() == FEW * PAGE_BYTES
         assert Counter(job.tally.passing) == {PAGE_BYTES: FEW} and job.tally.home_bytes == 0
         await put_one(engine, job, 3, 1.0)
-        assert engine._registry.admission._nvme_need() == FEW * PAGE_BYTES
+        assert engine._job_registry.admission._nvme_need() == FEW * PAGE_BYTES
         await engine.register(job, [group(n, TierName.HOST) for n in range(10)])
         assert job.tally.home_bytes == 10 * PAGE_BYTES and len(job.tally.passing) == FEW - 10
         check_tally(job)
@@ -203,5 +203,5 @@ async def test_ranges_that_are_gathered_equal_those_that_are_read_one_by_one(tmp
             expected = torch.arange(range_.offset, range_.offset + range_.numel, dtype=torch.float32)
             assert torch.equal(stored[at : at + range_.numel], expected)
             at = -(-(at + range_.numel) // 4) * 4
-        engine.loose.free(region)
+        engine.scratch.free(region)
         reader.close()

@@ -62,7 +62,7 @@ async def stored_units(
     async with opened(state_dir, io_read_threads=1, **changes) as engine:
         training = await Training(engine, LAYOUT).begin()
         for slab in training.job.slabs():
-            engine.residents.detach(slab)
+            engine.host_cache.detach(slab)
         free = engine.host.budget_bytes - engine.host.used_bytes
         filler = await engine.host.allocate(free - units * UNIT_BYTES)
         disk = SlowDisk(monkeypatch)
@@ -242,7 +242,7 @@ async def test_jobs_share_the_disk_by_their_weights_whatever_their_positions(
         engine = old.engine
         new = await Training(engine, replace(LAYOUT, name="new")).begin()
         for slab in new.job.slabs():
-            engine.residents.detach(slab)
+            engine.host_cache.detach(slab)
         slabs = [*old.job.slabs(), *new.job.slabs()]
         names = {r.extents[0].offset: s.key.job[0] + s.key.group for s in slabs for r in s.versions.values()}
         disk.names = names.__getitem__
@@ -265,7 +265,7 @@ async def test_a_job_without_room_does_not_hold_up_another_one(tmp_path: Path, m
         engine = training.engine
         other = await Training(engine, replace(LAYOUT, name="other")).begin()
         for slab in other.job.slabs():
-            engine.residents.detach(slab)
+            engine.host_cache.detach(slab)
         slabs = [*training.job.slabs(), *other.job.slabs()]
         disk.names = {r.extents[0].offset: s.key.group for s in slabs for r in s.versions.values()}.__getitem__
         disk.open()
@@ -317,9 +317,9 @@ async def test_waiters_that_give_up_leave_nothing_behind(tmp_path: Path, monkeyp
         disk.open()
         pin = await reading[1]
         await idle(training)
-        assert training.engine.residents.leased_bytes == UNIT_BYTES
+        assert training.engine.host_cache.leased_bytes == UNIT_BYTES
         training.engine.unpin(pin)
-        assert training.engine.residents.leased_bytes == 0
+        assert training.engine.host_cache.leased_bytes == 0
         assert training.engine.host.used_bytes <= used + 2 * UNIT_BYTES
 
 
@@ -337,7 +337,7 @@ async def test_a_waiter_cancelled_as_its_bytes_arrive_gives_its_pin_back(
         task.cancel()
         await asyncio.wait([task])
         await idle(training)
-        assert training.engine.residents.leased_bytes == 0 or not task.cancelled()
+        assert training.engine.host_cache.leased_bytes == 0 or not task.cancelled()
         if not task.cancelled():
             training.engine.unpin(task.result())
 
@@ -390,7 +390,7 @@ async def test_what_an_update_is_about_to_replace_is_fetched_once_when_that_is_d
         fetched = engine.queue.fetched(LAYOUT.name)
         for step, wanted in ((1, "abcdefgh"), (2, "cd")):
             for slab in training.job.slabs():
-                engine.residents.detach(slab)
+                engine.host_cache.detach(slab)
             before = fetched.nbytes
             await training.hand_over()
             # No room for what the updates would leave in host memory, until gradients are done with.

@@ -290,7 +290,7 @@ async def test_one_group_is_put_and_another_updated_in_one_step(tmp_path: Path, 
             ConflictError, match=r"group 'block\.1' was updated in step 2 already, or a part of it was put"
         ):
             engine.update(training.job, 2, "block.1", gradient, lambda tile: None)
-        engine.loose.free(gradient)
+        engine.scratch.free(gradient)
         with pytest.raises(ConflictError, match=r"block\.0/param was put in step 2 already"):
             await engine.allocate_put(training.job, 2, "block.0", Kind.PARAM)
         await training.commit(2)
@@ -325,7 +325,7 @@ async def test_a_fetch_under_way_sees_the_put_that_overtakes_it(tmp_path: Path) 
         table = await Table(engine).begin()
         for turns in range(0, 40, 4):
             for slab in table.job.slabs():
-                engine.residents.detach(slab)
+                engine.host_cache.detach(slab)
             fetching = asyncio.ensure_future(engine.fetch(table.job, "group of b", Kind.PARAM))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -364,7 +364,7 @@ async def test_a_range_is_brought_into_the_arena_as_the_reader_reads_it(tmp_path
             region = await engine.load(table.job, numel * 2, fill)
             stored = engine.host.tensor(region, DType.BFLOAT16, numel)
             assert torch.equal(stored, value("b", 0)[offset : offset + numel])
-            engine.loose.free(region)
+            engine.scratch.free(region)
         with pytest.raises(NotFoundError, match="no element 70016 of 'b'"):
             await reader.describe("b", Kind.PARAM, 70_000, 32)
         with pytest.raises(BudgetExceededError, match="cannot hold one range"):

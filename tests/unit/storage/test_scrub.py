@@ -58,7 +58,7 @@ async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
         assert f"bytes 0 to {BLOCK_BYTES} (block.1.weight.0) on nvme are damaged" in caplog.text
         assert engine.nvme.bad_bytes == BLOCK_BYTES
         # A good copy is in host memory still.
-        engine.residents.detach(slab)
+        engine.host_cache.detach(slab)
         with pytest.raises(DamagedBlockError, match=r"block\.1\.weight\.0"):
             await training.step()
         await engine.roll_back(training.job, 1)

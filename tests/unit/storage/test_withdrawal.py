@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from storage.errors import ConflictError
+from storage.position_lock import PositionLock
 from storage.shard import DType, Kind, TierName
-from storage.turns import Turns
 from tests.unit.storage.builders import MIB, Layout, Training, held_up, opened, waiting_for
 
 LAYOUT = Layout(name="withdrawn", groups=("a", "b", "c"))
@@ -104,7 +104,7 @@ async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         for slab in training.job.slabs():
-            engine.residents.detach(slab)
+            engine.host_cache.detach(slab)
         read, overtaken = engine.nvme.read_into, asyncio.Event()
 
         async def late(*arguments: Any) -> None:
@@ -201,7 +201,7 @@ async def nothing() -> None:
 
 
 async def test_the_turn_goes_to_the_lowest_position() -> None:
-    turns, order = Turns(), []
+    turns, order = PositionLock(), []
 
     async def take(position: float) -> None:
         async with turns.at(position):
@@ -216,7 +216,7 @@ async def test_the_turn_goes_to_the_lowest_position() -> None:
 
 
 async def test_a_turn_gives_way_to_lower_positions_only() -> None:
-    turns, order = Turns(), []
+    turns, order = PositionLock(), []
 
     async def take(name: str, position: float) -> None:
         async with turns.at(position) as give_way:
@@ -234,7 +234,7 @@ async def test_a_turn_gives_way_to_lower_positions_only() -> None:
 
 @pytest.mark.parametrize("returns_first", [False, True])
 async def test_one_that_fails_while_it_gives_way_does_not_hold_up_the_rest(returns_first: bool) -> None:
-    turns, order = Turns(), []
+    turns, order = PositionLock(), []
     has_passed = asyncio.Event()
 
     async def fail() -> None:
@@ -264,7 +264,7 @@ async def test_one_that_fails_while_it_gives_way_does_not_hold_up_the_rest(retur
 
 
 async def test_one_that_goes_while_it_gives_way_does_not_pass_on_what_is_anothers() -> None:
-    turns, order = Turns(), []
+    turns, order = PositionLock(), []
 
     async def take(name: str, position: float, rounds: int) -> None:
         async with turns.at(position) as give_way:
@@ -285,7 +285,7 @@ async def test_one_that_goes_while_it_gives_way_does_not_pass_on_what_is_another
 
 
 async def test_a_turn_that_is_given_to_one_who_has_gone_passes_on() -> None:
-    turns, order = Turns(), []
+    turns, order = PositionLock(), []
 
     async def take(position: float) -> None:
         async with turns.at(position):

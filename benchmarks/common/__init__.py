@@ -1,0 +1,1 @@
+"""What all benchmarks share: timed runs, the machine's description, and the pages of results."""

@@ -1,0 +1,47 @@
+"""Keeps RESULTS.md and results/: one section and one JSON file per benchmark, replaced by each run that asks for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parents[1]
+INTRODUCTION = """# Results
+
+Measured by `make bench-storage`, `bench-commits`, `bench-dataplane`, `bench-step`, `bench-scale`, `bench-moe` and
+`bench-small`, which replace their sections. All samples are in `results/`. Ratios compare runs that took turns; the
+rates themselves are of one machine on one day.
+"""
+
+
+def store(name: str, title: str, result: dict[str, Any], body: str, repeat: str, directory: Path = HERE) -> None:
+    """Writes `result` to results/`name`.json and its section of RESULTS.md; `repeat` is the command that made it."""
+    (directory / "results").mkdir(exist_ok=True)
+    (directory / "results" / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    section = f"{begin}\n## {title}\n\n{_origin(result)}\n\n{body.strip()}\n\nRepeat with `{repeat}`.\n{end}\n"
+    path = directory / "RESULTS.md"
+    text = path.read_text() if path.exists() else INTRODUCTION
+    known = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}\n", re.DOTALL)
+    # Put in by a function: in a string, backslashes would have a meaning.
+    text, found = known.subn(lambda _: section, text)
+    path.write_text(text if found else f"{text.rstrip()}\n\n{section}")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table, all columns but the first to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join('-' if cell is None else str(cell) for cell in line)} |" for line in lines)
+
+
+def _origin(result: dict[str, Any]) -> str:
+    machine, made = result["machine"], result["provenance"]
+    return (
+        f"{made['date']}, commit {made['git_commit'] or 'unknown'}. {machine['cpu']}, {machine['cpu_count']} CPUs, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory, Linux {machine['kernel']}, {machine['file_system']} on "
+        f"{machine['device']}; Python {made['python']}, torch {made['torch']}"
+        + (f", {result['fio_version']}." if result.get("fio_version") else ".")
+    )

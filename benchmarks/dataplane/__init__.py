@@ -1,0 +1,1 @@
+"""Benchmarks of the way between client and daemon: leases, streams and many small tensors."""

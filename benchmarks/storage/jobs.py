@@ -1,0 +1,165 @@
+"""Jobs for the benchmarks of the engine: groups alike, bf16 parameters with fp32 states, everything on NVMe.
+
+A step hands the same gradient to AdamW, or to a kernel that does nothing, and commits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common.measure import Threads
+from paramserver.optimizer_kernel import OptimizerUpdate
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.config import EngineConfig
+from storage.engine import Engine
+from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
+from storage.tiers.arena import ArenaRange
+from storage.transform import Kernel, Tile
+from storage.versions import Job
+
+JOB = "bench"
+STATE_KINDS = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """`groups` groups with one parameter of `numel` elements each."""
+
+    groups: int
+    numel: int
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of the job."""
+        return self.groups * (1 + len(STATE_KINDS))
+
+    @property
+    def read_bytes(self) -> int:
+        """What the updates of a step read: the states."""
+        return self.groups * self.numel * 12
+
+    @property
+    def written_bytes(self) -> int:
+        """What they write: the states and the parameters."""
+        return self.groups * self.numel * 14
+
+    def group_specs(self) -> list[GroupSpec]:
+        """As the engine registers them."""
+        states = [SlabSpec(kind=kind, dtype=DType.FLOAT32, placement=TierName.NVME) for kind in STATE_KINDS]
+        slabs = (
+            SlabSpec(kind=Kind.PARAM, dtype=DType.BFLOAT16, placement=TierName.NVME),
+            *states,
+            SlabSpec(kind=Kind.GRAD, dtype=DType.BFLOAT16, placement=TierName.HOST),
+        )
+        return [
+            GroupSpec(
+                name=parameter.fqn,
+                numel=self.numel,
+                shards=(Shard(fqn=parameter.fqn, offset=0, numel=self.numel, position=0),),
+                slabs=slabs,
+            )
+            for parameter in self.job_spec().parameters
+        ]
+
+    def job_spec(self) -> JobSpec:
+        """As the engine opens it."""
+        return JobSpec(
+            name=JOB,
+            world_size=1,
+            local_ranks=1,
+            parameters=tuple(
+                ParameterSpec(fqn=f"block.{i}", shape=(self.numel,), dtype=DType.BFLOAT16, trainable=True)
+                for i in range(self.groups)
+            ),
+            durability=Durability(every_steps=1),
+        )
+
+
+class Training:
+    """A job on an engine, step by step."""
+
+    def __init__(self, engine: Engine, job: Job, specs: list[GroupSpec]) -> None:
+        self.engine = engine
+        self.job = job
+        self._specs = specs
+
+    async def initialize(self) -> None:
+        """Commits constants as the initial values."""
+        for spec in self._specs:
+            for kind in (Kind.PARAM, Kind.MASTER):
+                pin = await self.engine.stage(self.job, spec.name, kind)
+                self.engine.host.tensor(pin.region, spec.slab_of_kind[kind].dtype, spec.numel).fill_(0.02)
+                await self.engine.publish(pin)
+        await self.commit()
+
+    async def gradients(self) -> list[ArenaRange]:
+        """Gradients of all groups, filled, in the arena."""
+        regions = [await self.engine.allocate_gradient(self.job, spec.name) for spec in self._specs]
+        for spec, region in zip(self._specs, regions, strict=True):
+            self.engine.host.tensor(region, DType.BFLOAT16, spec.numel).fill_(1e-3)
+        return regions
+
+    async def update(self, gradients: list[ArenaRange], kernel_of: Callable[[GroupSpec, int], Kernel]) -> None:
+        """Hands over the gradients of the next step, and returns when all groups are updated. Raises what failed."""
+        step = self.job.next_step
+        for spec, gradient in zip(self._specs, gradients, strict=True):
+            self.engine.update(self.job, step, spec.name, gradient, kernel_of(spec, step))
+        await asyncio.gather(*self.job.open_pending(step).writes.values())
+
+    async def commit(self) -> None:
+        """Makes the step that was updated durable."""
+        step = self.job.next_step
+        await self.engine.commit(self.job, step, {0: b""}, step)
+
+
+def adamw(spec: GroupSpec, step: int) -> Kernel:
+    """AdamW with usual hyper-parameters."""
+    adamw = pb.AdamW(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, update_count=step)
+    row = pb.ApplyGradientsRequest.HyperParameters(adamw=adamw)
+    return OptimizerUpdate(shards=spec.shards, hyper_parameters=[row], grad_scale=1.0)
+
+
+def nothing(_: GroupSpec, __: int) -> Kernel:
+    """A kernel that leaves all bytes as they are."""
+
+    def kernel(_: Tile) -> None:
+        return
+
+    return kernel
+
+
+@asynccontextmanager
+async def training(
+    layout: Layout, state_dir: Path, threads: Threads, *, host_budget_bytes: int
+) -> AsyncIterator[Training]:
+    """An engine in `state_dir` whose job has its initial values committed as step 0, and no copies in host memory."""
+    config = EngineConfig(
+        state_dir=state_dir,
+        host_budget_bytes=host_budget_bytes,
+        # Two versions of everything; small slabs take whole pages, and the file grows in large pieces.
+        nvme_budget_bytes=2 * layout.written_bytes + layout.slabs * 8192 + (256 << 20),
+        io_read_threads=threads.read,
+        io_write_threads=threads.write,
+    )
+    async with _opened(config, layout, may_exist=False) as run:
+        await run.initialize()
+    # Opened anew: the copies that staging left behind would save the updates a part of their reads.
+    async with _opened(config, layout, may_exist=True) as run:
+        yield run
+
+
+@asynccontextmanager
+async def _opened(config: EngineConfig, layout: Layout, *, may_exist: bool) -> AsyncIterator[Training]:
+    engine = await Engine.open(config)
+    engine.arena.finish_collapse()
+    try:
+        job = await engine.open_job(layout.job_spec(), may_exist=may_exist, must_exist=may_exist)
+        specs = layout.group_specs()
+        await engine.register(job, specs)
+        yield Training(engine, job, specs)
+    finally:
+        await engine.close()

@@ -1,0 +1,233 @@
+"""The NVMe tier against fio: large and small requests, whole slabs, both directions at once, and many small tensors.
+
+Each side has a file of its own that the warm-up has written once; from then on both overwrite. Every round writes other
+bytes, and what the tier reads is compared with what was written, apart from its own checksums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.measure import BenchmarkError, Case, Progress, Sample, Stopwatch, Threads, compete
+from benchmarks.storage import fio
+from benchmarks.storage.fio import Fio, FioJob, FioMode
+from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.data_file import DataFile
+from storage.tiers.host import HostTier
+from storage.tiers.io_engine import Priority
+from storage.tiers.nvme import REQUEST_BYTES, NvmeTier, Transfer
+
+MIB = 1 << 20
+# Cut into requests of REQUEST_BYTES by the tier itself.
+LARGE_REGION_BYTES = 16 << 20
+TENSOR_PAGES = range(1, 17)
+WORDS_PER_PAGE = PAGE_BYTES // 8
+SEED = 20260101
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSizes:
+    """How much is moved. `model_width` and `model_blocks` are those of the GPT-2 whose slabs are moved whole."""
+
+    sequential_bytes: int
+    model_width: int
+    model_blocks: int
+    tensors: int
+
+    @property
+    def slabs(self) -> list[int]:
+        """Bytes of the slabs of each block, in bf16 and in fp32: attention, MLP and two layer norms."""
+        numel = 12 * self.model_width**2 + 13 * self.model_width
+        return [round_up(numel * itemsize) for _ in range(self.model_blocks) for itemsize in (2, 4)]
+
+    @property
+    def largest_bytes(self) -> int:
+        """What the largest case moves."""
+        return max(self.sequential_bytes, sum(self.slabs), self.tensors * TENSOR_PAGES[-1] * PAGE_BYTES)
+
+
+async def run(sizes: TierSizes, threads: Threads, directory: Path, rounds: int, progress: Progress) -> dict[str, Any]:
+    """All cases, one group of them after the other in files below `directory`; a report by case (see measure.py)."""
+    host = HostTier(sizes.largest_bytes + 2 * PAGE_BYTES)
+    try:
+        host.arena.finish_collapse()
+        memory = host.view(await host.allocate(sizes.largest_bytes))
+        contests: tuple[Callable[[Bench], Awaitable[list[Case]]], ...] = (
+            lambda bench: bench.sequential("1mib", sizes.sequential_bytes, MIB, MIB),
+            lambda bench: bench.sequential("4mib", sizes.sequential_bytes, REQUEST_BYTES, LARGE_REGION_BYTES),
+            lambda bench: bench.shards(sizes.slabs),
+            lambda bench: bench.mixed(sizes.sequential_bytes),
+            lambda bench: bench.tensors(sizes.tensors),
+        )
+        results: dict[str, Any] = {}
+        for cases_of in contests:
+            async with _opened(directory / "tier", memory, threads) as bench:
+                results |= await compete(await cases_of(bench), rounds, progress)
+        return results
+    finally:
+        await host.close()
+
+
+@asynccontextmanager
+async def _opened(directory: Path, memory: memoryview, threads: Threads) -> AsyncIterator[Bench]:
+    """A tier in an empty directory, which is gone afterwards."""
+    directory.mkdir()
+    try:
+        file = DataFile(0, directory / "data.0", (), read_threads=threads.read, write_threads=threads.write)
+        nvme = NvmeTier([file], 2 * len(memory), (), stuck_after_seconds=60)
+        try:
+            yield Bench(nvme, memory, fio.find(directory, direct=file.direct), threads)
+        finally:
+            await nvme.close()
+    finally:
+        shutil.rmtree(directory)
+
+
+class Payload:
+    """Random host memory of which each page is marked with a word that is another one in every round."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.nbytes = len(view)
+        words = np.frombuffer(view, dtype=np.uint64)
+        words[:] = np.random.default_rng(SEED).integers(1 << 63, size=len(words), dtype=np.uint64)
+        self._marks = words[::WORDS_PER_PAGE]
+        self._pages = np.arange(len(self._marks), dtype=np.uint64)
+        self._written = self._marks.copy()
+
+    def renew(self, number: int) -> None:
+        """Makes every page another one for this round."""
+        self._written = self._pages + np.uint64((number + 1) << 32)
+        self._marks[:] = self._written
+
+    def forget(self) -> None:
+        """Wipes the marks, so that only a read can bring them back."""
+        self._marks[:] = 0
+
+    def check(self) -> None:
+        """Raises BenchmarkError unless every page was brought back."""
+        if not np.array_equal(self._marks, self._written):
+            raise BenchmarkError("the tier has not read what it wrote")
+
+
+class Bench:
+    """A tier with its memory, an fio beside it, and the cases that they compete in."""
+
+    def __init__(self, nvme: NvmeTier, memory: memoryview, fio: Fio | None, threads: Threads) -> None:
+        self.nvme = nvme
+        self._memory = memory
+        self._fio = fio
+        self._threads = threads
+
+    async def sequential(self, name: str, nbytes: int, request: int, region: int) -> list[Case]:
+        """All bytes in order, cut into regions; the tier cuts those into requests."""
+        payload, items = await self._items([region] * (nbytes // region))
+        jobs = [self._fio_job(mode, name, payload, (request,)) for mode in ("write", "read")]
+        return [
+            self._write(f"write_{name}", payload, items, jobs[0]),
+            self._read(f"read_{name}", payload, items, jobs[1]),
+        ]
+
+    async def shards(self, slabs: Sequence[int]) -> list[Case]:
+        """Whole slabs in random order, against random requests of the largest size."""
+        payload, items = await self._items(slabs)
+        jobs = [self._fio_job(mode, "shards", payload, (REQUEST_BYTES,)) for mode in ("randwrite", "randread")]
+        return [
+            self._write("write_shards", payload, _shuffled(items), jobs[0]),
+            self._read("read_shards", payload, _shuffled(_shuffled(items)), jobs[1]),
+        ]
+
+    async def tensors(self, count: int) -> list[Case]:
+        """Many small tensors as one batch: written, read in another order, and read in the order of writing."""
+        draw = random.Random(SEED)
+        payload, items = await self._items([draw.choice(TENSOR_PAGES) * PAGE_BYTES for _ in range(count)])
+        sizes = tuple(pages * PAGE_BYTES for pages in TENSOR_PAGES)
+        jobs = [self._fio_job(mode, "tensors", payload, sizes) for mode in ("randwrite", "randread", "read")]
+        return [
+            self._write("write_tensors", payload, items, jobs[0]),
+            self._read("read_tensors", payload, _shuffled(items), jobs[1]),
+            self._read("read_tensors_in_order", payload, items, jobs[2]),
+        ]
+
+    async def mixed(self, nbytes: int) -> list[Case]:
+        """Half is read while the other half is written."""
+        regions = [LARGE_REGION_BYTES] * (nbytes // 2 // LARGE_REGION_BYTES)
+        kept, to_read = await self._items(regions)
+        renewed, to_write = await self._items(regions, first=sum(regions))
+        kept.renew(0)
+        await self.nvme.write_many(to_read, Priority.UPDATE)
+        jobs = [
+            self._fio_job("read", "mixed-read", kept, (REQUEST_BYTES,)),
+            self._fio_job("write", "mixed-write", renewed, (REQUEST_BYTES,)),
+        ]
+
+        async def ours(number: int) -> Sample:
+            kept.forget()
+            renewed.renew(number)
+            sample = await self._timed(
+                self.nvme.read_many(to_read, Priority.UPDATE), self.nvme.write_many(to_write, Priority.UPDATE)
+            )
+            kept.check()
+            return sample
+
+        return [Case(name="mixed", fio=self._run_fio(*jobs), ours=ours)]
+
+    def _write(self, name: str, payload: Payload, items: Sequence[Transfer], job: FioJob) -> Case:
+        async def ours(number: int) -> Sample:
+            payload.renew(number)
+            return await self._timed(self.nvme.write_many(items, Priority.UPDATE))
+
+        return Case(name=name, fio=self._run_fio(job), ours=ours)
+
+    def _read(self, name: str, payload: Payload, items: Sequence[Transfer], job: FioJob) -> Case:
+        async def ours(_: int) -> Sample:
+            payload.forget()
+            sample = await self._timed(self.nvme.read_many(items, Priority.UPDATE))
+            payload.check()
+            return sample
+
+        return Case(name=name, fio=self._run_fio(job), ours=ours)
+
+    async def _timed(self, *work: Awaitable[None]) -> Sample:
+        """What the tier itself counts as moved, and how long it took."""
+        counters = self.nvme.counters
+        before = counters.bytes_read + counters.bytes_written
+        with Stopwatch() as watch:
+            await asyncio.gather(*work)
+        return watch.sample(counters.bytes_read + counters.bytes_written - before)
+
+    async def _items(self, sizes: Sequence[int], first: int = 0) -> tuple[Payload, list[Transfer]]:
+        """A new region of each size, each with its part of the memory from byte `first` on."""
+        ends = list(itertools.accumulate(sizes, initial=first))
+        items = [
+            Transfer(await self.nvme.allocate(size), 0, self._memory[start : start + size])
+            for start, size in zip(ends, sizes, strict=False)
+        ]
+        return Payload(self._memory[first : ends[-1]]), items
+
+    def _fio_job(self, mode: FioMode, name: str, payload: Payload, block_sizes: tuple[int, ...]) -> FioJob:
+        """As many bytes with as many threads as the tier."""
+        return FioJob(
+            mode=mode,
+            file=self.nvme.files[0].path.with_name(f"fio-{name}"),
+            nbytes=payload.nbytes,
+            threads=self._threads.read if mode in ("read", "randread") else self._threads.write,
+            block_sizes=block_sizes,
+        )
+
+    def _run_fio(self, *jobs: FioJob) -> Callable[[], Sample] | None:
+        fio = self._fio
+        return (lambda: fio.run(*jobs)) if fio else None
+
+
+def _shuffled(items: Sequence[Transfer]) -> list[Transfer]:
+    return random.Random(SEED + len(items)).sample(items, len(items))

@@ -1,0 +1,129 @@
+"""DeepSpeed's environment: a venv beside ours, with the versions of deepspeed.requirements.txt, and its compiled parts.
+
+Set up once, by what is called here; needs a C++ compiler, and libaio's headers for NVMe. What cannot be set up is a
+reason to go on without, which the result states.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common.measure import BenchmarkError, Progress
+
+REQUIREMENTS = Path(__file__).with_name("deepspeed.requirements.txt")
+# DeepSpeed's setup.py imports torch, and its compiled parts are made with the others.
+FIRST = ("torch", "numpy", "setuptools", "wheel", "ninja")
+INSTALL_SECONDS = 1200.0
+BUILD_SECONDS = 1800.0
+ERROR_LINES = 6
+
+# Its parts in C++, made at first use otherwise, which takes minutes.
+_ADAM = ("ShareMemCommBuilder", "PinMemoryBuilder", "CPUAdamBuilder")
+_NVME = ("AsyncIOBuilder",)
+_BUILD = (
+    "import sys; from deepspeed.accelerator import get_accelerator; "
+    "[get_accelerator().create_op_builder(name).load() for name in sys.argv[1:]]"
+)
+
+
+class DeepSpeedUnavailableError(BenchmarkError):
+    """It cannot be set up, or a part of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedEnvironment:
+    """One that is set up.
+
+    Attributes:
+        python: its interpreter.
+        variables: to be added to the environment of its processes.
+        adam_problem: why there is no compiled Adam; torch's has to do then.
+        nvme_problem: why it cannot use NVMe.
+    """
+
+    python: Path
+    variables: Mapping[str, str]
+    adam_problem: str | None
+    nvme_problem: str | None
+
+
+def prepare(directory: Path, progress: Progress) -> DeepSpeedEnvironment:
+    """Sets up what is missing of the environment in `directory`.
+
+    Raises:
+        DeepSpeedUnavailableError: there is none.
+    """
+    directory = directory.absolute()
+    python = directory / "bin" / "python"
+    variables = {
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
+        "PATH": f"{directory / 'bin'}:{os.environ.get('PATH', os.defpath)}",
+    }
+    if not _stands(python, variables):
+        _install(directory, python, progress)
+    return DeepSpeedEnvironment(
+        python=python,
+        variables=variables,
+        adam_problem=_build(python, variables, _ADAM, progress),
+        nvme_problem=_build(python, variables, _NVME, progress),
+    )
+
+
+def _stands(python: Path, variables: Mapping[str, str]) -> bool:
+    """Whether it is there already, in these versions."""
+    if not python.exists():
+        return False
+    wanted = {line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("deepspeed==")}
+    listed = subprocess.run(
+        [python, "-m", "pip", "freeze"], env=os.environ | dict(variables), capture_output=True, text=True, check=False
+    )
+    return wanted <= set(listed.stdout.splitlines())
+
+
+def _install(directory: Path, python: Path, progress: Progress) -> None:
+    progress("DeepSpeed: setting up its environment, once")
+    shutil.rmtree(directory, ignore_errors=True)
+    pip = (str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet")
+    for command in (
+        (sys.executable, "-m", "venv", str(directory)),
+        (*pip, "--constraint", str(REQUIREMENTS), *FIRST),
+        (*pip, "--no-build-isolation", "--requirement", str(REQUIREMENTS)),
+    ):
+        if problem := _problem(command, {"DS_BUILD_OPS": "0"}, INSTALL_SECONDS):
+            raise DeepSpeedUnavailableError(problem)
+
+
+def _build(python: Path, variables: Mapping[str, str], parts: tuple[str, ...], progress: Progress) -> str | None:
+    """Why these parts cannot be made or loaded; None: they can."""
+    progress(f"DeepSpeed: its compiled parts {', '.join(parts)}: minutes, once")
+    # A build that was interrupted left its lock behind: the next would wait for it without end.
+    for lock in Path(variables["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+        lock.unlink()
+    return _problem((str(python), "-c", _BUILD, *parts), variables, BUILD_SECONDS)
+
+
+def _problem(command: tuple[str, ...], variables: Mapping[str, str], timeout_seconds: float) -> str | None:
+    """What a command says that fails."""
+    try:
+        subprocess.run(
+            command,
+            env=os.environ | dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_seconds,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{' '.join(command[:4])} took longer than {timeout_seconds:g} s"
+    except subprocess.CalledProcessError as error:
+        return " | ".join(line.strip() for line in error.stdout.splitlines()[-ERROR_LINES:])
+    return None

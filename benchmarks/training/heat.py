@@ -1,0 +1,144 @@
+"""A heat: contestants that train the same and take turns, so that what the neighbours do falls on all of them.
+
+Each contestant makes a block of steps when it is its turn, and waits otherwise. Round 0 warms up: memory is sampled in
+it, which disturbs, and its times do not count. In the rounds that count, the first step of a block does not: it need
+not wait for what the step before has left to be done. What counts of a contestant is the median of its rounds' ratios
+to plain PyTorch's in the same round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.common.measure import Progress, Threads
+from benchmarks.common.processes import Memory
+from benchmarks.training.bandwidth import StepProbe
+from benchmarks.training.contestant_process import Block, ContestantError, Entry, Running
+from benchmarks.training.task import TrainingTask
+
+# Of a step. Less than that is the catalog's noise, and no disk can be a limit.
+LEAST_PROBED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The I/O probe right before and right after a block: the fewer `seconds` of both, for `nbytes`."""
+
+    nbytes: int
+    seconds: float
+    direct: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """What a heat has found of one contestant.
+
+    Attributes:
+        not_run: the reason why there is nothing else.
+        blocks: of the rounds that count.
+        losses: of all steps, the warm-up's first.
+        probes: one for each block, or none.
+    """
+
+    entry: Entry
+    not_run: str | None = None
+    blocks: list[Block] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    memory: Memory | None = None
+    probes: list[Probe] = field(default_factory=list)
+
+    def round_seconds(self) -> list[float]:
+        """The median of the steps that count, by round."""
+        return [statistics.median(block.seconds[1:]) for block in self.blocks]
+
+    def io_seconds(self) -> list[float]:
+        """What the disk alone would have taken for a step's bytes, by round; empty if it was not measured."""
+        if not self.probes:
+            return []
+        return [
+            probe.seconds * (block.use.bytes_read + block.use.bytes_written) / len(block.seconds) / probe.nbytes
+            for probe, block in zip(self.probes, self.blocks, strict=True)
+        ]
+
+
+class Heat:
+    """A context: processes and files are gone with it."""
+
+    def __init__(self, task: TrainingTask, directory: Path, *, threads: Threads, progress: Progress) -> None:
+        """`directory` is for what contestants and probes keep on disk; `threads` are the probes'."""
+        self._task = task
+        self._directory = directory
+        self._threads = threads
+        self._progress = progress
+        self._running: dict[str, Running] = {}
+        self._probes: dict[str, StepProbe] = {}
+        self._standings: dict[str, Standing] = {}
+
+    def run(self, entries: Sequence[Entry], *, rounds: int, steps: int) -> list[Standing]:
+        """Lets the contestants take turns; standings in the order of the entries.
+
+        Args:
+            rounds: that count.
+            steps: of a block, at least 2.
+
+        Raises:
+            ContestantError: one that is not optional failed.
+        """
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(TemporaryDirectory(dir=self._directory)))
+            for index, entry in enumerate(entries):
+                (own := scratch / str(index)).mkdir()
+                self._start(entry, own, stack)
+            self._take_turns(forward=True, turn=lambda name: self._warm_up(name, steps, scratch, stack))
+            for number in range(1, rounds + 1):
+                self._progress(f"round {number} of {rounds}")
+                self._take_turns(forward=number % 2 == 0, turn=lambda name: self._make(name, steps))
+            for name, running in self._running.items():
+                self._standings[name].memory = running.memory
+        return list(self._standings.values())
+
+    def _start(self, entry: Entry, directory: Path, stack: ExitStack) -> None:
+        self._progress(f"{entry.name}: starting")
+        self._standings[entry.name] = Standing(entry=entry)
+        try:
+            self._running[entry.name] = stack.enter_context(Running(entry, self._task, directory))
+        except ContestantError as error:
+            self._give_up(entry, error)
+
+    def _take_turns(self, *, forward: bool, turn: Callable[[str], None]) -> None:
+        """Every other round goes backwards: each contestant is as often first as last."""
+        for name in list(self._running) if forward else list(reversed(self._running)):
+            try:
+                turn(name)
+            except ContestantError as error:
+                self._give_up(self._running.pop(name).entry, error)
+
+    def _warm_up(self, name: str, steps: int, scratch: Path, stack: ExitStack) -> None:
+        self._progress(f"{name}: warm-up")
+        block = self._running[name].warm_up(steps)
+        self._standings[name].losses += block.losses
+        read, written = (moved // steps for moved in (block.use.bytes_read, block.use.bytes_written))
+        if self._running[name].entry.probed and read + written >= LEAST_PROBED_BYTES:
+            (own := scratch / f"probe-{len(self._probes)}").mkdir()
+            self._probes[name] = stack.enter_context(StepProbe(own, read, written, self._threads))
+
+    def _make(self, name: str, steps: int) -> None:
+        standing, probe = self._standings[name], self._probes.get(name)
+        before = probe.run() if probe else 0.0
+        block = self._running[name].make(steps)
+        standing.blocks.append(block)
+        standing.losses += block.losses
+        if probe:
+            # The better one: it is to say what the disk can do.
+            standing.probes.append(Probe(nbytes=probe.nbytes, seconds=min(before, probe.run()), direct=probe.direct))
+
+    def _give_up(self, entry: Entry, error: ContestantError) -> None:
+        if not entry.optional:
+            raise error
+        self._progress(f"not run: {error}")
+        self._standings[entry.name] = Standing(entry=entry, not_run=str(error))

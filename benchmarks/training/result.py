@@ -1,0 +1,165 @@
+"""What a heat's standings come to: figures, checks and targets, as JSON. Measures nothing itself.
+
+A contestant's figures, seconds and bytes if nothing else is said:
+
+- `not_run`: why there are no others; null
+- `steps`: of each step that counts; `median`, `least`, `most`; `forward`, `backward`, `update` (medians)
+- `settle`: from the end of a block until nothing goes on behind it (median)
+- `ratios`: to plain PyTorch's median in the same round; `ratio` is their median
+- `tokens_per_second`
+- `memory`: the largest that was seen: proportional, of `trainer`, `daemon` and both, and its `ratio` to plain PyTorch's
+- `read_per_step`, `written_per_step`: from and to the disk
+- `cpu_per_step`: CPU seconds of `trainer` and `daemon`
+- `roofline`: `compute` (plain PyTorch's step), `io` (the disk alone, with the bytes of a step; null: not measured),
+  `direct` (past the page cache), `seconds`: the larger one, and `fraction` (T_roof / T_step); medians over rounds
+- `losses` of all steps, and `loss_difference`, the largest one to plain PyTorch's
+- `facts`: what the contestant says of itself, after its last step
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.common.measure import BenchmarkError
+from benchmarks.training.contestant_process import Block
+from benchmarks.training.heat import Standing
+from benchmarks.training.task import TrainingTask
+
+DEEPSPEED_LOSS_TOLERANCE = 2e-2
+
+
+def summaries(standings: Sequence[Standing], task: TrainingTask) -> dict[str, dict[str, Any]]:
+    """By name. The first contestant is the one that the others are compared with.
+
+    Raises:
+        BenchmarkError: this project's losses are not the first one's, bit for bit.
+    """
+    reference = standings[0]
+    check_losses(standings)
+    return {
+        standing.entry.name: {"not_run": standing.not_run}
+        if standing.not_run is not None
+        else {"not_run": None} | summary(standing, reference, task)
+        for standing in standings
+    }
+
+
+def check_losses(standings: Sequence[Standing]) -> None:
+    """This project's losses are those of plain PyTorch, if that is the first contestant; DeepSpeed's nearly.
+
+    Raises:
+        BenchmarkError: this project's are not.
+    """
+    reference = standings[0]
+    if reference.entry.kind != "plain":
+        return
+    for standing in standings[1:]:
+        if standing.not_run is not None:
+            continue
+        difference = loss_difference(standing, reference)
+        if standing.entry.kind == "ours" and standing.losses != reference.losses:
+            raise BenchmarkError(
+                f"{standing.entry.name}: its losses are not those of plain PyTorch, bit for bit: they differ by up to "
+                f"{difference:g}; {standing.losses} instead of {reference.losses}"
+            )
+        if difference > DEEPSPEED_LOSS_TOLERANCE:
+            standing.not_run = (
+                f"its losses differ from plain PyTorch's by up to {difference:g}: it trains another model"
+            )
+
+
+def loss_difference(standing: Standing, reference: Standing) -> float:
+    """The largest one between the losses of the same step."""
+    return max(abs(own - other) for own, other in zip(standing.losses, reference.losses, strict=True))
+
+
+def summary(standing: Standing, reference: Standing, task: TrainingTask) -> dict[str, Any]:
+    """The figures of one that has run; see the module."""
+    blocks, seconds = standing.blocks, _counted(standing.blocks, lambda block: block.seconds)
+    ratios = [own / other for own, other in zip(standing.round_seconds(), reference.round_seconds(), strict=True)]
+    median = statistics.median(seconds)
+    assert standing.memory is not None and reference.memory is not None
+    return {
+        "steps": [round(value, 4) for value in seconds],
+        "median": round(median, 4),
+        "least": round(min(seconds), 4),
+        "most": round(max(seconds), 4),
+        "forward": _median(_counted(blocks, lambda block: block.forward)),
+        "backward": _median(_counted(blocks, lambda block: block.backward)),
+        "update": _median(_counted(blocks, lambda block: block.update)),
+        "settle": _median([block.settle_seconds for block in blocks]),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "ratio": _median(ratios),
+        "tokens_per_second": round(task.tokens_per_step / median, 1),
+        "memory": {
+            "trainer": standing.memory.main,
+            "daemon": standing.memory.children,
+            "total": standing.memory.total,
+            "ratio": round(standing.memory.total / reference.memory.total, 4),
+        },
+        "read_per_step": _per_step(blocks, lambda block: block.use.bytes_read),
+        "written_per_step": _per_step(blocks, lambda block: block.use.bytes_written),
+        "cpu_per_step": {
+            "trainer": round(_per_step(blocks, lambda block: block.use.main_cpu_seconds), 4),
+            "daemon": round(_per_step(blocks, lambda block: block.use.children_cpu_seconds), 4),
+        },
+        "roofline": _roofline(standing, reference),
+        "losses": standing.losses,
+        "loss_difference": loss_difference(standing, reference),
+        "facts": blocks[-1].facts[-1],
+    }
+
+
+def targets(heats: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """What the project is to reach, beside what was measured: `name`, `measured`, `wanted` (at most), `met`."""
+    found: list[dict[str, Any]] = []
+
+    def add(name: str, wanted: float, measured: Callable[[], float]) -> None:
+        try:
+            value = measured()
+        except KeyError:  # not run, or not asked for
+            return
+        found.append({"name": name, "measured": round(value, 4), "wanted": wanted, "met": value <= wanted})
+
+    add("host: step / plain PyTorch's", 1.05, lambda: heats["host"]["host"]["ratio"])
+    add(
+        "nvme: step / max(plain PyTorch's, I/O roofline)",
+        1.10,
+        lambda: 1 / heats["nvme"]["nvme"]["roofline"]["fraction"],
+    )
+    add(
+        "nvme: step / DeepSpeed's on NVMe",
+        0.7,
+        lambda: heats["nvme"]["nvme"]["ratio"] / heats["nvme"]["DeepSpeed nvme"]["ratio"],
+    )
+    add("nvme: memory / plain PyTorch's", 0.55, lambda: heats["nvme"]["nvme"]["memory"]["ratio"])
+    return found
+
+
+def _roofline(standing: Standing, reference: Standing) -> dict[str, Any]:
+    compute, own = reference.round_seconds(), standing.round_seconds()
+    io = standing.io_seconds()
+    roofs = [max(pair) for pair in zip(compute, io, strict=True)] if io else compute
+    return {
+        "compute": _median(compute),
+        "io": _median(io) if io else None,
+        "direct": all(probe.direct for probe in standing.probes) if io else None,
+        "seconds": _median(roofs),
+        "fraction": _median([roof / seconds for roof, seconds in zip(roofs, own, strict=True)]),
+    }
+
+
+def _counted(blocks: Sequence[Block], values_of: Callable[[Block], Sequence[float]]) -> list[float]:
+    """One kind of values of all steps that count."""
+    return [value for block in blocks for value in values_of(block)[1:]]
+
+
+def _per_step(blocks: Sequence[Block], use_of: Callable[[Block], float]) -> float:
+    """The mean over all steps, the first of each block too: what they leave behind is in the block."""
+    return sum(map(use_of, blocks)) / sum(len(block.seconds) for block in blocks)
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 4)

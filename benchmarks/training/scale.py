@@ -1,0 +1,160 @@
+"""Measures how the cost of a step grows with the model: everything on NVMe, from 50 million to 1.3 billion parameters.
+
+GPT-2 with a vocabulary of 50257, one sequence of 256 tokens; the host budget grows with the model, and is 4 GiB at 1.3
+billion. No process ever holds a whole model of this project's. Beside it, taking turns, forward and backward alone in
+bf16: the compute that no training can do without. The result is one JSON object:
+
+- `machine`, `provenance`, `parameters`
+- `sizes`: `parameters`, `layers`, `hidden`, `host_budget_bytes`, and the figures of `compute` and `nvme`
+  (`benchmarks.training.result`; their ratios are to `compute`)
+- `growth`: of the largest model over the smallest, by figure: its ratio over the ratio of their parameters; 1 is linear
+
+Run as a module from the root of the repository: `python -m benchmarks.training.scale`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.common import machine, report
+from benchmarks.common.measure import BenchmarkError, Progress, Threads
+from benchmarks.training import bf16_emulation, scale_plot
+from benchmarks.training.entries import COMPUTE, ours
+from benchmarks.training.heat import Heat
+from benchmarks.training.result import summaries
+from benchmarks.training.task import HEAD_WIDTH, TrainingTask
+
+DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
+GB = 1e9
+GIB = 1 << 30
+# 4 GiB at 24 x 2048.
+HOST_BYTES_PER_PARAMETER = 3.28
+LEAST_HOST_BYTES = 256 << 20
+DISK_BYTES_PER_PARAMETER = 44
+
+FULL = tuple(
+    TrainingTask(layers=layers, hidden=hidden, batch=1, tokens=256, vocab=50257)
+    for layers, hidden in ((8, 512), (16, 768), (22, 1280), (24, 2048))
+)
+QUICK = tuple(TrainingTask(layers=layers, hidden=HEAD_WIDTH, batch=1, tokens=32, vocab=512) for layers in (1, 2))
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+def host_budget_bytes(task: TrainingTask) -> int:
+    """In whole MiB."""
+    return max(LEAST_HOST_BYTES, int(task.gpt2_parameters * HOST_BYTES_PER_PARAMETER) >> 20 << 20)
+
+
+def measure(
+    tasks: Sequence[TrainingTask], directory: Path, *, rounds: int, steps: int, progress: Progress
+) -> dict[str, Any]:
+    """All sizes, one after the other; see the module for what comes back. Raises BenchmarkError."""
+    sizes = []
+    for task in tasks:
+        size, budget = task.gpt2_parameters, host_budget_bytes(task)
+        needed = DISK_BYTES_PER_PARAMETER * size
+        if (free := shutil.disk_usage(directory).free) < needed:
+            raise BenchmarkError(
+                f"--dir has {free} bytes free and a model of {size} parameters needs {needed}; choose another one, or "
+                "fewer --sizes"
+            )
+        nvme = ours("nvme", task, size, "nvme", durability="step", host_budget_bytes=budget, deferred=True)
+        heat = Heat(task, directory, threads=Threads(), progress=_prefixed(progress, size))
+        found = summaries(heat.run([COMPUTE, nvme], rounds=rounds, steps=steps), task)
+        about = {"parameters": size, "layers": task.layers, "hidden": task.hidden, "host_budget_bytes": budget}
+        sizes.append(about | found)
+    return {
+        "machine": machine.describe(directory),
+        "provenance": machine.provenance(),
+        "parameters": {"rounds": rounds, "steps": steps, "batch": tasks[0].batch, "tokens": tasks[0].tokens}
+        | {"precision": bf16_emulation.precision_in_words()},
+        "sizes": sizes,
+        "growth": _growth(sizes[0], sizes[-1]),
+    }
+
+
+def _growth(first: dict[str, Any], last: dict[str, Any]) -> dict[str, float]:
+    larger = last["parameters"] / first["parameters"]
+    return {
+        "seconds": round(last["nvme"]["median"] / first["nvme"]["median"] / larger, 4),
+        "memory": round(last["nvme"]["memory"]["total"] / first["nvme"]["memory"]["total"] / larger, 4),
+    }
+
+
+def _prefixed(progress: Progress, size: int) -> Progress:
+    return lambda what: progress(f"{size / 1e6:.1f} M: {what}")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as a table."""
+    rows = [
+        [
+            f"{size['layers']} x {size['hidden']}",
+            f"{size['parameters'] / 1e6:.0f} M",
+            f"{size['host_budget_bytes'] / GIB:.2f}",
+            f"{size['nvme']['median']:.2f}",
+            f"{size['compute']['median']:.2f}",
+            f"{size['nvme']['roofline']['io'] or 0.0:.2f}",
+            f"{size['nvme']['roofline']['fraction']:.2f}",
+            f"{size['nvme']['memory']['trainer'] / GIB:.2f}",
+            f"{size['nvme']['memory']['daemon'] / GIB:.2f}",
+            f"{size['nvme']['memory']['total'] / GIB:.2f}",
+            f"{size['nvme']['read_per_step'] / GB:.1f}",
+            f"{size['nvme']['written_per_step'] / GB:.1f}",
+        ]
+        for size in result["sizes"]
+    ]
+    header = (
+        *("layers", "parameters", "budget, GiB", "s/step", "compute, s", "I/O, s", "T_roof / T_step"),
+        *("trainer, GiB", "daemon, GiB", "both, GiB", "GB read", "GB written"),
+    )
+    shape = result["parameters"]
+    return "\n\n".join(
+        (
+            f"GPT-2 with a vocabulary of 50257, {shape['batch']} x {shape['tokens']} tokens, {shape['precision']}, "
+            "AdamW; everything on NVMe, each step durable, built under `zero.Init`. `compute` is forward and backward "
+            "alone, in memory; `I/O` the disk alone with the bytes of a step, in both directions "
+            "at once, the better of what it took right before and right after a turn; T_roof the larger one. Memory is "
+            "proportional (PSS), the largest that was seen.",
+            report.table(header, rows),
+            f"From the smallest to the largest, seconds grow {result['growth']['seconds']:.2f} times as much as the "
+            f"parameters, memory {result['growth']['memory']:.2f} times.",
+            "![seconds per step and memory over parameters](results/scale.svg)",
+        )
+    )
+
+
+@app.command(help=__doc__)
+def main(
+    directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = DEFAULT_DIRECTORY,
+    sizes: Annotated[int, typer.Option(min=1, max=len(FULL), help="How many, from the smallest on.")] = len(FULL),
+    rounds: Annotated[int, typer.Option(min=1, help="After a warm-up.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="In a row; the first of them does not count.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, one round: to see that it works.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
+    results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
+) -> None:
+    console = Console(stderr=True)
+    tasks, rounds, steps = (QUICK, 1, 2) if quick else (FULL[:sizes], rounds, steps)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        result = measure(tasks, directory, rounds=rounds, steps=steps, progress=console.print)
+    except (BenchmarkError, OSError) as error:
+        typer.echo(f"bench-scale: {error}", err=True)
+        raise typer.Exit(1) from None
+    if results:
+        report.store("scale", "Cost by size of the model", result, markdown(result), "make bench-scale")
+        scale_plot.draw(result, report.HERE / "results" / "scale.svg")
+    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,81 @@
+"""The one place that makes channels to a daemon, for trainers, StoreClient and the admin tool alike.
+
+Must never let a variable of the environment redirect a call: many clusters set `http_proxy` for downloads, and gRPC
+would send what is for another node's daemon through that proxy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+
+from paramserver.contract.bearer import TokenBearer
+from paramserver.contract.sockets import check_path, grpc_target
+
+Options = Sequence[tuple[str, int | str]]
+
+# For channels that cannot be made here, such as those of grpc.aio.
+NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
+
+_UNIX = "unix:"
+
+
+class TlsFiles(NamedTuple):
+    """PEM bytes: the authorities of the daemon's certificate, the client's private key and its certificate."""
+
+    authorities: bytes
+    key: bytes
+    certificate: bytes
+
+
+def is_socket(address: str) -> bool:
+    """Return whether the address is that of a UNIX socket."""
+    return address.startswith(_UNIX)
+
+
+def socket_path(address: str) -> Path:
+    """Return the absolute path in `unix:/path` or `unix:///path`.
+
+    Raises:
+        ValueError: no socket can be there; the message says why.
+    """
+    path = address.removeprefix(_UNIX)
+    if not path.startswith("/"):
+        raise ValueError("write the absolute path of the socket after 'unix:'")
+    absolute = Path("/" + path.lstrip("/"))
+    check_path(absolute)
+    return absolute
+
+
+def target_of(address: str) -> str:
+    """Return what gRPC calls the address, in this process.
+
+    Raises:
+        ValueError: no socket can be at the address.
+        OSError: the directory of the socket is not there, or cannot be entered.
+    """
+    return grpc_target(socket_path(address)) if is_socket(address) else address
+
+
+def channel_to(
+    address: str, *, options: Options = (), tls: TlsFiles | None = None, token: str | None = None
+) -> grpc.Channel:
+    """Return a channel to the daemon at `unix:/path` or `host:port`; it connects when it is first used.
+
+    Args:
+        options: gRPC's channel arguments besides the proxy's.
+        tls: for TCP; a UNIX socket has its mode instead.
+        token: added to every call.
+
+    Raises:
+        ValueError, OSError: see `target_of`.
+    """
+    target, options = target_of(address), (*NO_PROXY, *options)
+    if tls is not None and not is_socket(address):
+        channel = grpc.secure_channel(target, grpc.ssl_channel_credentials(*tls), options=options)
+    else:
+        channel = grpc.insecure_channel(target, options=options)
+    return channel if token is None else grpc.intercept_channel(channel, TokenBearer(token))

@@ -1,0 +1,97 @@
+"""Hands the arena's file descriptor to clients of this node, over a UNIX socket that only this user can open.
+
+The kernel says who is at the other end: whoever is neither the daemon's user nor root gets nothing, also where the mode
+of the socket was changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+
+from paramserver.contract.sockets import system_path
+from paramserver.errors import StartError
+from paramserver.process.background import repeat
+from storage.errors import ConflictError
+
+log = logging.getLogger(__name__)
+
+# After an accept that the kernel refused, for example because the process has no descriptor left. Who connects waits
+# meanwhile in the socket's backlog.
+RETRY_SECONDS = 0.2
+
+
+def clear_socket(path: Path) -> None:
+    """Removes the socket that a daemon left at `path` when it was killed.
+
+    Raises:
+        ConflictError: another process listens there.
+        StartError: it is something else than a socket.
+    """
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise StartError(f"cannot listen on socket {path}: it is there and is no socket; correct `socket` (--socket)")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(system_path(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ConflictError(f"socket {path} is in use by another daemon; set `socket` (--socket) to another path")
+
+
+class ArenaDoor:
+    """A listening socket; each connection gets one byte with the descriptor, and is closed. `path` must be free."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(system_path(path))
+        except OSError as error:
+            self._listener.close()
+            raise StartError(
+                f"cannot listen on socket {path}: {error.strerror}; correct `socket` (--socket)"
+            ) from error
+        path.chmod(0o600)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._task = asyncio.ensure_future(self._serve())
+
+    async def close(self) -> None:
+        """Stops listening."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    async def _serve(self) -> None:
+        await repeat("to hand out the arena", RETRY_SECONDS, self._hand_out)
+
+    async def _hand_out(self) -> None:
+        """Serve one client after the other. Raises OSError where no connection can be accepted now."""
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            with connection:
+                try:
+                    if (uid := _peer_uid(connection)) not in (os.getuid(), 0):
+                        log.warning("refused the arena to user %d: it is for user %d and root only", uid, os.getuid())
+                        continue
+                    # One byte into an empty socket buffer: this cannot block.
+                    socket.send_fds(connection, [b"a"], [self._fd])
+                except OSError as error:
+                    log.warning("a client left before it got the arena: %s", os.strerror(error.errno or 0))
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    """Who connected; see SO_PEERCRED in man 7 unix."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)

@@ -1,0 +1,167 @@
+"""What a client may read as a stream: the bytes of a lease, or of a range of a tensor by name.
+
+A source gives its bytes piece by piece from any place on, and keeps none of them: a reader that stops reading holds
+nothing of it. The one place where a request's source is resolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from paramserver.rpc import convert
+from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.sessions import Session
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine
+from storage.errors import ConflictError, InvalidRequestError
+from storage.reader import StepReader
+from storage.shard import DType, Kind
+
+
+class Source(Protocol):
+    """Bytes of one version."""
+
+    @property
+    def job(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def dtype(self) -> DType: ...
+
+    async def piece(self, first_byte: int, nbytes: int) -> memoryview | bytes:
+        """Those bytes; valid until the caller waits for something.
+
+        Raises:
+            ConflictError: they are not there any more.
+            StorageError: they cannot be read.
+        """
+
+
+async def open_source(engine: Engine, session: Session, request: pb.ReadRequest.Open) -> Source:
+    """What a read asks for.
+
+    Raises:
+        InvalidRequestError: the request names no source, or no range.
+        NotFoundError: the session has no such lease, or this store not such a range.
+        ConflictError: the lease is for writing.
+    """
+    match request.WhichOneof("source"):
+        case "lease_id":
+            return _open_lease(engine, session.lease(request.lease_id))
+        case "range":
+            return await _open_range(engine, session, request.range)
+        case _:
+            raise InvalidRequestError("source is not set; set lease_id or range")
+
+
+def check_held(lease: Lease) -> None:
+    """To be called after every wait, before the lease's memory is touched.
+
+    Raises:
+        ConflictError: the lease has ended (its session died, the client returned it).
+    """
+    if lease.void:
+        raise ConflictError(f"lease {lease.lease_id} ended while its bytes were streamed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LeaseSource:
+    engine: Engine
+    lease: Lease
+    job: str
+    size_bytes: int
+    version: int
+    dtype: DType
+
+    async def piece(self, first_byte: int, nbytes: int) -> memoryview:
+        check_held(self.lease)
+        return self.engine.host.view(self.lease.region)[first_byte : first_byte + nbytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RangeSource:
+    job: str
+    size_bytes: int
+    version: int
+    dtype: DType
+    # Elements from, and how many -> their bytes.
+    read: Callable[[int, int], AsyncGenerator[bytes, None]]
+    # Raises ConflictError once some of the bytes are of another version than they were at the beginning.
+    check: Callable[[], None]
+
+    async def piece(self, first_byte: int, nbytes: int) -> bytes:
+        itemsize = self.dtype.itemsize
+        first, end = first_byte // itemsize, -(-(first_byte + nbytes) // itemsize)
+        async with aclosing(self.read(first, end - first)) as pieces:
+            data = b"".join([piece async for piece in pieces])
+        self.check()
+        start = first_byte - first * itemsize
+        return data if len(data) == nbytes else data[start : start + nbytes]
+
+
+def _open_lease(engine: Engine, lease: Lease) -> Source:
+    if lease.reader is not None and lease.dtype is not None:
+        return _LeaseSource(
+            engine=engine,
+            lease=lease,
+            job=lease.reader.job.spec.name,
+            size_bytes=lease.nbytes,
+            version=lease.step,
+            dtype=lease.dtype,
+        )
+    if lease.mode is not LeaseMode.READ or lease.pin is None:
+        raise ConflictError(f"lease {lease.lease_id} is for writing ({lease.mode.value}) and cannot be read")
+    slab = lease.pin.slab
+    return _LeaseSource(
+        engine=engine,
+        lease=lease,
+        job=slab.key.job_name,
+        size_bytes=lease.nbytes,
+        version=lease.pin.copy.step or 0,
+        dtype=slab.spec.dtype,
+    )
+
+
+async def _open_range(engine: Engine, session: Session, range_: pb.TensorRange) -> Source:
+    convert.check_range(range_)
+    kind = convert.kind(range_.kind)
+    if range_.reader_id:
+        return await _open_held_range(session.reader(range_.reader_id), range_, kind)
+    job = await session.job()
+    slabs = await engine.reader.slabs(job, range_.fqn, kind, range_.offset, range_.numel)
+    versions = [slab.latest for slab in slabs]
+    dtype, version = slabs[0].spec.dtype, versions[0] or 0
+
+    def check() -> None:
+        if any(slab.latest != version for slab, version in zip(slabs, versions, strict=True)):
+            raise ConflictError(f"{range_.fqn!r} changed after step {version} while it was read; read it again")
+
+    return _RangeSource(
+        job=job.spec.name,
+        size_bytes=range_.numel * dtype.itemsize,
+        version=version,
+        dtype=dtype,
+        read=lambda first, count: engine.reader.read(job, range_.fqn, kind, range_.offset + first, count),
+        check=check,
+    )
+
+
+async def _open_held_range(reader: StepReader, range_: pb.TensorRange, kind: Kind) -> Source:
+    dtype = await reader.describe(range_.fqn, kind, range_.offset, range_.numel)
+    return _RangeSource(
+        job=reader.job.spec.name,
+        size_bytes=range_.numel * dtype.itemsize,
+        version=reader.step,
+        dtype=dtype,
+        read=lambda first, count: reader.read(range_.fqn, kind, range_.offset + first, count),
+        # A reader's step does not change.
+        check=lambda: None,
+    )

@@ -1,0 +1,288 @@
+"""The protocols of Read and Write: a header, then chunks in order, never more than there is credit for.
+
+Both work on raw messages (see paramserver.contract.chunks), so they are registered in place of the handlers that protoc
+generates. A lease can end while its stream runs: after every wait it is looked at again, before its memory is touched.
+Where bytes come from is `sources`' business, and who may have how many of them under way `transfers`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from paramserver.contract import chunks
+from paramserver.contract.chunks import MAX_CHUNK_BYTES, Chunk
+from paramserver.dataplane.chunk_budget import FIRST_STRIDE_BYTES, Transfer, Transfers
+from paramserver.dataplane.read_source import Source, check_held, open_source
+from paramserver.rpc import convert
+from paramserver.rpc.status import answer
+from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.sessions import Session
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine
+from storage.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
+
+RawContext = grpc.aio.ServicerContext[bytes, bytes]
+# The session with an id; raises where it is none of the caller's.
+FindSession = Callable[[str], Session]
+
+# gRPC has a copy of each chunk that is being sent.
+_COPIES_SENT = 2
+
+
+class Streams:
+    """Serves Read and Write. `window_bytes` is the most credit that one writer has."""
+
+    def __init__(self, engine: Engine, transfers: Transfers, window_bytes: int) -> None:
+        self._engine = engine
+        self._transfers = transfers
+        self._window_bytes = window_bytes
+
+    async def read(self, find_session: FindSession, context: RawContext) -> None:
+        """One Read, from its first message to its last chunk.
+
+        Raises:
+            StorageError: to be answered as its status.
+        """
+        request = await _next_read_request(context)
+        if request is None or request.WhichOneof("message") != "open":
+            raise InvalidRequestError("the first message of a read must be open")
+        opened = request.open
+        session = find_session(opened.session_id)
+        urgency = convert.urgency(opened.urgency)
+        source = await open_source(self._engine, session, opened)
+        if opened.first_byte > source.size_bytes:
+            raise InvalidRequestError(f"first_byte {opened.first_byte} is behind the end, {source.size_bytes}")
+        if not opened.credit_bytes:
+            raise InvalidRequestError("credit_bytes is 0; the first credit must allow to send something")
+        header = pb.ReadHeader(
+            size_bytes=source.size_bytes, version=source.version, dtype=convert.DTYPE_TO_WIRE[source.dtype]
+        )
+        credit = _Credit(opened.credit_bytes)
+        with self._transfers.open(session.session_id, source.job, urgency) as transfer:
+            # It may have ended while the source was opened, before it could end this transfer.
+            find_session(opened.session_id)
+            await _write(context, pb.ReadResponse(header=header))
+            sending = self._send(transfer, source, opened.first_byte, credit, context)
+            try:
+                await _run(transfer, sending, _take_credits(transfer, credit, context))
+            except StorageError as error:
+                # The client may not read: the status waits behind the chunk then, which gRPC holds.
+                with self._transfers.pinned(transfer, transfer.held_bytes // _COPIES_SENT):
+                    await answer(context, error)
+
+    async def _send(
+        self, transfer: Transfer, source: Source, first_byte: int, credit: _Credit, context: RawContext
+    ) -> None:
+        while first_byte < source.size_bytes:
+            await credit.wait()
+            nbytes = credit.take(min(self._transfers.stride_bytes(transfer), source.size_bytes - first_byte))
+            await self._transfers.reserve(transfer, nbytes * _COPIES_SENT)
+            await _write(context, chunks.encode(first_byte, await source.piece(first_byte, nbytes)))
+            self._transfers.moved(transfer, nbytes * _COPIES_SENT)
+            first_byte += nbytes
+
+    async def write(self, find_session: FindSession, context: RawContext) -> None:
+        """One Write, from its header to the acknowledgement of its last byte.
+
+        Raises:
+            StorageError: to be answered as its status.
+        """
+        request = await _next_write_request(context)
+        if not isinstance(request, pb.WriteRequest) or request.WhichOneof("message") != "header":
+            raise InvalidRequestError("the first message of a write must be the header")
+        header = request.header
+        session = find_session(header.session_id)
+        urgency = convert.urgency(header.urgency)
+        lease = session.lease(header.lease_id)
+        if lease.mode in (LeaseMode.READ, LeaseMode.RANGE):
+            raise ConflictError(f"lease {lease.lease_id} is for reading and cannot be written")
+        end = header.first_byte + header.size_bytes
+        if end > lease.nbytes:
+            raise InvalidRequestError(f"bytes [{header.first_byte}, {end}) leave the lease of {lease.nbytes} bytes")
+        # On its own: the first credit would take it along, and where that is cancelled half-way, gRPC sends it once
+        # more with the status, which its core refuses.
+        await context.send_initial_metadata(())
+        find_session(header.session_id)
+        with self._transfers.open(session.session_id, session.require_run().spec.name, urgency) as transfer:
+            inbox = _Inbox(self._engine, lease, header)
+            await _run(transfer, self._answer(transfer, inbox, context), self._receive(transfer, inbox, context))
+
+    async def _receive(self, transfer: Transfer, inbox: _Inbox, context: RawContext) -> None:
+        while inbox.missing_bytes:
+            request = await _next_write_request(context)
+            if request is None:
+                raise InvalidRequestError(f"the stream ended {inbox.missing_bytes} bytes early")
+            if not isinstance(request, Chunk):
+                raise InvalidRequestError("after the header of a write there must be chunks only")
+            inbox.put(request)
+            transfer.is_proven = True
+            self._transfers.moved(transfer, len(request.data))
+
+    async def _answer(self, transfer: Transfer, inbox: _Inbox, context: RawContext) -> None:
+        """Keeps the writer in credit: a small one first, then up to the window, renewed when half of it is used. At the
+        end says that all has come."""
+        while ungranted := inbox.missing_bytes - inbox.credit_bytes:
+            window = self._window_bytes if transfer.is_proven else FIRST_STRIDE_BYTES
+            room = min(window - inbox.credit_bytes, ungranted)
+            if room < min(window // 2, ungranted):
+                await inbox.wait_for_chunk()
+                continue
+            granted = min(self._transfers.stride_bytes(transfer), room)
+            await self._transfers.reserve(transfer, granted)
+            while quantum := min(self._transfers.stride_bytes(transfer), room - granted):
+                if not self._transfers.try_reserve(transfer, quantum):
+                    break
+                granted += quantum
+            inbox.credit_bytes += granted
+            await _write(context, pb.WriteResponse(received_bytes=inbox.received_bytes, credit_bytes=granted))
+        while inbox.missing_bytes:
+            await inbox.wait_for_chunk()
+        await _write(context, pb.WriteResponse(received_bytes=inbox.size_bytes))
+
+
+class _Credit:
+    """What a reader allows to be sent."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._no_more = False
+        self._changed = asyncio.Event()
+
+    def add(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._changed.set()
+
+    def close(self) -> None:
+        """There will not be more."""
+        self._no_more = True
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Returns when there is some.
+
+        Raises:
+            InvalidRequestError: there will never be.
+        """
+        while not self._nbytes:
+            if self._no_more:
+                raise InvalidRequestError("the client closed its side of the read before it had granted all credit")
+            self._changed.clear()
+            await self._changed.wait()
+
+    def take(self, at_most: int) -> int:
+        """As much as there is, up to that."""
+        taken = min(at_most, self._nbytes)
+        self._nbytes -= taken
+        return taken
+
+
+class _Inbox:
+    """The range of a lease that a writer fills, in order."""
+
+    def __init__(self, engine: Engine, lease: Lease, header: pb.WriteHeader) -> None:
+        self._engine = engine
+        self._lease = lease
+        self._first_byte = header.first_byte
+        self._arrived = asyncio.Event()
+        self.size_bytes = header.size_bytes
+        self.received_bytes = 0
+        self.credit_bytes = 0
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.size_bytes - self.received_bytes
+
+    def put(self, chunk: Chunk) -> None:
+        """Verifies a chunk and puts it in place.
+
+        Raises:
+            InvalidRequestError: it is not the next one, or larger than allowed.
+            DataLossError: it was damaged on its way.
+            ConflictError: the lease has ended.
+        """
+        expected, nbytes = self._first_byte + self.received_bytes, len(chunk.data)
+        if chunk.first_byte != expected:
+            raise InvalidRequestError(f"the next chunk must begin at byte {expected}, not at byte {chunk.first_byte}")
+        if not 0 < nbytes <= min(MAX_CHUNK_BYTES, self.credit_bytes):
+            raise InvalidRequestError(
+                f"a chunk of {nbytes} bytes at byte {expected}: allowed are 1 to {MAX_CHUNK_BYTES}, within the credit "
+                f"of {self.credit_bytes} and the announced {self.size_bytes} bytes"
+            )
+        check_held(self._lease)
+        if not chunk.is_intact:
+            raise DataLossError(
+                f"bytes [{expected}, {expected + nbytes}) of lease {self._lease.lease_id} (group "
+                f"{self._lease.group!r}) were damaged on their way to the store; send them again"
+            )
+        self._engine.host.view(self._lease.region)[expected : expected + nbytes] = chunk.data
+        self.received_bytes += nbytes
+        self.credit_bytes -= nbytes
+        self._arrived.set()
+
+    async def wait_for_chunk(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+
+async def _take_credits(transfer: Transfer, credit: _Credit, context: RawContext) -> None:
+    while (request := await _next_read_request(context)) is not None:
+        if request.WhichOneof("message") != "credit":
+            raise InvalidRequestError("after the first message of a read there must be credits only")
+        credit.add(request.credit.bytes)
+        transfer.is_proven = True
+    credit.close()
+
+
+async def _next_read_request(context: RawContext) -> pb.ReadRequest | None:
+    """None at the end of the client's side."""
+    message = await _next_message(context)
+    if message is None:
+        return None
+    try:
+        return pb.ReadRequest.FromString(message)
+    except DecodeError as error:
+        raise InvalidRequestError(f"{len(message)} bytes that are no ReadRequest") from error
+
+
+async def _next_write_request(context: RawContext) -> pb.WriteRequest | Chunk | None:
+    """None at the end of the client's side."""
+    message = await _next_message(context)
+    if message is None:
+        return None
+    try:
+        return chunks.decode(message, pb.WriteRequest)
+    except chunks.MalformedMessageError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+async def _write(context: RawContext, message: bytes | pb.ReadResponse | pb.WriteResponse) -> None:
+    try:
+        await context.write(message if isinstance(message, bytes) else message.SerializeToString())
+    except grpc.aio.InternalError as gone:
+        # The client has gone; gRPC cancels the call in this very moment.
+        raise asyncio.CancelledError from gone
+
+
+async def _next_message(context: RawContext) -> bytes | None:
+    message = await context.read()
+    return message if isinstance(message, bytes) else None
+
+
+async def _run(transfer: Transfer, work: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end and `beside` with it, unless one of them fails or the transfer is ended."""
+    main, helper = asyncio.ensure_future(work), asyncio.ensure_future(beside)
+    waiting: set[asyncio.Future[None]] = {main, helper, transfer.ended}
+    try:
+        while not main.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
+    finally:
+        main.cancel()
+        helper.cancel()
+        await asyncio.gather(main, helper, return_exceptions=True)

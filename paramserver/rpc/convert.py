@@ -1,0 +1,339 @@
+"""Between the wire's messages and the engine's types. Everything that comes in is checked here; names are only data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+from paramserver.contract.hyper_parameter_ranges import find_problem
+from paramserver.contract.update_rules import HyperParameters, state_kinds
+from paramserver.optimizer_kernel import OptimizerUpdate
+from paramserver.rpc.urgency import Urgency
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.errors import InvalidRequestError
+from storage.gathering import TensorRange
+from storage.shard import (
+    OPTIMIZER_STATES,
+    DType,
+    Durability,
+    GroupSpec,
+    JobSpec,
+    Kind,
+    ParameterSpec,
+    Shard,
+    SlabSpec,
+    TierName,
+)
+
+MAX_NAME_BYTES = 1024
+# Above this a signed 64-bit offset overflows somewhere below; no tensor is that large.
+MAX_ELEMENTS = 1 << 48
+# torch's own limit.
+MAX_DIMENSIONS = 64
+# Steps and positions are also floating-point numbers and JSON's: beyond this two of them would be one.
+MAX_STEP = (1 << 53) - 1
+# The largest models have some ten thousand parameters, mixtures of experts with a parameter per expert ten times that,
+# and stores of small tensors twice as many again.
+MAX_PARAMETERS = 1 << 18
+# Of one rank. A shard is at most a parameter of a unit, and padding makes none.
+MAX_GROUPS = 1 << 16
+MAX_SHARDS = 1 << 18
+# Leases, wants, releases or updates in one request, which is for a unit or a few: all of a large model's fit.
+MAX_BATCH = 1 << 14
+# Random states, a schedule, a data cursor. OpenJob sends those of all retained steps in one message.
+MAX_CLIENT_STATE_BYTES = 2 << 20
+
+_KINDS = {
+    pb.KIND_PARAM: Kind.PARAM,
+    pb.KIND_MASTER: Kind.MASTER,
+    pb.KIND_EXP_AVG: Kind.EXP_AVG,
+    pb.KIND_EXP_AVG_SQ: Kind.EXP_AVG_SQ,
+    pb.KIND_MOMENTUM_BUFFER: Kind.MOMENTUM_BUFFER,
+    pb.KIND_SUM: Kind.SUM,
+    pb.KIND_GRAD: Kind.GRAD,
+}
+_DTYPES = {
+    pb.DTYPE_FLOAT32: DType.FLOAT32,
+    pb.DTYPE_BFLOAT16: DType.BFLOAT16,
+    pb.DTYPE_FLOAT16: DType.FLOAT16,
+}
+_URGENCIES = {
+    pb.URGENCY_UNSPECIFIED: Urgency.DEMAND,
+    pb.URGENCY_DEMAND: Urgency.DEMAND,
+    pb.URGENCY_PREFETCH: Urgency.PREFETCH,
+}
+_TIERS = {pb.TIER_GPU: TierName.GPU, pb.TIER_HOST: TierName.HOST, pb.TIER_NVME: TierName.NVME}
+
+KIND_TO_WIRE = {value: key for key, value in _KINDS.items()}
+DTYPE_TO_WIRE = {value: key for key, value in _DTYPES.items()}
+TIER_TO_WIRE = {value: key for key, value in _TIERS.items()}
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+ItemT = TypeVar("ItemT")
+
+
+def kind(value: pb.Kind) -> Kind:
+    """Raises InvalidRequestError for a value that is no kind."""
+    return _lookup(_KINDS, value, "kind")
+
+
+def urgency(value: pb.Urgency) -> Urgency:
+    """Raises InvalidRequestError for a value that is no urgency."""
+    return _lookup(_URGENCIES, value, "urgency")
+
+
+def name(value: str, field: str) -> str:
+    """A name that people and logs can bear: not empty, bounded, printable."""
+    if not value or len(value.encode()) > MAX_NAME_BYTES or not value.isprintable():
+        raise InvalidRequestError(
+            f"{field} must be 1 to {MAX_NAME_BYTES} bytes of printable text; it is {value[:80]!r}"
+        )
+    return value
+
+
+def step(value: int, field: str) -> int:
+    """Raises InvalidRequestError for a number that no step can have."""
+    return _at_most(value, MAX_STEP, field)
+
+
+def position(value: int, field: str) -> float:
+    """A position in the trace; raises InvalidRequestError for one that is not exact as a floating-point number."""
+    return float(_at_most(value, MAX_STEP, field))
+
+
+def batch(items: Sequence[ItemT], field: str, limit: int = MAX_BATCH) -> Sequence[ItemT]:
+    """Raises InvalidRequestError where there are more items than one request may have."""
+    if len(items) > limit:
+        raise InvalidRequestError(
+            f"{field} has {len(items)} entries; at most {limit} are allowed: send several requests"
+        )
+    return items
+
+
+def client_state(value: bytes) -> bytes:
+    """Raises InvalidRequestError for more bytes than a commit may carry."""
+    if len(value) > MAX_CLIENT_STATE_BYTES:
+        raise InvalidRequestError(
+            f"client_state has {len(value)} bytes; at most {MAX_CLIENT_STATE_BYTES} are allowed: keep large things in "
+            "tensors or files of their own"
+        )
+    return value
+
+
+def job_spec(request: pb.OpenJobRequest) -> JobSpec:
+    """The job that a client wants to open."""
+    if not 0 < request.world_size < 1 << 20 or not 0 < request.attached_ranks <= request.world_size:
+        raise InvalidRequestError(
+            f"world_size {request.world_size} and attached_ranks {request.attached_ranks} must be positive, "
+            "the second not above the first"
+        )
+    if request.rank >= request.world_size:
+        raise InvalidRequestError(f"rank {request.rank} is not below world_size {request.world_size}")
+    parameters = tuple(
+        ParameterSpec(
+            fqn=name(p.fqn, "parameters.fqn"),
+            shape=_shape(p),
+            dtype=_lookup(_DTYPES, p.dtype, f"dtype of parameter {p.fqn!r}"),
+            trainable=p.trainable,
+        )
+        for p in batch(request.parameters, "parameters", MAX_PARAMETERS)
+    )
+    if len({p.fqn for p in parameters}) != len(parameters):
+        raise InvalidRequestError("a parameter is listed twice in `parameters`")
+    spec = JobSpec(
+        name=name(request.job, "job"),
+        world_size=request.world_size,
+        local_ranks=request.attached_ranks,
+        parameters=parameters,
+        durability=durability(request.durability),
+        layout=name(request.layout, "layout") if request.layout else "",
+    )
+    # Made here, on the caller's thread: the event loop is to find them.
+    _ = spec.model.digest, spec.model.by_name
+    return spec
+
+
+def parameter_to_wire(parameter: ParameterSpec) -> pb.Parameter:
+    """A parameter as a client declared it."""
+    return pb.Parameter(
+        fqn=parameter.fqn,
+        shape=parameter.shape,
+        dtype=DTYPE_TO_WIRE[parameter.dtype],
+        trainable=parameter.trainable,
+    )
+
+
+def tensor_range(message: pb.TensorRange) -> TensorRange:
+    """Raises InvalidRequestError for a range that no tensor can have."""
+    check_range(message)
+    return TensorRange(message.fqn, kind(message.kind), message.offset, message.numel)
+
+
+def check_range(message: pb.TensorRange) -> None:
+    """Raises InvalidRequestError for one that no tensor can have."""
+    if message.numel == 0 or max(message.offset, message.numel) > MAX_ELEMENTS:
+        raise InvalidRequestError(
+            f"range of {message.fqn!r}: offset {message.offset}, numel {message.numel} is no range"
+        )
+
+
+def durability(message: pb.Durability) -> Durability:
+    """Raises InvalidRequestError unless exactly one class is set."""
+    match message.WhichOneof("class"):
+        case "step":
+            return Durability(every_steps=1)
+        case "none":
+            return Durability(every_steps=0)
+        case "snapshot" if 0 < message.snapshot.every_steps < 1 << 32:
+            return Durability(every_steps=message.snapshot.every_steps)
+        case "snapshot":
+            raise InvalidRequestError(f"snapshot.every_steps {message.snapshot.every_steps} must be positive")
+        case _:
+            raise InvalidRequestError("durability is not set; set step, snapshot or none")
+
+
+def durability_to_wire(value: Durability) -> pb.Durability:
+    """The inverse of `durability`."""
+    if value.every_steps == 0:
+        return pb.Durability(none=pb.Durability.Volatile())
+    if value.every_steps == 1:
+        return pb.Durability(step=pb.Durability.Step())
+    return pb.Durability(snapshot=pb.Durability.Snapshot(every_steps=value.every_steps))
+
+
+def group_specs(job: JobSpec, groups: Sequence[pb.ShardGroup]) -> list[GroupSpec]:
+    """The shard groups of a request, which must lie inside the parameters of the job."""
+    batch(groups, "groups", MAX_GROUPS)
+    if (shards := sum(len(group.shards) for group in groups)) > MAX_SHARDS:
+        raise InvalidRequestError(f"groups have {shards} shards; at most {MAX_SHARDS} are allowed")
+    specs = [group_spec(group) for group in groups]
+    sizes = {parameter.fqn: math.prod(parameter.shape) for parameter in job.parameters}
+    for spec in specs:
+        for shard in spec.shards:
+            if shard.fqn not in sizes:
+                raise InvalidRequestError(
+                    f"group {spec.name!r} has a shard of {shard.fqn!r}, which is no parameter of job {job.name!r}"
+                )
+            if shard.offset + shard.numel > sizes[shard.fqn]:
+                raise InvalidRequestError(
+                    f"group {spec.name!r}: {shard.numel} elements from {shard.offset} leave {shard.fqn!r}, which has "
+                    f"{sizes[shard.fqn]}"
+                )
+    return specs
+
+
+def group_spec(message: pb.ShardGroup) -> GroupSpec:
+    """A shard group as the client declares it; its geometry is checked."""
+    name(message.name, "groups.name")
+    if message.numel > MAX_ELEMENTS:
+        raise InvalidRequestError(f"group {message.name!r}: numel {message.numel} is above {MAX_ELEMENTS}")
+    batch(message.kinds, f"kinds of group {message.name!r}", len(Kind))
+    spec = GroupSpec(
+        name=message.name,
+        numel=message.numel,
+        shards=tuple(
+            Shard(
+                fqn=name(s.fqn, f"shards.fqn of group {message.name!r}"),
+                offset=s.offset,
+                numel=s.numel,
+                position=s.position,
+            )
+            for s in message.shards
+        ),
+        slabs=tuple(_slab_spec(message.name, k) for k in message.kinds),
+    )
+    spec.validate()
+    _check_kinds(spec)
+    return spec
+
+
+def _check_kinds(group: GroupSpec) -> None:
+    """Raises InvalidRequestError unless the group can be updated by an optimizer, or is frozen."""
+    kinds = group.slab_of_kind
+    full_precision = kinds[Kind.PARAM].dtype is DType.FLOAT32
+    if full_precision and Kind.MASTER in kinds:
+        raise InvalidRequestError(f"group {group.name!r}: kind param is float32 and is the master weight itself")
+    if Kind.GRAD in kinds and not full_precision and Kind.MASTER not in kinds:
+        raise InvalidRequestError(
+            f"group {group.name!r} has kind grad, and its param is {kinds[Kind.PARAM].dtype.value}: updates need kind "
+            "master"
+        )
+
+
+def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
+    tier = _lookup(_TIERS, message.placement, f"placement of group {group!r}")
+    if tier is TierName.GPU:
+        raise InvalidRequestError(f"group {group!r}: this store has no gpu tier; place the slab on host or nvme")
+    slab = SlabSpec(
+        kind=kind(message.kind), dtype=_lookup(_DTYPES, message.dtype, f"dtype of group {group!r}"), placement=tier
+    )
+    if slab.kind in OPTIMIZER_STATES | {Kind.MASTER} and slab.dtype is not DType.FLOAT32:
+        raise InvalidRequestError(f"group {group!r}: kind {slab.kind.value} must be float32, not {slab.dtype.value}")
+    return slab
+
+
+def optimizer_update(
+    group: GroupSpec, update: pb.ApplyGradientsRequest.GroupUpdate, hyper_parameters: Sequence[HyperParameters]
+) -> OptimizerUpdate:
+    """The kernel for one group; raises InvalidRequestError where the request does not fit the group."""
+    indexes = update.hyper_parameters_of_shard
+    if len(indexes) != len(group.shards):
+        raise InvalidRequestError(
+            f"group {group.name!r} has {len(group.shards)} shards, hyper_parameters_of_shard has {len(indexes)} entries"
+        )
+    if any(not -1 <= index < len(hyper_parameters) for index in indexes):
+        raise InvalidRequestError(
+            f"group {group.name!r}: hyper_parameters_of_shard must be -1 or an index below {len(hyper_parameters)}"
+        )
+    if not math.isfinite(update.grad_scale):
+        raise InvalidRequestError(f"group {group.name!r}: grad_scale {update.grad_scale} is not finite")
+    clip_value = update.grad_clip_value if update.HasField("grad_clip_value") else None
+    if clip_value is not None and not (math.isfinite(clip_value) and clip_value > 0):
+        raise InvalidRequestError(f"group {group.name!r}: grad_clip_value {clip_value} must be positive and finite")
+    for index in set(indexes) - {-1}:
+        _check_states(group, hyper_parameters[index])
+    return OptimizerUpdate(
+        shards=group.shards,
+        hyper_parameters=[None if index < 0 else hyper_parameters[index] for index in indexes],
+        grad_scale=update.grad_scale,
+        clip_value=clip_value,
+    )
+
+
+def _check_states(group: GroupSpec, row: HyperParameters) -> None:
+    needed = {_KINDS[kind] for kind in state_kinds(row)}
+    if missing := sorted(kind.value for kind in needed - group.slab_of_kind.keys()):
+        raise InvalidRequestError(
+            f"group {group.name!r} cannot be updated by {row.WhichOneof('optimizer')}: it was registered without "
+            f"{', '.join(missing)}"
+        )
+
+
+def hyper_parameters(message: HyperParameters) -> HyperParameters:
+    """Raises InvalidRequestError, naming the field, for values that the optimizer's class in torch would refuse."""
+    if problem := find_problem(message):
+        raise InvalidRequestError(problem)
+    return message
+
+
+def _shape(parameter: pb.Parameter) -> tuple[int, ...]:
+    shape = tuple(batch(parameter.shape, f"shape of parameter {parameter.fqn!r}", MAX_DIMENSIONS))
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise InvalidRequestError(
+            f"parameter {parameter.fqn!r} of shape {list(shape)} has more than {MAX_ELEMENTS} elements"
+        )
+    return shape
+
+
+def _at_most(value: int, limit: int, field: str) -> int:
+    if value > limit:
+        raise InvalidRequestError(f"{field} is {value}; at most {limit} is allowed")
+    return value
+
+
+def _lookup(table: dict[KeyT, ValueT], value: KeyT, field: str) -> ValueT:
+    if value not in table:
+        raise InvalidRequestError(f"{field} has the value {value!r}, which this store does not know")
+    return table[value]

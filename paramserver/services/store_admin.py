@@ -1,0 +1,315 @@
+"""The StoreAdmin service: readings of the tiers, jobs, shards and sessions for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import grpc.aio
+
+from paramserver.dataplane.chunk_budget import Transfers
+from paramserver.process.loop_watch import LoopWatch
+from paramserver.rpc import convert
+from paramserver.rpc.paging import Place, page_size
+from paramserver.rpc.status import answering_errors, finished
+from paramserver.security.gate import Gate, check_deletion
+from paramserver.security.principals import Role
+from paramserver.sessions.sessions import Session, Sessions, SessionState
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from storage.accounts import Holder, TierAccount
+from storage.engine import Engine
+from storage.errors import ConflictError, InvalidRequestError, NotFoundError
+from storage.shard import Kind, Shard, TierName
+from storage.slab import Slab
+from storage.slices import in_slices
+from storage.tiers.base import TierCounters
+from storage.tiers.data_file import DataFile
+from storage.versions import Job
+
+MIN_WATCH_SECONDS = 0.1
+
+
+class StoreAdmin(admin_grpc.StoreAdminServicer):
+    """See store_admin.proto."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        transfers: Transfers,
+        watch: LoopWatch,
+        epoch: str,
+        state_dir: Path,
+        gate: Gate,
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._transfers = transfers
+        self._watch = watch
+        self._epoch = epoch
+        self._state_dir = state_dir
+        self._gate = gate
+
+    async def GetTiers(
+        self,
+        request: admin_pb.GetTiersRequest,
+        context: grpc.aio.ServicerContext[admin_pb.GetTiersRequest, admin_pb.GetTiersResponse],
+    ) -> admin_pb.GetTiersResponse:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            return self._read_tiers()
+
+    async def WatchTiers(
+        self,
+        request: admin_pb.WatchTiersRequest,
+        context: grpc.aio.ServicerContext[admin_pb.WatchTiersRequest, admin_pb.GetTiersResponse],
+    ) -> AsyncIterator[admin_pb.GetTiersResponse]:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            interval = request.interval_seconds
+            if not math.isfinite(interval) or interval < MIN_WATCH_SECONDS:
+                raise InvalidRequestError(f"interval_seconds {interval} must be at least {MIN_WATCH_SECONDS}")
+            while True:
+                yield self._read_tiers()
+                await asyncio.sleep(interval)
+                # The token may have been taken away meanwhile.
+                self._gate.require_admin(context)
+
+    async def GetAccounts(
+        self,
+        request: admin_pb.GetAccountsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.GetAccountsRequest, admin_pb.GetAccountsResponse],
+    ) -> admin_pb.GetAccountsResponse:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            accounts = self._engine.accounts(
+                leased=(lease.region for session in self._sessions for lease in session.leases.values()),
+                quarantined=self._sessions.quarantine.ranges,
+            )
+            return admin_pb.GetAccountsResponse(accounts=[_describe_account(account) for account in accounts])
+
+    async def ListJobs(
+        self,
+        request: admin_pb.ListJobsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.ListJobsRequest, admin_pb.ListJobsResponse],
+    ) -> admin_pb.ListJobsResponse:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
+            return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) async for job in in_slices(jobs)])
+
+    async def ListShards(
+        self,
+        request: admin_pb.ListShardsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.ListShardsRequest, admin_pb.ListShardsResponse],
+    ) -> admin_pb.ListShardsResponse:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            job = self._job(request.job)
+            kinds = list(convert.KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
+            size, start = page_size(request.page_size), Place.of_token(request.page_token)
+            listed: list[admin_pb.ShardInfo] = []
+            async for place, slab, shard in in_slices(_shards_from(job, start, request.fqn_prefix, kinds)):
+                if slab is None:
+                    continue
+                if len(listed) == size:
+                    return admin_pb.ListShardsResponse(shards=listed, next_page_token=place.to_token())
+                listed.append(_describe_shard(slab, shard))
+            return admin_pb.ListShardsResponse(shards=listed)
+
+    async def ListSessions(
+        self,
+        request: admin_pb.ListSessionsRequest,
+        context: grpc.aio.ServicerContext[admin_pb.ListSessionsRequest, admin_pb.ListSessionsResponse],
+    ) -> admin_pb.ListSessionsResponse:
+        async with answering_errors(context):
+            self._gate.require_admin(context)
+            return admin_pb.ListSessionsResponse(sessions=[self._describe_session(s) for s in self._sessions])
+
+    async def DeleteJob(
+        self,
+        request: admin_pb.DeleteJobRequest,
+        context: grpc.aio.ServicerContext[admin_pb.DeleteJobRequest, admin_pb.DeleteJobResponse],
+    ) -> admin_pb.DeleteJobResponse:
+        async with answering_errors(context):
+            principal = self._gate.principal(context)
+            check_deletion(principal, request.job)
+            if principal.role is not Role.ADMIN and request.job not in self._engine.jobs:
+                # Which ones there are is the operator's to know.
+                raise NotFoundError(f"there is no job {request.job!r}")
+            # Finished even if the client goes: half of a job is of no use to anybody.
+            await finished(self._delete(request.job))
+            return admin_pb.DeleteJobResponse()
+
+    async def _delete(self, name: str) -> None:
+        # Between the check and the deletion nothing else may run: a session could join.
+        if attached := self._sessions.attached(name):
+            raise ConflictError(f"job {name!r} has {attached} sessions attached; stop its trainers first")
+        await self._engine.delete_job(self._job(name).spec.name)
+
+    def _job(self, name: str) -> Job:
+        """Raises NotFoundError, which tells an operator what there is."""
+        convert.name(name, "job")
+        if name not in self._engine.jobs:
+            known = ", ".join(sorted(self._engine.jobs)) or "none"
+            raise NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+        return self._engine.job(name)
+
+    def _read_tiers(self) -> admin_pb.GetTiersResponse:
+        engine = self._engine
+        host = admin_pb.TierInfo(
+            tier=pb.TIER_HOST,
+            budget_bytes=engine.host.budget_bytes,
+            used_bytes=engine.host.used_bytes,
+            leased_bytes=engine.host_cache.leased_bytes + engine.scratch.nbytes,
+            evictable_bytes=engine.host_cache.evictable_bytes,
+            quarantined_bytes=self._sessions.quarantine.nbytes,
+            queue_depth=engine.host.queue_depth + engine.queue.depth,
+            detail=engine.host.detail,
+        )
+        nvme = admin_pb.TierInfo(
+            tier=pb.TIER_NVME,
+            budget_bytes=engine.nvme.budget_bytes,
+            used_bytes=engine.nvme.used_bytes,
+            queue_depth=engine.nvme.queue_depth,
+            detail=engine.nvme.detail,
+            problems=engine.nvme.problems,
+            devices=[_describe_device(file) for file in engine.nvme.files],
+            damaged_blocks=engine.nvme.damaged_blocks,
+            bad_bytes=engine.nvme.bad_bytes,
+            scrubbed_bytes=engine.scrubber.bytes_read,
+            scrub_passes=engine.scrubber.passes,
+        )
+        _fill_counters(host, engine.host.counters)
+        _fill_counters(nvme, engine.nvme.counters)
+        return admin_pb.GetTiersResponse(
+            tiers=[host, nvme],
+            epoch=self._epoch,
+            state_dir=str(self._state_dir.absolute()),
+            sessions=len(self._sessions),
+            unix_seconds=time.time(),
+            loop_stalls=self._watch.stalls,
+            longest_loop_stall_seconds=self._watch.longest_stall_seconds,
+            transfer_bytes=self._transfers.used_bytes,
+            transfer_budget_bytes=self._transfers.budget_bytes,
+        )
+
+    def _describe_session(self, session: Session) -> admin_pb.SessionInfo:
+        writing = sum(lease.mode.is_for_writing for lease in session.leases.values())
+        return admin_pb.SessionInfo(
+            client=session.client,
+            peer=session.peer,
+            job=session.run.spec.name if session.run else "",
+            rank=max(0, session.rank),
+            maps_arena=session.slot is not None and self._engine.arena.slots.is_held(session.slot),
+            read_leases=len(session.leases) - writing,
+            write_leases=writing,
+            leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
+            readers=len(session.readers),
+            transfers=self._transfers.count(session.session_id),
+            opened_at_unix_seconds=session.opened_at_unix_seconds,
+            heard_seconds_ago=asyncio.get_running_loop().time() - session.heard_at,
+            detached=session.state is SessionState.DETACHED,
+        )
+
+    def _describe_job(self, job: Job) -> admin_pb.JobInfo:
+        newest, durable = job.newest, max(job.durable, default=None)
+        # In all its layouts: while one replaces another, both are there.
+        tallies = [layout.tally for layout in self._engine.layouts(job.spec.name)]
+        nvme = sum(tally.nvme_bytes for tally in tallies)
+        host = sum(tally.copied_bytes for tally in tallies)
+        return admin_pb.JobInfo(
+            name=job.spec.name,
+            world_size=job.spec.world_size,
+            sessions=self._sessions.attached(job.spec.name),
+            parameters=job.tally.elements,
+            durability=convert.durability_to_wire(job.spec.durability),
+            committed_step=newest,
+            durable_step=durable,
+            bytes=[
+                admin_pb.JobInfo.TierBytes(tier=pb.TIER_HOST, bytes=host),
+                admin_pb.JobInfo.TierBytes(tier=pb.TIER_NVME, bytes=nvme),
+            ],
+            created_at_unix_seconds=job.created_at,
+            committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
+        )
+
+
+def _describe_account(account: TierAccount) -> admin_pb.TierAccount:
+    return admin_pb.TierAccount(
+        tier=convert.TIER_TO_WIRE[account.tier],
+        used_bytes=account.used_bytes,
+        holdings=[
+            admin_pb.TierAccount.Holding(holder=holder, bytes=account.held_bytes[holder])
+            for holder in Holder
+            if account.held_bytes.get(holder, 0)
+        ],
+        unexplained_bytes=account.unexplained_bytes,
+        settled=account.is_settled,
+    )
+
+
+def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:
+    load = file.io.load
+    return admin_pb.TierInfo.Device(
+        path=str(file.path),
+        direct=file.direct,
+        used_bytes=file.used_bytes,
+        size_bytes=file.size_bytes,
+        free_runs=file.free_runs,
+        bytes_in_flight=load.bytes_in_flight,
+        busy_seconds=load.busy_seconds,
+        stalled_seconds=load.stalled_seconds,
+        bytes_per_second=file.bandwidth,
+    )
+
+
+def _shards_from(
+    job: Job, start: Place, prefix: str, kinds: Sequence[Kind]
+) -> Iterator[tuple[Place, Slab | None, Shard]]:
+    """Return the shards of a job from a place on, by FQN, kind and offset; None in the place of the slab of a kind that
+    a group does not have."""
+    numbered = sorted((convert.KIND_TO_WIRE[kind], kind) for kind in kinds)
+    for fqn in job.index.names_from(start.fqn, prefix):
+        first = start if fqn == start.fqn else Place(fqn)
+        placed = job.index.of(fqn)
+        for number, kind in numbered:
+            if number < first.kind:
+                continue
+            for i in range(first.shard if number == first.kind else 0, len(placed)):
+                shard, group = placed[i]
+                slab = next((slab for slab in group.slabs if slab.key.kind is kind), None)
+                yield Place(fqn, number, i), slab, shard
+
+
+def _describe_shard(slab: Slab, shard: Shard) -> admin_pb.ShardInfo:
+    tiers = [TierName.HOST] if slab.current_copy is not None else []
+    if slab.latest in slab.versions:
+        tiers.append(TierName.NVME)
+    return admin_pb.ShardInfo(
+        fqn=shard.fqn,
+        kind=convert.KIND_TO_WIRE[slab.key.kind],
+        offset=shard.offset,
+        numel=shard.numel,
+        dtype=convert.DTYPE_TO_WIRE[slab.spec.dtype],
+        group=slab.key.group,
+        version=slab.latest,
+        tiers=[convert.TIER_TO_WIRE[tier] for tier in tiers],
+        placement=convert.TIER_TO_WIRE[slab.spec.placement],
+    )
+
+
+def _fill_counters(info: admin_pb.TierInfo, counters: TierCounters) -> None:
+    info.hits = counters.hits
+    info.misses = counters.misses
+    info.promotions = counters.promotions
+    info.demotions = counters.demotions
+    info.bytes_read = counters.bytes_read
+    info.bytes_written = counters.bytes_written
+    info.read_seconds = counters.reading.seconds
+    info.write_seconds = counters.writing.seconds

@@ -1,0 +1,358 @@
+"""Which jobs and groups there are, in which layouts. What they need is admitted first; see admission.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+
+from storage.admission import Admission, Limit
+from storage.catalog.records import StoredJob
+from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError
+from storage.host_cache import HostCache
+from storage.integrity import Checksums
+from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
+from storage.slab import Group, HostCopy, Slab
+from storage.slices import in_slices
+from storage.tiers.host import HostTier
+from storage.tiers.nvme import NvmeRegion, NvmeTier
+from storage.versions import Job, check_group, check_layout, check_model
+
+
+class JobRegistry:
+    """The jobs of one store. `jobs` has each in the layout that its newest commit is in; `layouts` has the others."""
+
+    def __init__(self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, tile_bytes: int) -> None:
+        """`tile_bytes`: what the optimizer's buffers take of the host budget."""
+        self.jobs: dict[str, Job] = {}
+        self._host = host
+        self._nvme = nvme
+        self._host_cache = host_cache
+        self.admission = Admission(self, host, nvme, tile_bytes)
+        self._deleting: set[str] = set()
+
+    def restore(self, stored: Iterable[StoredJob]) -> None:
+        """Takes in what the catalog holds, the older layouts of a job first: all as the last durable commit left it."""
+        for job in map(_restore, stored):
+            if job.spec.name in self.jobs:
+                self._replace(self.jobs[job.spec.name], job)
+            self.jobs[job.spec.name] = job
+
+    def job(self, name: str) -> Job:
+        """Raises NotFoundError for a job that is not here."""
+        if name not in self.jobs:
+            # Which ones there are is not for everybody who asks.
+            raise NotFoundError(f"there is no job {name!r}")
+        return self.jobs[name]
+
+    def layouts(self, name: str) -> list[Job]:
+        """The job in each of its layouts, oldest first, the one that is being filled last."""
+        job = self.job(name)
+        filling = job.unfinished_successor
+        return [*job.older, job, *([] if filling is None else [filling])]
+
+    def __iter__(self) -> Iterator[Job]:
+        """All jobs in all their layouts."""
+        return (layout for name in list(self.jobs) for layout in self.layouts(name))
+
+    def _has(self, job: Job) -> bool:
+        """Whether this very job, in this layout, is here."""
+        name = job.spec.name
+        return name in self.jobs and any(layout is job for layout in self.layouts(name))
+
+    def holder(self, key: SlabKey) -> Job:
+        """The job in the layout that a slab is of. Raises NotFoundError where it is gone."""
+        for job in self.layouts(key.job_name):
+            if job.spec.identity == key.job:
+                return job
+        raise NotFoundError(f"job {key.job_name!r} is not laid out as it was any more; open it again")
+
+    def find(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job | None:
+        """The job as it is now, if there is one and the caller may have it; see Engine.open_job for what is raised.
+
+        A caller that names a layout may have it however it is laid out.
+        """
+        self._check_not_deleting(spec.name)
+        job = self.jobs.get(spec.name)
+        if job is None or job.newest is None:
+            if must_exist:
+                raise NotFoundError(f"job {spec.name!r} has no committed step to resume from, and resume is 'must'")
+            return job
+        if not may_exist:
+            raise AlreadyExistsError(
+                f"job {spec.name!r} has committed step {job.newest} and resume is 'never'; "
+                "use another job name, or delete the job"
+            )
+        (check_model if spec.layout else check_layout)(job.spec, spec)
+        return job
+
+    def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
+        """The parameters whose elements are in those bytes of the version that `label` names."""
+        for job in self:
+            for group in job.groups.values():
+                for slab in group.slabs:
+                    if any(slab.label(version) == label for version in slab.versions):
+                        itemsize = slab.spec.dtype.itemsize
+                        first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
+                        return tuple(
+                            s.fqn for s in group.spec.shards if s.position < end and s.position + s.numel > first
+                        )
+        return ()
+
+    def attach(self, spec: JobSpec) -> Job:
+        """The job for a new run: as it was committed, or fresh where nothing was."""
+        self._check_not_deleting(spec.name)
+        job = self.jobs.get(spec.name)
+        if job is not None and job.newest is None:
+            # The engine has discarded what an earlier run left; this one was begun meanwhile, and has next to nothing.
+            self._take_out(job)
+            self._give_up(job.slabs())
+            job = None
+        if job is None:
+            self.jobs[spec.name] = job = Job(spec, created_at=time.time())
+        # The number of ranks on this node may have changed. In another layout it stays as it is, and has no ranks.
+        job.spec = replace(spec, layout=job.spec.layout) if _fits(job.spec, spec) else job.spec.without_ranks()
+        return job
+
+    async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
+        """See Engine.lay_out; no layout is being filled, and nothing is pending."""
+        name = spec.name
+        self._check_not_deleting(name)
+        if self.jobs.get(name) is not job:
+            raise ConflictError(f"job {name!r} was deleted; open it again")
+        if job.newest is None:
+            job.first_step = first_step
+            return job
+        if any(spec.layout == other.spec.layout for other in self.layouts(name)):
+            raise ConflictError(f"job {name!r} has a layout {spec.layout!r} already; name the new one differently")
+        successor = job.successor = Job(spec, job.created_at, first_step=first_step)
+        await self.detach(job)
+        return successor
+
+    def succeed(self, job: Job) -> None:
+        """A layout that was being filled has its first commit: it takes the place of the one that it replaces."""
+        before = self.jobs[job.spec.name]
+        if before is not job:
+            self._replace(before, job)
+            self.jobs[job.spec.name] = job
+            before.announce()
+
+    def _replace(self, before: Job, job: Job) -> None:
+        job.older = [*before.older, before]
+        before.older, before.successor = [], job
+
+    async def detach(self, job: Job) -> None:
+        """See Engine.detach."""
+        job.spec = job.spec.without_ranks()
+        async for slab in in_slices(list(job.slabs())):
+            if job.spec.local_ranks:
+                # Another run has attached the job meanwhile, and has a use for the copies.
+                return
+            if slab.backed or slab.latest is None or slab.latest in slab.versions:
+                self._host_cache.detach(slab)
+
+    @contextmanager
+    def deleting(self, name: str) -> Iterator[Job]:
+        """The job, which nobody can open or delete meanwhile: a run that began while it goes would be lost."""
+        job = self.job(name)
+        self._check_not_deleting(name)
+        self._deleting.add(name)
+        try:
+            yield job
+        finally:
+            self._deleting.remove(name)
+
+    def _check_not_deleting(self, name: str) -> None:
+        if name in self._deleting:
+            raise ConflictError(f"job {name!r} is being deleted; try again when it is gone")
+
+    async def discard(self, job: Job) -> None:
+        """Takes a job, in one layout, out of memory, and frees what it has in all tiers, in slices; not a second time.
+        The catalog must not name it any more."""
+        if self._has(job):
+            self._take_out(job)
+            walk = self._giving_up(list(job.slabs()))
+            try:
+                async for _ in in_slices(walk):
+                    pass
+            finally:
+                # Where this was cancelled, the rest goes at once: no registry entry leads to it any more.
+                deque(walk, maxlen=0)
+
+    def _take_out(self, job: Job) -> None:
+        """Take a job, in one layout, out of the registry; what it has stays."""
+        current = self.jobs[job.spec.name]
+        if current is job:
+            del self.jobs[job.spec.name]
+        elif current.successor is job:
+            current.successor = None
+        else:
+            current.older.remove(job)
+        job.announce()
+
+    def _give_up(self, slabs: Iterable[Slab]) -> None:
+        """Free what slabs have in all tiers, at once."""
+        deque(self._giving_up(slabs), maxlen=0)
+
+    def _giving_up(self, slabs: Iterable[Slab]) -> Iterator[None]:
+        """Free what slabs have in all tiers, and their versions with it: a fetch that waits for room would read, and
+        free a second time, what is freed here. Yields after each slab."""
+        for slab in slabs:
+            slab.deleted = True
+            self._host_cache.detach(slab)
+            for step in list(slab.versions):
+                if (region := slab.pop_version(step)) is not None:
+                    self._nvme.free(region)
+            yield
+
+    async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> dict[SlabKey, TierName]:
+        """See Engine.register; returns the slabs that have a new home."""
+        until = self._host.deadline()
+        # One at a time: a registration takes many slices, and waits for room; another one may name the same groups.
+        async with self._registering_until(job, until):
+            known = {spec.name: group.spec for spec in specs if (group := job.groups.get(spec.name)) is not None}
+            await asyncio.to_thread(_check_groups, known, specs)
+            new: list[Group] = []
+            moved: dict[SlabKey, TierName] = {}
+            with ExitStack() as undo:
+                undo.callback(self._take_back, job, new)
+                async for spec in in_slices(specs):
+                    if (group := job.groups.get(spec.name)) is not None:
+                        if known.get(spec.name) is not group.spec:
+                            check_group(group.spec, spec)
+                        moved |= self._update_placements(job, group, spec, undo)
+                    else:
+                        new.append(self._add_group(job, spec))
+                for limit in limits:
+                    self.admission.check_limit(job, limit)
+                self.admission.check_host_budget(job)
+                self.admission.reserve()
+                await self._settle_at_home([job.groups[spec.name] for spec in specs], until)
+                await job.index.add(new)
+                undo.pop_all()
+        return moved
+
+    @asynccontextmanager
+    async def _registering_until(self, job: Job, until: float) -> AsyncIterator[None]:
+        """Hold the lock of a job's registrations. Raises BudgetExceededError where it does not come free until then."""
+        try:
+            async with asyncio.timeout_at(until):
+                await job.registering.acquire()
+        except TimeoutError:
+            raise BudgetExceededError(
+                f"host_budget {self._host.budget_bytes} had no room for other groups of job {job.spec.name!r} that are "
+                "being registered, and these waited for them until admission_timeout_seconds were over; return leases "
+                "sooner, or raise host_budget or admission_timeout_seconds"
+            ) from None
+        try:
+            yield
+        finally:
+            job.registering.release()
+
+    def _take_back(self, job: Job, groups: Sequence[Group]) -> None:
+        """Undo the registration of new groups."""
+        job.index.remove(groups)
+        for group in groups:
+            del job.groups[group.spec.name]
+            self._give_up(group.slabs)
+            job.tally.remove(group)
+
+    def _add_group(self, job: Job, spec: GroupSpec) -> Group:
+        if job.newest is not None:
+            raise ConflictError(
+                f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another partition; "
+                "resume with the same number of ranks, units and precision, or lay the job out anew (BeginLayout)"
+            )
+        group = job.groups[spec.name] = _new_group(job, spec)
+        job.tally.add(group)
+        return group
+
+    def _update_placements(self, job: Job, group: Group, wanted: GroupSpec, undo: ExitStack) -> dict[SlabKey, TierName]:
+        """Moves the slabs of a stored group to where the client wants them now; `undo` moves them back."""
+        moved: dict[SlabKey, TierName] = {}
+        for slab in group.slabs:
+            placement = wanted.slab_of_kind[slab.key.kind].placement
+            if placement is slab.spec.placement:
+                continue
+            if slab.latest is not None and slab.latest not in slab.versions:
+                raise ConflictError(
+                    f"{slab.key}: placement cannot change from {slab.spec.placement.value} to {placement.value} while "
+                    "the newest version is in host memory only"
+                )
+            moved[slab.key] = placement
+            undo.callback(self._place, job, slab, slab.spec)
+            self._place(job, slab, SlabSpec(kind=slab.spec.kind, dtype=slab.spec.dtype, placement=placement))
+        undo.callback(setattr, group, "spec", group.spec)
+        group.spec = wanted
+        return moved
+
+    def _place(self, job: Job, slab: Slab, spec: SlabSpec) -> None:
+        """Give a slab another placement. Its copy goes, because it may be in the wrong home."""
+        job.tally.leave(slab)
+        slab.spec = spec
+        slab.backed = _is_backed(job.spec, spec)
+        job.tally.enter(slab)
+        self._host_cache.detach(slab)
+
+    async def _settle_at_home(self, groups: Sequence[Group], until: float) -> None:
+        """Gives every slab placed in the host tier its place there; the bytes come when they are first needed."""
+        async for slab in in_slices(slab for group in groups for slab in group.slabs):
+            if slab.at_home_in_host and slab.copy is None:
+                region = await self._host_cache.room_for(slab, until=until)
+                slab.copy = HostCopy(region, step=None, at_home=True)
+                slab.copy.idle.set()
+
+
+def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec]) -> None:
+    """Raises InvalidRequestError for a malformed group, ConflictError for one that is stored in another way."""
+    for spec in specs:
+        spec.validate()
+        if spec.name in known:
+            check_group(known[spec.name], spec)
+
+
+def _fits(stored: JobSpec, wanted: JobSpec) -> bool:
+    """Whether the job can go on as it is stored."""
+    try:
+        check_layout(stored, wanted)
+    except ConflictError:
+        return False
+    return True
+
+
+def _is_backed(job: JobSpec, slab: SlabSpec) -> bool:
+    return slab.placement is TierName.NVME or job.durability.every_steps == 1
+
+
+def _new_group(job: Job, spec: GroupSpec) -> Group:
+    identity = job.spec.identity
+    slabs = tuple(
+        Slab(SlabKey(identity, spec.name, slab.kind), slab, spec.numel, _is_backed(job.spec, slab), job.tally)
+        for slab in spec.slabs
+        if slab.kind is not Kind.GRAD
+    )
+    return Group(spec, slabs)
+
+
+def _restore(stored: StoredJob) -> Job:
+    job = Job(stored.spec, stored.created_at)
+    job.retained = {commit.step: commit for commit in stored.commits}
+    job.durable = set(job.retained)
+    job.first_step = min(job.retained, default=0)
+    for spec in stored.groups:
+        group = job.groups[spec.name] = _new_group(job, spec)
+        job.tally.add(group)
+        for slab in group.slabs:
+            for step, v in stored.versions.get(slab.key, {}).items():
+                checksums = Checksums(slab.label(step), slab.paged_bytes, v.checksums)
+                slab.add_version(step, NvmeRegion(v.extents, checksums))
+            slab.recorded.update(slab.versions)
+            slab.latest = max(slab.versions, default=None)
+            job.tally.settle(slab, min(job.durable, default=None), recorded=True)
+    job.index.add_at_once(job.groups.values())
+    # Made now: a run that opens the job is not to wait for them, nor all others with it.
+    _ = job.spec.model.digest, job.spec.model.by_name
+    return job

@@ -1,0 +1,70 @@
+"""Who is next where one at a time may go on: the one with the lowest position, then the one that came first."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+GiveWay = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
+_Place = tuple[float, int]
+
+
+class PositionLock:
+    """A lock whose waiters are served by position."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: list[tuple[_Place, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+
+    @asynccontextmanager
+    async def at(self, position: float) -> AsyncIterator[GiveWay]:
+        """Waits for the turn, and has it within the context, but while it gives way: what comes is a function that lets
+        those with a lower position go first, and returns when it is this one's turn again. Only if there are any, it
+        awaits what it is given, once they may go."""
+        place, has_turn = (position, next(self._arrivals)), False
+
+        async def give_way(meanwhile: Callable[[], Awaitable[None]]) -> None:
+            nonlocal has_turn
+            if self._waiting and self._waiting[0][0] < place:
+                has_turn = False
+                turn = self._queue(place)
+                self._pass_on()
+                await self._wait(turn, meanwhile)
+                has_turn = True
+
+        if self._taken:
+            await self._wait(self._queue(place))
+        self._taken = has_turn = True
+        try:
+            yield give_way
+        finally:
+            if has_turn:
+                self._pass_on()
+
+    def _queue(self, place: _Place) -> asyncio.Future[None]:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (place, turn))
+        return turn
+
+    async def _wait(self, turn: asyncio.Future[None], meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+        try:
+            if meanwhile is not None:
+                await meanwhile()
+            await turn
+        except BaseException:
+            if not turn.cancel() and not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """To the next one; it stays taken meanwhile, for nobody to come in between."""
+        while self._waiting:
+            _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._taken = False

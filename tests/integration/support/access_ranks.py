@@ -1,0 +1,92 @@
+"""One of two ranks that read and change states; run by test_access.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import trainer_client
+from tests.integration.support.training import Run, build_model, micro_batches, store_config
+from trainer_client import utils, zero
+
+WEIGHT = "transformer.h.1.mlp.c_fc.weight"
+EMBEDDING = "transformer.wte.weight"
+
+
+def check(config: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    model = build_model(Run())
+    engine, *_ = trainer_client.initialize(
+        model=model, optimizer=AdamW(model.parameters(), lr=1e-2, fused=True), config=config
+    )
+    plain = build_model(Run())
+    ddp = DistributedDataParallel(plain)
+    with engine:
+        (batch,) = micro_batches(1, rank, 2)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        ddp(input_ids=batch, labels=batch).loss.backward()
+        weight = model.get_parameter(WEIGHT)
+        gradient = utils.safe_get_full_grad(weight)
+        torch.testing.assert_close(gradient, plain.get_parameter(WEIGHT).grad, rtol=1e-4, atol=1e-6)
+        engine.step()
+
+        # The parts of the ranks are the whole, for every state; the dict says where they belong.
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            parts: list[Any] = [None, None]
+            dist.all_gather_object(parts, engine.state_dict(kind))
+            for name in (WEIGHT, EMBEDDING, "lm_head.weight", "transformer.h.2.ln_1.bias"):
+                whole = engine.get_full(name, kind)
+                assert whole is not None
+                for part in parts:
+                    shard = part[name]
+                    assert shard.shape == whole.shape
+                    end = shard.offset + shard.values.numel()
+                    assert torch.equal(whole.flatten()[shard.offset : end], shard.values)
+                assert sum(part[name].values.numel() for part in parts) == whole.numel()
+
+        # One rank's changes become everyone's.
+        with zero.GatheredParameters(model.get_submodule("transformer.h.1").parameters(), modifier_rank=1):
+            before = weight.detach().clone()
+            if rank == 1:
+                with torch.no_grad():
+                    weight[7] = 0.125
+        before[7] = 0.125
+        changed = utils.safe_get_full_fp32_param(weight)
+        assert changed is not None
+        assert torch.equal(changed, before)
+
+        local = utils.safe_get_local_optimizer_state(weight, "exp_avg")
+        assert local is not None
+        utils.safe_set_local_optimizer_state(weight, torch.full_like(local, rank + 1), "exp_avg")
+        moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+        assert moment is not None
+        assert set(moment.unique().tolist()) <= {1.0, 2.0}
+        assert int((moment == rank + 1).sum()) == local.numel()
+
+        # Training goes on with it, alike on both ranks.
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        mine = engine.full_state_dict()[WEIGHT]
+        other = mine.clone()
+        dist.broadcast(other, src=0)
+        assert torch.equal(mine, other)
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    check(store_config(directory / "all-gathers", gather="collective"))
+    check(store_config(directory / "one-sided", gather="store"))
+    resident = store_config(directory / "resident") | {"zero_optimization": {"stage": 1}}
+    check(resident)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""A real store daemon as a process of its own, for tests: started, watched, stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paramserver.contract.channel import channel_to
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from tests.integration.support.forked import ROOT, Forked
+
+SERVICE = "paramserver.v1.ParameterStore"
+MIB = 1 << 20
+
+START_SECONDS = 120.0
+STOP_SECONDS = 60.0
+CHANNEL_OPTIONS = (
+    # A daemon that was just started is looked at again soon.
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.max_reconnect_backoff_ms", 100),
+    # How long one attempt may take, whatever the name says.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # Channels to the same address share connections otherwise, also to a daemon that was killed.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What a daemon takes besides its host budget: Python, torch and gRPC.
+
+    `private_bytes` are the daemon's alone. `mapped_bytes` are pages of files, nearly all of them libraries, that all
+    processes of one environment share and that the kernel can read again; how many of them count as resident depends on
+    what the kernel has in its page cache.
+    """
+
+    private_bytes: int
+    mapped_bytes: int
+
+    @classmethod
+    def of(cls, pid: int) -> Overhead:
+        """Read what the process has now."""
+        status = Path(f"/proc/{pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        private, mapped = (int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
+        return cls(private_bytes=private, mapped_bytes=mapped)
+
+    def __str__(self) -> str:
+        return f"{self.private_bytes / 1e6:.0f} MB private and {self.mapped_bytes / 1e6:.0f} MB mapped"
+
+
+# The limits that the README states for each build of torch. `import torch` loads all libraries that its build has.
+STATED_OVERHEADS = {
+    "CPU": Overhead(private_bytes=240 * MIB, mapped_bytes=192 * MIB),
+    "CUDA": Overhead(private_bytes=384 * MIB, mapped_bytes=640 * MIB),
+}
+
+
+def stated_overhead() -> Overhead:
+    """Return the limits for the build of torch that this process runs with, as the daemons do that it starts."""
+    return STATED_OVERHEADS["CPU" if torch.version.cuda is None else "CUDA"]
+
+
+class Daemon:
+    """`paramserver serve` over one state directory; `config` are keys of its TOML file; `prefix` starts its command.
+
+    One with a prefix is a program of its own, with a standard input, as users start it; so is a `fresh` one, which may
+    be another `program`. Both may have an `environment` of their own. Others are forked, which is much quicker.
+    Used as a context manager, it is killed at the end if it still runs.
+    """
+
+    process: subprocess.Popen[bytes] | Forked
+
+    def __init__(
+        self,
+        state_dir: Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        flags: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        fresh: bool = False,
+        program: Sequence[str] = ("-m", "paramserver"),
+        environment: Mapping[str, str] | None = None,
+        wait: bool = True,
+    ) -> None:
+        self.state_dir = state_dir
+        self.socket = state_dir / "paramserver.sock"
+        self.address = f"unix:{self.socket}"
+        self._log_path = state_dir.with_name(f"{state_dir.name}.log")
+        config_path = state_dir.with_name(f"{state_dir.name}.toml")
+        values = {
+            "state_dir": str(state_dir),
+            "host_budget": "16MiB",
+            "nvme_budget": "64MiB",
+            # As many as fit into one page of the arena: tests know what the rest of the budget holds.
+            "max_sessions": 200,
+        } | dict(config or {})
+        config_path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
+        arguments = ["serve", "--config", str(config_path), *flags]
+        if fresh or prefix:
+            with self._log_path.open("w") as log:
+                self.process = subprocess.Popen(
+                    [*prefix, sys.executable, *program, *arguments],
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                )
+        else:
+            self.process = Forked("paramserver.cli", arguments, environment=os.environ, log=self._log_path)
+        if wait:
+            self.wait_until_serving()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return self._log_path.read_text()
+
+    @property
+    def overhead(self) -> Overhead:
+        """What it takes besides its host budget now."""
+        return Overhead.of(self.process.pid)
+
+    def wait_until_serving(self) -> None:
+        """Returns when the health service says so; fails with the log if the daemon ends first."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self.is_serving():
+            assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log}"
+            assert time.monotonic() < deadline, f"the daemon does not serve:\n{self.log}"
+            time.sleep(0.02)
+
+    def is_serving(self) -> bool:
+        """Whether it answers SERVING now."""
+        if not self.socket.exists():
+            return False
+        with channel_to(self.address, options=CHANNEL_OPTIONS) as channel:
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(service=SERVICE), timeout=5
+                )
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def wait(self) -> int:
+        """Its exit status; fails if it does not end."""
+        try:
+            return self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the daemon does not end:\n{self.log}") from None
+        finally:
+            self.close_stdin()
+
+    def stop(self) -> int:
+        """Asks it to end, as systemd would; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait()
+        self.close_stdin()
+
+    def close_stdin(self) -> None:
+        """As the end of its parent does; of a forked daemon it is closed already."""
+        if isinstance(self.process, subprocess.Popen) and self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
+
+
+@contextmanager
+def admin_of(address: str) -> Iterator[admin_grpc.StoreAdminStub]:
+    """The admin service at an address."""
+    with channel_to(address, options=CHANNEL_OPTIONS) as channel:
+        yield admin_grpc.StoreAdminStub(channel)
+
+
+def tiers(address: str) -> tuple[admin_pb.TierInfo, admin_pb.TierInfo]:
+    """One reading: host, nvme."""
+    with admin_of(address) as admin:
+        host, nvme = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers
+        return host, nvme
+
+
+def run_serve(*arguments: str, seconds: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
+    """`paramserver serve` that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "paramserver", "serve", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "400"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )

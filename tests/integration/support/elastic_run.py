@@ -1,0 +1,213 @@
+"""Parts of training runs whose number of ranks changes from part to part; a launch makes one part of several jobs.
+
+Run as a program, it is one rank: `python -m tests.integration.support.elastic_run PARTS.json RESULTS.pt`, with
+torchrun's environment variables. Rank 0 leaves the results behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+import trainer_client
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.support.daemon import admin_of
+from tests.integration.support.ranks import run_ranks
+from tests.integration.support.training import LENGTH, Run, build_model, make_optimizer
+from trainer_client import StoreClientSync, TrainingLoader
+
+SAMPLES = 60
+BATCH = 12
+RUN = Run(clipping=0.5, schedule=True)
+# A killed rank ends with this, as Popen says it.
+KILLED = -signal.SIGKILL
+
+
+class Tokens(Dataset[torch.Tensor]):
+    """[LENGTH] tokens each, by index."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(2)
+        # A narrow range of tokens, so that there is something to learn.
+        self._tokens = torch.randint(0, 40, (samples, LENGTH), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._tokens[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a job: to the end of global step `until`, from wherever the job is.
+
+    Attributes:
+        addresses: of the ranks' stores, in turn.
+        die: kill the rank as soon as its store has more bytes of the job than before it began.
+    """
+
+    job: str
+    until: int
+    addresses: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    die: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """What became of a part.
+
+    Attributes:
+        resumed_step, epochs: where it went on, and the epoch of each step.
+        losses: means over the global batch of each step.
+        before, after: every tensor of every kind, by "FQN/kind", before the first step and after the last.
+    """
+
+    resumed_step: int
+    epochs: list[int]
+    losses: list[float]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+
+def config_of(part: Part, rank: int) -> dict[str, Any]:
+    section = {
+        "address": part.addresses[rank % len(part.addresses)],
+        "job": part.job,
+        "peers": list(part.peers),
+        "data": {"seed": 5},
+    }
+    offload = {"device": "nvme"}
+    zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+    return {"train_batch_size": BATCH, "gradient_clipping": RUN.clipping, "zero_optimization": zero} | {
+        **part.config,
+        "paramserver": section | part.config.get("paramserver", {}),
+    }
+
+
+def train_part(part: Part, run: Run = RUN, frozen: str | None = None) -> PartResult:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = build_model(run)
+    if frozen is not None:
+        model.get_parameter(frozen).requires_grad_(False)
+    optimizer, scheduler = make_optimizer(model, run)
+    config = config_of(part, rank)
+    if part.die and rank == 0:
+        _die_when_it_grows(config["paramserver"]["address"], part.job)
+    engine, _, loader, _ = trainer_client.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, training_data=Tokens(), config=config
+    )
+    assert isinstance(loader, TrainingLoader)
+    losses, epochs = [], []
+    with engine:
+        before = snapshot(part)
+        resumed_step = engine.global_steps
+        while engine.global_steps < part.until:
+            epoch = loader.epoch
+            for batch in loader:
+                loss = engine.backward(engine(input_ids=batch, labels=batch).loss)
+                engine.step()
+                losses.append(mean_over_ranks(loss.detach()))
+                epochs.append(epoch)
+                if engine.global_steps == part.until:
+                    break
+        engine.wait_for_commit()
+        after = snapshot(part)
+    return PartResult(resumed_step=resumed_step, epochs=epochs, losses=losses, before=before, after=after)
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss.item()
+
+
+def snapshot(part: Part) -> dict[str, torch.Tensor]:
+    """Every tensor of every kind of the job's newest step, put together from all stores of this part; for rank 0."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world_size > 1:
+        dist.barrier()
+    tensors = read_job(part.job, part.addresses[:world_size]) if rank == 0 else {}
+    if world_size > 1:
+        dist.barrier()
+    return tensors
+
+
+def read_job(job: str, addresses: Iterable[str]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    with ExitStack() as clients:
+        for address in dict.fromkeys(addresses):
+            client = clients.enter_context(StoreClientSync.connect(address))
+            reader = clients.enter_context(client.read(job))
+            for tensor in reader.tensors():
+                for kind, dtype in tensor.kinds.items():
+                    whole = tensors.setdefault(
+                        f"{tensor.fqn}/{kind}", torch.full((tensor.numel,), torch.nan, dtype=dtype)
+                    )
+                    for offset, numel in tensor.held:
+                        whole[offset : offset + numel] = reader.get(tensor.fqn, kind=kind, offset=offset, numel=numel)
+    return tensors
+
+
+def job_info(address: str, job: str) -> admin_pb.JobInfo:
+    with admin_of(address) as admin:
+        (info,) = (info for info in admin.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs if info.name == job)
+    return info
+
+
+def job_bytes(address: str, job: str) -> int:
+    return sum(tier.bytes for tier in job_info(address, job).bytes if tier.tier == pb.TIER_NVME)
+
+
+def job_sessions(address: str, job: str) -> int:
+    return job_info(address, job).sessions
+
+
+def _die_when_it_grows(address: str, job: str) -> None:
+    before = job_bytes(address, job)
+
+    def watch() -> None:
+        while job_bytes(address, job) <= before:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def launch(parts: Sequence[Part], world_size: int, directory: Path, exit_code: int = 0) -> list[PartResult]:
+    """Makes the parts on so many ranks, which are processes of their own and all end with `exit_code`."""
+    plan, result = directory / "parts.json", directory / "results.pt"
+    plan.write_text(json.dumps([asdict(part) for part in parts]))
+    result.unlink(missing_ok=True)
+    run_ranks("tests.integration.support.elastic_run", world_size, plan, result, exit_code=exit_code)
+    return [PartResult(**content) for content in torch.load(result)] if result.exists() else []
+
+
+def main() -> None:
+    plan, result = map(Path, sys.argv[1:])
+    dist.init_process_group("gloo")
+    results = [train_part(Part(**content)) for content in json.loads(plan.read_text())]
+    if dist.get_rank() == 0:
+        torch.save([asdict(trained) for trained in results], result)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""One of two ranks that begin jobs with models without memory; run by test_large_models.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import trainer_client
+from tests.integration.support.training import Run, build_model, store_config
+from trainer_client import zero
+from trainer_client.initial.deferred_init import replay
+
+
+def build_large() -> nn.Module:
+    ends: Any = {"bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=257, n_positions=32, **ends))
+
+
+def start(model: nn.Module, state_dir: Path, weights: Path | None = None) -> trainer_client.Engine:
+    config = store_config(state_dir) | {"optimizer": {"type": "AdamW"}}
+    return trainer_client.initialize(model=model, config=config, weights=weights)[0]
+
+
+def initial_state(model: nn.Module, state_dir: Path) -> Mapping[str, torch.Tensor]:
+    with start(model, state_dir) as engine:
+        return engine.full_state_dict()
+
+
+def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
+
+
+def read_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar:")).split()[1])
+
+
+def recorded(seed: int) -> nn.Module:
+    """A model without memory, whose random numbers follow from torch's generator."""
+    torch.manual_seed(seed)
+    with zero.Init():
+        # build_model seeds torch's generator itself, which makes no difference any more.
+        return build_model(Run())
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    # A recipe gives the same values whatever the number of ranks, and rank 0's seed counts.
+    state = initial_state(recorded(seed=100 + rank), directory / "recorded")
+    reference = recorded(seed=100).state_dict(keep_vars=True)
+    assert_same(state, {name: replay(tensor) for name, tensor in reference.items()})
+
+    # Values on rank 0 are enough.
+    with torch.device("cpu" if rank == 0 else "meta"):
+        model = build_model(Run())
+    assert_same(initial_state(model, directory / "given"), build_model(Run()).state_dict())
+
+    # Models that are not alike are refused on both.
+    with torch.device("meta" if rank == 0 else "cpu"):
+        model = build_model(Run())
+    with pytest.raises(trainer_client.ConfigError, match=r"transformer\.wte\.weight is on the meta device on rank 0"):
+        initial_state(model, directory / "refused")
+
+    with zero.Init(seed=1):
+        model = build_large()
+    before = read_bytes()
+    with start(model, directory / "weights", weights=directory) as engine:
+        # Now: the reads of a child that has ended, as the daemon will have, count as its parent's.
+        (directory / f"read-{rank}").write_text(str(read_bytes() - before))
+        state = engine.full_state_dict()
+    expected = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert_same(state, expected | {"lm_head.weight": expected["transformer.wte.weight"]})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""A training run whose daemon is killed at chosen moments, by the run itself, or at any moment by whoever started it.
+
+Run as a program: `python -m tests.integration.support.outliving_run PLAN.json`, with the environment of torchrun. Each
+rank leaves its losses behind, and rank 0 the final states. Nothing here knows how the trainer goes on: the loop is an
+ordinary one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
+
+import trainer_client
+from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches, moments_of
+
+RUN = Run(dropout=0.1)
+
+# Seconds from the begin of something that takes a few milliseconds until the daemon is killed in it.
+_WITHIN_SECONDS = 0.004
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What every rank is told.
+
+    Attributes:
+        directory: for what the run leaves behind.
+        lock_file: of the daemon's state directory, which has its process id.
+        addresses: of each rank's daemon, where they are on several nodes.
+        kills: the moments at which rank 0 kills the daemon: (step, name of a moment).
+    """
+
+    directory: str
+    lock_file: str
+    steps: int
+    accumulation: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
+    prefer_streams: bool = False
+    addresses: list[str] = field(default_factory=list)
+    kills: list[tuple[int, str]] = field(default_factory=list)
+
+    def results_file(self, rank: int) -> Path:
+        return Path(self.directory) / f"results-{rank}.pt"
+
+    def progress_file(self, rank: int) -> Path:
+        return Path(self.directory) / f"progress-{rank}"
+
+
+class Killer:
+    """Kills the daemon when the run comes to a moment of the plan, each once; and tells whoever watches where it is."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._progress = plan.progress_file(rank).open("w", buffering=1)
+        self._lock_file = Path(plan.lock_file)
+        self._waiting = {(step, moment) for step, moment in plan.kills} if rank == 0 else set()
+
+    def at(self, step: int, moment: str, *, pause_seconds: float = 0.0) -> None:
+        """The run is there now. It pauses before it kills, so that other ranks get further, and until it notices."""
+        self._progress.write(f"{step} {moment}\n")
+        if self._take(step, moment):
+            time.sleep(pause_seconds)
+            self._kill()
+            time.sleep(pause_seconds)
+
+    @contextmanager
+    def within(self, step: int, moment: str) -> Iterator[None]:
+        """Something lasts that the daemon is killed in."""
+        self._progress.write(f"{step} {moment}\n")
+        timer = threading.Timer(_WITHIN_SECONDS, self._kill) if self._take(step, moment) else None
+        if timer is not None:
+            timer.start()
+        yield
+        if timer is not None:
+            timer.join()
+
+    def close(self) -> None:
+        self._progress.close()
+
+    def _take(self, step: int, moment: str) -> bool:
+        wanted = (step, moment) in self._waiting
+        self._waiting.discard((step, moment))
+        return wanted
+
+    def _kill(self) -> None:
+        os.kill(int(self._lock_file.read_text()), signal.SIGKILL)
+
+
+class Schedule(LambdaLR):
+    """One whose step, which comes between the hand-over of gradients and the vote for their commit, tells of itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, killer: Killer) -> None:
+        self._killer = killer
+        super().__init__(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.97**step)
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        self._killer.at(self.last_epoch, "before vote", pause_seconds=0.3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "_killer"}
+
+
+def start(plan: Plan, rank: int, killer: Killer) -> tuple[trainer_client.Engine, Any]:
+    """The engine, and the block of the model that the moments of a pass are in."""
+    model = build_model(RUN)
+    optimizer, _ = make_optimizer(model, RUN)
+    config = plan.config | {"gradient_accumulation_steps": plan.accumulation}
+    if plan.addresses:
+        config["paramserver"] = config["paramserver"] | {"address": plan.addresses[rank]}
+    engine, *_ = trainer_client.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=Schedule(optimizer, killer),
+        config=config,
+        prefer_streams=plan.prefer_streams,
+    )
+    return engine, model.transformer.h[1]
+
+
+def run_rank(plan: Plan) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    killer = Killer(plan, rank)
+    engine, block = start(plan, rank, killer)
+    here = [0, False]  # the step that is being made, and whether this is an evaluation
+
+    def before_block(*_: Any) -> None:
+        killer.at(here[0], "evaluation" if here[1] else "forward")
+
+    def after_block(_: Any, __: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(lambda _: killer.at(here[0], "backward"))
+
+    block.register_forward_pre_hook(before_block)
+    block.register_forward_hook(after_block)
+    torch.manual_seed(3 + rank)
+    batches = list(micro_batches(plan.steps * plan.accumulation, rank, world_size))
+    losses, evaluations = [], []
+    with engine, closing(killer):
+        for step in range(1, plan.steps + 1):
+            here[0] = step
+            for index in range(plan.accumulation):
+                batch = batches[(step - 1) * plan.accumulation + index]
+                loss = engine(input_ids=batch, labels=batch).loss
+                killer.at(step, f"after forward {index}")
+                engine.backward(loss)
+                losses.append(loss.item())
+                killer.at(step, f"after backward {index}")
+                with killer.within(step, "step"):
+                    engine.step()
+            killer.at(step, "after step")
+            if step % 2 == 0:
+                here[1] = True
+                with torch.no_grad():
+                    evaluations.append(engine(input_ids=batch, labels=batch).loss.item())
+                here[1] = False
+            if step % 3 == 0:
+                with killer.within(step, "change"):
+                    engine.set_full("transformer.h.0.ln_1.weight", "param", torch.full((64,), 1.0 + step / 100))
+                with killer.within(step, "reading"):
+                    weight = engine.get_full("transformer.h.2.ln_1.weight", "exp_avg")
+                    assert weight is not None
+                    evaluations.append(weight.sum().item())
+        killer.at(plan.steps, "end")
+        weights = engine.full_state_dict()
+        moments = moments_of(engine)
+        assert engine.global_steps == plan.steps
+        killer.at(plan.steps, "close")
+    report = engine.step_report()
+    result = {
+        "losses": losses,
+        "evaluations": evaluations,
+        "weights": weights,
+        "moments": moments,
+        "restarts": [[restart.seconds, restart.step, restart.handed_over_again] for restart in engine.daemon_restarts],
+        "report": None if report is None else report.to_dict(),
+    }
+    torch.save(result, plan.results_file(rank))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    try:
+        run_rank(Plan(**json.loads(Path(sys.argv[1]).read_text())))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

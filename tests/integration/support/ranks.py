@@ -1,0 +1,87 @@
+"""Programs on several ranks: each rank is a process of its own, with the environment that torchrun gives it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.integration.support.forked import Forked
+
+# For the ranks of a launch to end: less than pytest's timeout, so that what they have written is shown.
+END_SECONDS = 400.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _environments(world_size: int) -> list[Mapping[str, str]]:
+    """The environment of each rank of one launch."""
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+    }
+    return [os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+class Launch:
+    """The ranks of one launch, started at once; `module` has a `main` that finds `arguments` in sys.argv.
+
+    A context: ranks that still run at its end are killed.
+    """
+
+    def __init__(self, module: str, world_size: int, arguments: tuple[str | Path, ...], directory: Path) -> None:
+        """What rank N writes goes to `directory`/rank-N.log."""
+        self._logs = [directory / f"rank-{rank}.log" for rank in range(world_size)]
+        self.ranks: list[Forked] = []
+        with ExitStack() as started:
+            for environment, log in zip(_environments(world_size), self._logs, strict=True):
+                rank = Forked(module, [*map(str, arguments)], environment=environment, log=log)
+                self.ranks.append(rank)
+                started.callback(rank.wait)
+                started.callback(rank.kill)
+            self._started = started.pop_all()
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._started.close()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank has ended."""
+        return all(rank.poll() is None for rank in self.ranks)
+
+    def wait(self, timeout_seconds: float) -> list[int]:
+        """The exit codes, negative signals among them; fails if a rank does not end in time."""
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            return [rank.wait(max(0.0, deadline - time.monotonic())) for rank in self.ranks]
+        except subprocess.TimeoutExpired:
+            codes = [rank.poll() for rank in self.ranks]
+            raise AssertionError(f"exit codes after {timeout_seconds:g} s: {codes}\n{self.output()}") from None
+
+    def output(self) -> str:
+        """What all have written."""
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self._logs)
+
+
+def run_ranks(
+    module: str, world_size: int, *arguments: str | Path, exit_code: int = 0, timeout_seconds: float = END_SECONDS
+) -> None:
+    """Runs the `main` of `module` on `world_size` ranks, which must all end with `exit_code`."""
+    with TemporaryDirectory() as directory, Launch(module, world_size, arguments, Path(directory)) as launch:
+        codes = launch.wait(timeout_seconds)
+        assert codes == [exit_code] * world_size, f"exit codes {codes}\n{launch.output()}"

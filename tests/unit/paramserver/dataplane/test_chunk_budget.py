@@ -1,0 +1,148 @@
+"""Room for chunks: bounded, shared by weight, taken from those that stall, and never lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+
+from paramserver.contract.chunks import MAX_CHUNK_BYTES
+from paramserver.dataplane.chunk_budget import (
+    FIRST_STRIDE_BYTES,
+    STALLED_SECONDS,
+    Transfer,
+    Transfers,
+)
+from paramserver.errors import TransferStalledError
+from paramserver.rpc.urgency import Urgency
+
+MIB = 1 << 20
+HALF = 32 * MIB
+
+
+def transfers(stall_seconds: float = 10.0, **weights: float) -> Transfers:
+    return Transfers(2 * HALF, stall_seconds=stall_seconds, weight_of=lambda job: weights.get(job, 1.0))
+
+
+async def prove(room: Transfers, transfer: Transfer) -> None:
+    """As a client that takes its first chunks at once."""
+    transfer.is_proven = True
+    while transfer.stride_bytes < MAX_CHUNK_BYTES:
+        await room.reserve(transfer, transfer.stride_bytes)
+        room.moved(transfer, transfer.held_bytes)
+
+
+async def test_a_transfer_begins_small_and_grows_once_its_client_has_shown_that_it_reads() -> None:
+    room = transfers()
+    with room.open("session", "job", Urgency.DEMAND) as transfer:
+        for _ in range(3):
+            await room.reserve(transfer, FIRST_STRIDE_BYTES)
+            room.moved(transfer, FIRST_STRIDE_BYTES)
+            assert room.stride_bytes(transfer) == FIRST_STRIDE_BYTES
+        await prove(room, transfer)
+        assert room.stride_bytes(transfer) == MAX_CHUNK_BYTES
+        await room.reserve(transfer, MAX_CHUNK_BYTES)
+        await asyncio.sleep(1.2 * STALLED_SECONDS)
+        room.moved(transfer, MAX_CHUNK_BYTES)
+        assert room.stride_bytes(transfer) == FIRST_STRIDE_BYTES, "it was slow"
+        assert room.count("session") == 1
+    assert (room.used_bytes, room.count("session")) == (0, 0)
+
+
+async def test_what_is_short_is_shared_by_the_weights_of_jobs_equally_inside_and_demand_goes_first() -> None:
+    room = transfers(heavy=3.0)
+    members = [("heavy", "h0"), ("light", "l0"), ("light", "l1"), ("late", "p0")]
+    served: Counter[str] = Counter()
+
+    async def take(transfer: Transfer) -> None:
+        while True:
+            await room.reserve(transfer, 2 * MIB)
+            served[transfer.session_id] += 1
+            await asyncio.sleep(0)
+            room.moved(transfer, 2 * MIB)
+
+    with ExitStack() as opened:
+        holder = opened.enter_context(room.open("holder", "holder", Urgency.DEMAND))
+        await prove(room, holder)
+        tasks = []
+        for job, session in members:
+            # Each has more transfers than there is room for.
+            for _ in range(20):
+                urgency = Urgency.PREFETCH if job == "late" else Urgency.DEMAND
+                transfer = opened.enter_context(room.open(session, job, urgency))
+                await prove(room, transfer)
+                tasks.append(transfer)
+        await room.reserve(holder, HALF - 2 * MIB)
+        running = [asyncio.ensure_future(take(transfer)) for transfer in tasks]
+        while sum(served.values()) < 800:
+            await asyncio.sleep(0)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    light = served["l0"] + served["l1"]
+    assert abs(served["h0"] - 3 * light) <= 24, served
+    assert abs(served["l0"] - served["l1"]) <= 4, served
+    assert served["p0"] <= 1, served
+    assert room.used_bytes == 0
+
+
+async def test_those_that_stall_are_ended_when_others_need_the_room_the_longest_first() -> None:
+    room = transfers()
+    with ExitStack() as opened:
+        other = opened.enter_context(room.open("other", "job", Urgency.DEMAND))
+        await prove(room, other)
+        stalled = []
+        for number in range(16):
+            transfer = opened.enter_context(room.open(f"s{number}", "job", Urgency.DEMAND))
+            await prove(room, transfer)
+            await room.reserve(transfer, 2 * MIB)
+            stalled.append(transfer)
+        assert room.used_bytes == HALF
+        await asyncio.sleep(2 * STALLED_SECONDS)
+        assert not any(transfer.ended.done() for transfer in stalled), "nobody needs the room"
+        waiting = asyncio.ensure_future(room.reserve(other, 2 * MIB))
+        async with asyncio.timeout(10):
+            while not stalled[0].ended.done():
+                await asyncio.sleep(0.01)
+        assert [transfer.ended.done() for transfer in stalled] == [True] + [False] * 15
+        with pytest.raises(TransferStalledError, match="2097152 bytes have not moved"):
+            stalled[0].ended.result()
+        # Half of what it held is gRPC's until the call is over: not room enough.
+        with room.pinned(stalled[0], MIB):
+            assert room.used_bytes == HALF - MIB and not waiting.done()
+            assert room.stride_bytes(other) < MAX_CHUNK_BYTES, "what is pinned makes chunks smaller"
+        await asyncio.wait_for(waiting, 10)
+        assert room.used_bytes == HALF
+    assert room.used_bytes == 0
+
+
+async def test_one_that_does_not_move_at_all_is_ended_after_the_stall_time_out() -> None:
+    room = transfers(stall_seconds=0.2)
+    with room.open("session", "job", Urgency.DEMAND) as idle, room.open("session", "job", Urgency.DEMAND) as stalled:
+        await room.reserve(stalled, FIRST_STRIDE_BYTES)
+        with pytest.raises(TransferStalledError, match=r"stream_stall_seconds, 0\.2"):
+            await asyncio.wait_for(asyncio.shield(stalled.ended), 10)
+        assert not idle.ended.done(), "it holds nothing"
+
+
+async def test_waiters_that_give_up_leave_nothing_behind() -> None:
+    room = transfers()
+    with ExitStack() as opened:
+        first, second, third = (opened.enter_context(room.open("s", "job", Urgency.DEMAND)) for _ in range(3))
+        await room.reserve(first, HALF)
+        waiting = asyncio.ensure_future(room.reserve(second, HALF))
+        behind = asyncio.ensure_future(room.reserve(third, FIRST_STRIDE_BYTES))
+        await asyncio.sleep(0)
+        assert not room.try_reserve(third, 1), "others wait"
+        room.moved(first, FIRST_STRIDE_BYTES)
+        waiting.cancel()
+        await asyncio.wait_for(behind, 10)
+        granted = asyncio.ensure_future(room.reserve(second, FIRST_STRIDE_BYTES))
+        await asyncio.sleep(0)
+        room.moved(first, FIRST_STRIDE_BYTES)
+        # In the moment between the grant and the waiter's next turn.
+        granted.cancel()
+        await asyncio.wait([granted])
+    assert room.used_bytes == 0

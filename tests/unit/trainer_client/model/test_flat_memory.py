@@ -1,0 +1,98 @@
+"""A flat buffer shows bytes of a file at its own address: nothing is copied, and nothing is written back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trainer_client.model.flat_memory import FlatMemory
+from trainer_client.transport.mapping import FileRange, show_file
+
+PAGE = mmap.PAGESIZE
+NUMEL = 3 * PAGE // 4 + 5  # of fp32: three pages and a bit
+
+
+@pytest.fixture
+def shared() -> Iterator[FileRange]:
+    """Eight pages of ones, to be shown from the second page on."""
+    descriptor = os.memfd_create("shared")
+    os.write(descriptor, torch.ones(8 * PAGE // 4).numpy().tobytes())
+    yield FileRange(descriptor=descriptor, offset=PAGE)
+    os.close(descriptor)
+
+
+def memory() -> FlatMemory:
+    made = FlatMemory(NUMEL, torch.float32, torch.device("cpu"), marks=[0, PAGE // 4])
+    made.give_back()
+    made.take()
+    return made
+
+
+def test_shown_bytes_are_at_the_same_address_and_stay_what_they_are(shared: FileRange) -> None:
+    flat = memory()
+    address, view = flat.tensor.data_ptr(), flat.tensor[7:20]
+
+    assert flat.show(0, NUMEL * 4, shared)
+    assert flat.tensor.data_ptr() == address
+    assert torch.equal(view, torch.ones(13))
+    os.pwrite(shared.descriptor, torch.full((1,), 3.0).numpy().tobytes(), PAGE + 7 * 4)
+    assert view[0] == 3.0, "as it is in the file"
+
+    view.fill_(5.0)
+    assert set(os.pread(shared.descriptor, 4, PAGE + 4 * 8)) == set(torch.ones(1).numpy().tobytes())
+    os.pwrite(shared.descriptor, torch.full((1,), 9.0).numpy().tobytes(), PAGE + 7 * 4)
+    assert view[0] == 5.0, "what was written to is this process's own"
+
+
+def test_after_a_release_the_marks_are_nan_and_the_file_is_as_it_was(shared: FileRange) -> None:
+    flat = memory()
+    flat.show(0, NUMEL * 4, shared)
+    flat.give_back()
+
+    assert flat.tensor[[0, PAGE // 4]].isnan().all()
+    assert torch.frombuffer(bytearray(os.pread(shared.descriptor, 8 * PAGE, 0)), dtype=torch.float32).eq(1.0).all()
+
+
+def test_what_is_owned_keeps_its_values_whatever_the_file_becomes(shared: FileRange) -> None:
+    flat = memory()
+    flat.show(0, NUMEL * 4, shared)
+    flat.tensor[1] = 2.0
+    expected = flat.tensor.clone()
+    flat.own()
+    os.pwrite(shared.descriptor, bytes(8 * PAGE), 0)
+
+    assert torch.equal(flat.tensor, expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "nbytes", "offset", "is_shown"),
+    [
+        (0, PAGE, 0, True),
+        (PAGE, PAGE, PAGE, True),
+        (2 * PAGE, NUMEL * 4 - 2 * PAGE, 0, True),  # up to the end, which is no whole page
+        (64, PAGE, 0, False),
+        (0, PAGE + 64, 0, False),  # others share the last page
+        (0, PAGE, 64, False),
+    ],
+)
+def test_only_whole_pages_are_shown(shared: FileRange, first: int, nbytes: int, offset: int, *, is_shown: bool) -> None:
+    flat = memory()
+    flat.tensor.fill_(7.0)
+
+    assert flat.show(first, nbytes, FileRange(descriptor=shared.descriptor, offset=offset)) is is_shown
+    ones = flat.tensor.eq(1.0)
+    assert ones[first // 4 : (first + nbytes) // 4].all() if is_shown else not ones.any()
+    assert flat.tensor.eq(7.0).sum() == NUMEL - (nbytes // 4 if is_shown else 0)
+
+
+def test_a_refusal_of_the_kernel_is_an_error_and_changes_nothing() -> None:
+    flat = memory()
+    flat.tensor.fill_(7.0)
+    with pytest.raises(OSError, match=f"mmap of {PAGE} bytes"):
+        show_file(flat.tensor.data_ptr(), PAGE, FileRange(descriptor=-1, offset=0))
+
+    assert flat.tensor.eq(7.0).all()

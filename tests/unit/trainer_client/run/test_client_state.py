@@ -1,0 +1,130 @@
+"""The client state comes back as it was given, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
+
+from trainer_client.errors import ClientStateError
+from trainer_client.run.client_state import (
+    decode,
+    derived_random_states,
+    encode,
+    random_states,
+    restore_random_states,
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1, "b": [1.5, "x", None, True]},
+        {"nested": {"tuple": (1, (2, [3]))}},
+        {"int keys": {1: "one", (2, 3): "pair"}},
+        {"$tensor": "a user's own key with a dollar"},
+        {"counter": Counter([3, 3, 5])},
+        {"float": 0.1 + 0.2, "infinite": math.inf},
+    ],
+)
+def test_values_come_back_equal_and_of_the_same_type(value: dict[str, Any]) -> None:
+    restored = decode(encode(value))
+
+    assert restored == value
+    assert repr(restored) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3, 2), (0, 4)])
+def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).to(dtype)
+
+    restored = decode(encode({"t": tensor}))["t"]
+
+    assert restored.dtype == dtype
+    assert torch.equal(restored, tensor)
+
+
+def test_an_object_is_refused_by_its_place() -> None:
+    with pytest.raises(ClientStateError, match=r"client state\.user\.cursors\[1\] is a object"):
+        encode({"user": {"cursors": [0, object()]}})
+
+
+@pytest.mark.parametrize("stored", [b"", b"[]", b'{"format":99,"state":{}}', b"\x80\x04N."])
+def test_what_this_version_did_not_write_is_refused(stored: bytes) -> None:
+    with pytest.raises(ClientStateError):
+        decode(stored)
+
+
+def test_random_generators_continue_where_they_were() -> None:
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.standard_normal())
+
+    draw()  # leaves numpy with the second half of a pair
+    saved = encode({"random": random_states(torch.device("cpu"))})
+    first = [draw() for _ in range(3)]
+
+    restore_random_states(decode(saved)["random"], torch.device("cpu"))
+
+    assert [draw() for _ in range(3)] == first
+
+
+@pytest.mark.parametrize("kind", ["multistep", "onecycle"])
+def test_schedulers_continue_where_they_were(kind: str) -> None:
+    def make() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        if kind == "multistep":
+            return optimizer, MultiStepLR(optimizer, [2, 4, 4])
+        return optimizer, OneCycleLR(optimizer, max_lr=1.0, total_steps=20)
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+        seen = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            seen.append(optimizer.param_groups[0]["lr"])
+        return seen
+
+    optimizer, scheduler = make()
+    rates(optimizer, scheduler, 3)
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    saved = encode({"scheduler": scheduler.state_dict(), "group": group})
+    expected = rates(optimizer, scheduler, 4)
+
+    resumed_optimizer, resumed_scheduler = make()
+    state = decode(saved)
+    resumed_optimizer.param_groups[0].update(state["group"])
+    resumed_scheduler.load_state_dict(state["scheduler"])
+
+    assert rates(resumed_optimizer, resumed_scheduler, 4) == expected
+
+
+def test_the_encoding_is_json() -> None:
+    assert json.loads(encode({"a": (1,)}))["state"] == {"a": {"$tuple": [1]}}
+
+
+def test_a_new_rank_has_random_states_that_follow_from_another_rank_and_its_number() -> None:
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.standard_normal())
+
+    device = torch.device("cpu")
+    mine = random_states(device)
+    drawn = []
+    for states, rank in ((mine, 1), (mine, 1), (mine, 2)):
+        restore_random_states(decode(encode(derived_random_states(states, rank))), device)
+        drawn.append(draw())
+    moved = random_states(device)
+    restore_random_states(derived_random_states(moved, 1), device)
+    drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    # Every generator of every other state has its own numbers.
+    for numbers in zip(*drawn[1:], strict=True):
+        assert len(set(numbers)) == 3
+    restore_random_states(mine, device)

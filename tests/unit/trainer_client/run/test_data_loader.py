@@ -1,0 +1,175 @@
+"""The order of the training data: the same samples in a step on any number of ranks, whatever was interrupted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainer_client.config.training_config import BatchSizes, DataSection
+from trainer_client.errors import ConfigError
+from trainer_client.run.data_loader import GlobalOrder, TrainingLoader, make_loader
+
+SIZE, TRAIN = 50, 12
+
+
+class Squares(Dataset[int]):
+    """What a worker process can make, too."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def batch_of(world_size: int, accumulation: int = 1) -> BatchSizes:
+    return BatchSizes(train=TRAIN, micro=TRAIN // world_size // accumulation, accumulation=accumulation)
+
+
+def loader_of(
+    rank: int = 0, world_size: int = 1, accumulation: int = 1, section: DataSection | None = None
+) -> TrainingLoader:
+    loader = make_loader(
+        Squares(),
+        batch_of(world_size, accumulation),
+        section or DataSection(),
+        rank=rank,
+        world_size=world_size,
+        collate_fn=None,
+    )
+    assert isinstance(loader, TrainingLoader)
+    return loader
+
+
+def steps_of(world_size: int, accumulation: int, epochs: int = 2) -> list[list[int]]:
+    """The samples of each global step, in no order."""
+    batch = batch_of(world_size, accumulation)
+    orders = [GlobalOrder(SIZE, batch, rank, world_size, seed=7, shuffle=True) for rank in range(world_size)]
+    steps = []
+    for _ in range(epochs):
+        micro_batches = [list(order) for order in orders]
+        for first in range(0, len(micro_batches[0]), accumulation):
+            of_step = [m for rank in micro_batches for m in rank[first : first + accumulation]]
+            steps.append(sorted(itertools.chain(*of_step)))
+            for order in orders:
+                order.advance(accumulation)
+    return steps
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 3), (2, 1), (3, 2), (4, 3), (12, 1)])
+def test_a_step_has_the_same_samples_on_any_number_of_ranks(world_size: int, accumulation: int) -> None:
+    assert steps_of(world_size, accumulation) == steps_of(1, 1)
+
+
+def test_an_epoch_has_every_sample_and_fills_its_last_step_up_with_its_first() -> None:
+    order = GlobalOrder(SIZE, batch_of(1), 0, 1, seed=7, shuffle=True)
+    first = list(itertools.chain(*order))
+    assert len(order) == len(first) // TRAIN == 5
+    assert sorted(first[:SIZE]) == list(range(SIZE))
+    assert first[SIZE:] == first[: len(first) - SIZE]
+    order.epoch = 1
+    second = list(itertools.chain(*order))
+    assert second != first and sorted(second[:SIZE]) == list(range(SIZE))
+
+
+def test_order_follows_from_the_seed_and_can_be_the_datasets() -> None:
+    first, same, other, plain = (
+        list(GlobalOrder(SIZE, batch_of(1), 0, 1, seed=seed, shuffle=shuffle))
+        for seed, shuffle in ((1, True), (1, True), (2, True), (2, False))
+    )
+    assert first == same != other
+    assert list(itertools.chain(*plain))[:SIZE] == list(range(SIZE))
+
+
+def test_the_cursor_counts_what_steps_consumed_not_what_was_taken() -> None:
+    loader = loader_of()
+    batches = iter(loader)
+    taken = [next(batches).tolist() for _ in range(3)]
+    loader.finish_micro_batch()
+    loader.finish_step()
+    state = loader.state_dict()
+    assert (state["epoch"], state["samples"]) == (0, TRAIN)
+    # Taken and not trained on: they come again.
+    assert next(iter(loader)).tolist() == taken[1]
+    # A step on other data moves nothing.
+    other = loader_of()
+    other.finish_micro_batch()
+    other.finish_step()
+    assert other.state_dict()["samples"] == 0
+
+
+@pytest.mark.parametrize("world_sizes", [(2, 2), (2, 3), (3, 1)])
+def test_a_cursor_goes_on_in_the_middle_of_an_epoch_and_beyond_its_end(world_sizes: tuple[int, int]) -> None:
+    def train(loaders: list[TrainingLoader], steps: int) -> list[list[int]]:
+        made: list[list[int]] = []
+        while len(made) < steps:
+            for micro_batches in zip(*loaders, strict=True):
+                made.append(sorted(int(value) for micro_batch in micro_batches for value in micro_batch))
+                for loader in loaders:
+                    loader.finish_micro_batch()
+                    loader.finish_step()
+                if len(made) == steps:
+                    break
+        return made
+
+    before, after = ([loader_of(rank, size) for rank in range(size)] for size in world_sizes)
+    expected = train([loader_of()], 8)
+
+    made = train(before, 3)
+    state = json.loads(json.dumps(before[0].state_dict()))
+    for loader in after:
+        loader.load_state_dict(state)
+    made += train(after, 5)
+
+    assert made == expected
+    assert {loader.epoch for loader in after} == {1}
+
+
+def test_loading_uses_no_random_number_of_the_training_loop() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    list(loader_of())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_fetch_ahead_without_moving_the_cursor() -> None:
+    loader = loader_of(section=DataSection(workers=1))
+    batches = iter(loader)
+    taken = next(batches).tolist()
+    assert loader.state_dict()["samples"] == 0
+    loader.finish_micro_batch()
+    loader.finish_step()
+    assert taken == next(iter(loader_of())).tolist()
+    assert loader.state_dict()["samples"] == TRAIN
+
+
+def test_other_data_under_a_cursor_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loader = loader_of()
+    with caplog.at_level(logging.WARNING):
+        loader.load_state_dict(loader_of().state_dict())
+        assert not caplog.text
+        loader.load_state_dict(loader.state_dict() | {"seed": 9, "size": 80, "samples": 72})
+    assert "seed was 9 and is 0" in caplog.text and "size was 80 and is 50" in caplog.text
+    assert (loader.epoch, loader.state_dict()["samples"]) == (1, 0)
+
+
+def test_a_stream_is_loaded_as_it_comes_and_nothing_is_refused() -> None:
+    def make(dataset: Dataset[int]) -> object:
+        return make_loader(dataset, batch_of(3), DataSection(), rank=0, world_size=3, collate_fn=None)
+
+    loader = make(Stream())
+    assert isinstance(loader, DataLoader) and not isinstance(loader, TrainingLoader)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
+    with pytest.raises(ConfigError, match="training_data has no samples"):
+        GlobalOrder(0, batch_of(1), 0, 1, seed=0, shuffle=True)

@@ -1,0 +1,175 @@
+"""The arena is mapped exactly where its nonce is found, by one mapping for all sessions of a process, and under a lock
+that lasts as long as anybody can write to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import SessionEndedError, StoreUnavailableError
+from trainer_client.transport.arena import Arena
+
+SIZE = 1 << 16
+NONCE = b"nonce of 20 bytes..."
+# Two slots and the generations in them.
+FIRST, SECOND = (64, 7), (80, 8)
+
+# Prints for each byte whether another process has locked it.
+WHICH_ARE_LOCKED = """
+import fcntl, struct, sys
+with open(sys.argv[1], "r+b") as file:
+    for offset in sys.argv[2:]:
+        flock = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, int(offset), 1, 0))
+        print(int(struct.unpack("hhqqi0q", flock)[0] != fcntl.F_UNLCK), end="")
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The file of an arena, which nobody has mapped."""
+    return make_arena(tmp_path / "arena", NONCE)
+
+
+def make_arena(path: Path, nonce: bytes) -> Path:
+    content = bytearray(SIZE)
+    content[: len(nonce)] = nonce
+    for offset, generation in (FIRST, SECOND):
+        content[offset : offset + 8] = struct.pack("<Q", generation)
+    path.write_bytes(content)
+    return path
+
+
+def description(path: Path, slot: tuple[int, int] = FIRST) -> pb.Arena:
+    offset, generation = slot
+    return pb.Arena(file_path=str(path), nonce=NONCE, size_bytes=SIZE, generation_offset=offset, generation=generation)
+
+
+def map_arena(path: Path, slot: tuple[int, int] = FIRST) -> Arena:
+    arena = Arena.map(description(path, slot))
+    assert arena is not None
+    return arena
+
+
+def locked(path: Path) -> str:
+    """For each slot, 1 if it is locked by this process."""
+    command = [sys.executable, "-S", "-c", WHICH_ARE_LOCKED, str(path), str(FIRST[0]), str(SECOND[0])]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def open_descriptors(path: Path) -> int:
+    status = path.stat()
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        # The descriptor that lists them is closed by then.
+        with suppress(OSError):
+            count += os.path.samestat(link.stat(), status)
+    return count
+
+
+def test_views_are_the_shared_memory_itself(path: Path) -> None:
+    arena = map_arena(path)
+    arena.view(4096, 8).view(torch.float32).copy_(torch.tensor([1.0, 2.0]))
+    with path.open("rb") as file:
+        assert os.pread(file.fileno(), 8, 4096) == torch.tensor([1.0, 2.0]).numpy().tobytes()
+
+
+def test_the_descriptor_comes_over_the_socket_too(path: Path, tmp_path: Path) -> None:
+    door = tmp_path / "door"
+    descriptor = os.open(path, os.O_RDWR)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(door))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                socket.send_fds(connection, [b"\0"], [descriptor])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        wanted = description(path)
+        wanted.file_path, wanted.socket_path = "", str(door)
+        arena = Arena.map(wanted)
+        thread.join()
+    assert arena is not None and bytes(arena.view(0, len(NONCE)).numpy()) == NONCE
+    del arena
+    os.close(descriptor)
+
+
+def test_another_nonce_is_another_nodes_arena(path: Path, tmp_path: Path) -> None:
+    other = make_arena(tmp_path / "other", b"another node's nonce")
+    assert Arena.map(description(other)) is None and open_descriptors(other) == 0
+    arena = map_arena(path)
+    # Nor does a mistaken address harm the session that has mapped what is there.
+    wrong = description(path, SECOND)
+    wrong.nonce = b"another node's nonce"
+    assert Arena.map(wrong) is None
+    assert locked(path) == "10"
+    arena.check()
+
+
+def test_no_socket_and_no_file_is_another_node(tmp_path: Path) -> None:
+    wanted = description(tmp_path / "none")
+    wanted.socket_path = str(tmp_path / "no door")
+    assert Arena.map(wanted) is None
+
+
+def test_a_session_that_may_not_map_does_not(path: Path) -> None:
+    assert Arena.map(description(path, (0, 0))) is None
+
+
+def test_the_lock_lasts_until_the_last_view_is_gone(path: Path) -> None:
+    arena = map_arena(path)
+    view = arena.view(4096, 64)
+    assert locked(path) == "10"
+    arena.close()
+    assert locked(path) == "10", "the view can be written to"
+    part = view.view(torch.float32)[:2]
+    del view
+    part.fill_(1.0)
+    assert locked(path) == "10"
+    del part
+    assert locked(path) == "00"
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        arena.view(0, 1)
+
+
+def test_sessions_of_a_process_share_the_mapping_and_end_apart(path: Path) -> None:
+    first, second = map_arena(path, FIRST), map_arena(path, SECOND)
+    assert locked(path) == "11"
+    shared = open_descriptors(path)
+    first.close()
+    # Closing any descriptor of the file would have taken the other lock away.
+    assert locked(path) == "01" and open_descriptors(path) == shared
+    again = map_arena(path, FIRST)
+    assert locked(path) == "11" and open_descriptors(path) == shared
+    second.close()
+    again.close()
+    del first, second, again
+    assert locked(path) == "00" and open_descriptors(path) == 0
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_changed_word_says_that_the_session_has_ended(path: Path) -> None:
+    arena = map_arena(path)
+    arena.check()
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), struct.pack("<Q", 9), FIRST[0])
+    with pytest.raises(SessionEndedError, match="leases are void"):
+        arena.check()
+
+
+def test_a_process_that_slept_before_it_mapped_finds_its_session_ended(path: Path) -> None:
+    with pytest.raises(SessionEndedError):
+        Arena.map(description(path, (FIRST[0], 6)))
+    assert locked(path) == "00" and open_descriptors(path) == 0

@@ -1,0 +1,78 @@
+"""The journal: what the next daemon is given, and that it is given nothing twice."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from trainer_client.transport.attachment import Attachment
+from trainer_client.transport.journal import Journal
+
+
+class Entry:
+    """Takes note of whom it was handed over to."""
+
+    def __init__(self) -> None:
+        self.given_to: list[Attachment] = []
+
+    def make(self, attachment: Attachment) -> None:
+        self.given_to.append(attachment)
+
+
+def attachments(count: int) -> list[Attachment]:
+    """Stand for daemons: without a vote, the journal does not look at them."""
+    return [cast(Any, object()) for _ in range(count)]
+
+
+def opened() -> tuple[Journal, list[Entry]]:
+    journal, entries = Journal(), [Entry(), Entry(), Entry()]
+    journal.open(acknowledged=4, most_bytes=0)
+    for entry in entries[:2]:
+        journal.note(5, entry)
+    return journal, entries
+
+
+def test_what_is_handed_over_between_two_replays_is_given_by_the_second() -> None:
+    """The training thread writes while another one replays: the former daemon, which it believes in, is gone."""
+    journal, (first, second, late) = opened()
+    (daemon,) = attachments(1)
+    journal.replay(daemon)
+    journal.note(5, late)
+    journal.replay(daemon)
+
+    assert first.given_to == second.given_to == late.given_to == [daemon]
+
+
+def test_each_daemon_is_given_all_of_it() -> None:
+    journal, entries = opened()
+    one, other = attachments(2)
+    journal.replay(one)
+    journal.note(5, entries[2])
+    journal.replay(other)
+
+    assert entries[0].given_to == [one, other]
+    assert entries[2].given_to == [other]
+
+
+def test_what_was_refused_or_committed_is_not_given_again() -> None:
+    journal, (first, second, late) = opened()
+    (daemon,) = attachments(1)
+    journal.remove(first)
+    journal.replay(daemon)
+    journal.remove(second)
+    journal.note(5, late)
+    journal.replay(daemon)
+    # Step 4 is an earlier commit than the one under way, so nothing changes.
+    journal.settle(4)
+    journal.settle(5)
+    journal.replay(daemon)
+
+    assert (first.given_to, second.given_to, late.given_to) == ([], [daemon], [daemon])
+    assert journal.acknowledged == 5 and journal.step is None
+
+
+def test_before_it_is_opened_nothing_is_kept() -> None:
+    journal, entry = Journal(), Entry()
+    journal.note(0, entry)
+    journal.replay(attachments(1)[0])
+
+    assert entry.given_to == []

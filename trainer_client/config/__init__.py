@@ -1,0 +1,1 @@
+"""The typed configuration of a training job, with DeepSpeed's keys."""

@@ -1,0 +1,1 @@
+"""One run of a training job: its daemon, its data, its commits, and the committed step from which it goes on."""

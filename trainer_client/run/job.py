@@ -1,0 +1,275 @@
+"""A job as one rank opens it: declared, filled or rolled back, and made into the parts of an engine.
+
+Owns the order of things. Must never train: what it makes is the engine's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+import torch
+from torch import nn
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.errors import ConfigError, StoreNotFoundError
+from trainer_client.initial.initial_values import InitialValues
+from trainer_client.model.flat_group import PROTO_DTYPES, FlatGroup
+from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.placement import GroupPlacement, Home, PlacementPolicy
+from trainer_client.model.states import PlacedStates
+from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
+from trainer_client.model.units import Unit
+from trainer_client.optimizers.optimizer import StoreOptimizer
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.run import client_state
+from trainer_client.run.relayout import fill
+from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
+from trainer_client.run.stored_step import Origin
+from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.transport.rank_store import RankStore
+
+log = logging.getLogger(__name__)
+
+ROOT_NAME = "(root)"
+
+_ID_BYTES = 16
+
+_RESUME_POLICIES: Mapping[str, pb.ResumePolicy] = {
+    "auto": pb.RESUME_POLICY_AUTO,
+    "never": pb.RESUME_POLICY_NEVER,
+    # What is not on this node may be on others.
+    "must": pb.RESUME_POLICY_AUTO,
+}
+
+
+class Job:
+    """A job that this rank has opened.
+
+    Attributes:
+        units: the root first.
+        states: this rank's chunks, in the units' order.
+        gather: how the units' parameters come together.
+        sharers: how many ranks use the same store.
+        resumed_step: the commit that the run starts from; None for a new job.
+        resumed_state: what that commit carried for this rank; None for a new job.
+        layout: the name that the stores have for how the job is cut into shards.
+        staged_step: the commit that the states which the run starts from are staged for, of a new job or of one that is
+            laid out anew; None: they are committed.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingConfig,
+        model: nn.Module,
+        parameters: Sequence[ModelParameter],
+        optimizer: StoreOptimizer,
+        store: RankStore,
+        collectives: Collectives,
+        unit_policy: UnitPolicy,
+        initial_values: InitialValues,
+    ) -> None:
+        """A collective."""
+        self._settings = settings
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._store = store
+        self._collectives = collectives
+        self._policy = PrecisionPolicy.of(settings)
+        # Ranks that see the same start of a daemon share a store.
+        epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
+        self._store_ranks = [rank for rank, e in enumerate(collectives.gather_ids(epoch)) if e == epoch]
+        self.sharers = len(self._store_ranks)
+        placement = PlacementPolicy.of(settings)
+        self.gather = self._choose_gather(placement)
+        specs = find_units(model, parameters, unit_policy)
+        self.units = [self._unit(i, spec, placement) for i, spec in enumerate(specs)]
+        self.states = self._place(placement)
+        for unit in self.units:
+            unit.passing_bytes = sum(
+                state.group.whole_bytes
+                for state in self.states
+                if state.group in unit.groups and state.placement.parameters is not Home.HOST
+            )
+
+        groups = [state.group for state in self.states]
+        layout = name_layout(groups, collectives)
+        opened = self._open(layout)
+        section = settings.paramserver
+        start = find_start(section.job, layout, opened.layouts, groups, store, section.peers, collectives)
+        self.resumed_step = None if start is None else start.step
+        self.layout = start.layout if start is not None and start.fits else layout
+        self.resumed_state: dict[str, Any] | None = None
+        self.staged_step: int | None = None
+        if start is None:
+            self.staged_step = 0
+            self._begin(initial_values)
+        elif start.fits:
+            encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
+            self.resumed_state = client_state.decode(encoded)
+            self._register()
+            self._roll_back(start.step)
+            for state in self.states:
+                state.load()
+            self._take_over()
+        else:
+            # Not the same: where some stores have the new layout and some do not, the higher one tells which is newer.
+            self.staged_step = start.step + 1
+            self.resumed_state = self._lay_out(start, self.staged_step)
+            self._take_over()
+        _move_buffers(model, collectives)
+
+    def _choose_gather(self, placement: PlacementPolicy) -> Gather:
+        ranks = self._collectives.world_size
+        asked = self._settings.paramserver.gather
+        (far,) = self._collectives.any_rank([self.sharers != ranks or self._store.plane.name != "arena"])
+        if asked == "store" and far:
+            raise ConfigError(
+                'paramserver.gather = "store": not all ranks can read the shared memory of one store daemon (they are '
+                f"on several nodes, or use streams); {self.sharers} of {ranks} share this rank's: write "
+                '"auto" or "collective"'
+            )
+        kept = Home.DEVICE in placement.parameters
+        if asked == "store" and kept:
+            raise ConfigError(
+                'paramserver.gather = "store": the parameters live on the devices of the ranks, not in the store; '
+                'write "auto" or "collective", or place them there (zero_optimization.offload_param)'
+            )
+        # In host memory, what the arena has is shown in place: faster than any copy or collective.
+        host = self._collectives.device.type == "cpu"
+        if asked == "store" or (asked == "auto" and host and not far and not kept):
+            return OneSidedGather(self._store, ranks)
+        return CollectiveGather(self._store, self._collectives)
+
+    def _unit(self, index: int, spec: UnitSpec, placement: PlacementPolicy) -> Unit:
+        members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
+        for parameter in spec.parameters:
+            key = (not self._optimizer.has_states(parameter), self._policy.dtype_of(parameter))
+            members.setdefault(key, []).append(parameter)
+        usual = self._policy.compute_dtype or torch.float32
+        groups = [
+            FlatGroup(
+                unit=spec.fqn or ROOT_NAME,
+                parameters=members[frozen, dtype],
+                dtype=dtype,
+                gradient_dtype=self._policy.accumulation_dtype or dtype,
+                suffix="" if dtype is usual else f":{str(dtype).removeprefix('torch.')}",
+                trainable=not frozen,
+                state_kinds=self._optimizer.state_kinds,
+                rank=self._collectives.rank,
+                world_size=self._collectives.world_size,
+                device=self._collectives.device,
+            )
+            for frozen, dtype in sorted(members, key=str)
+        ]
+        return Unit(
+            index=index,
+            spec=spec,
+            groups=groups,
+            gather=self.gather,
+            store=self._store,
+            residence=placement.residence,
+        )
+
+    def _place(self, policy: PlacementPolicy) -> list[PlacedStates]:
+        """Trainable groups and frozen ones are spread apart: only the former have more than parameters."""
+        placed: dict[str, GroupPlacement] = {}
+        groups = [group for unit in self.units for group in unit.groups]
+        for trainable in (True, False):
+            alike = [group for group in groups if group.trainable == trainable]
+            assigned = policy.assign([group.layout.chunk for group in alike])
+            placed |= {group.name: placement for group, placement in zip(alike, assigned, strict=True)}
+        return [PlacedStates(group, placed[group.name], self._store, self._collectives) for group in groups]
+
+    def _open(self, layout: str) -> pb.OpenJobResponse:
+        """Attaches to the job; what is committed of it."""
+        section = self._settings.paramserver
+        return self._store.open_job(
+            pb.OpenJobRequest(
+                job=section.job,
+                run_id=self._collectives.broadcast_id(secrets.token_bytes(_ID_BYTES)).hex(),
+                rank=self._collectives.rank,
+                world_size=self._collectives.world_size,
+                attached_ranks=self.sharers,
+                parameters=[
+                    pb.Parameter(
+                        fqn=p.fqn,
+                        shape=p.shape,
+                        dtype=PROTO_DTYPES[self._policy.dtype_of(p)],
+                        trainable=self._optimizer.has_states(p),
+                    )
+                    for p in self._parameters
+                ],
+                durability=_durability(section.durability),
+                resume=_RESUME_POLICIES[section.resume],
+                layout=layout,
+            )
+        )
+
+    def _begin(self, initial_values: InitialValues) -> None:
+        """Stages the initial values of a new job, in place of the model's own memory. A collective."""
+        section = self._settings.paramserver
+        if section.resume == "must":
+            raise StoreNotFoundError(
+                grpc.StatusCode.NOT_FOUND,
+                f"job {section.job!r} has no committed step to resume from, and paramserver.resume is 'must'",
+            )
+        self._register()
+        initial_values.stage(self.states)
+
+    def _take_over(self) -> None:
+        """Gives the model's own memory back. A collective."""
+        for state in self.states:
+            state.refill()
+            state.group.take_over()
+
+    def _lay_out(self, start: Start, step: int) -> dict[str, Any]:
+        """Stages what another layout holds as `step`; the state that goes with it. A collective."""
+        section = self._settings.paramserver
+        if self._collectives.rank == 0:
+            log.info("job %r goes on from step %d with another layout of its shards", section.job, start.step)
+        self._store.begin_layout(step)
+        self._register()
+        with Origin(
+            job=section.job,
+            layout=start.layout,
+            step=start.step,
+            stores=start.stores,
+            credentials=self._store.credentials,
+        ) as origin:
+            fill(self.states, origin, start.fresh, step)
+            return carried_state(origin, start, self._parameters, self._collectives.rank)
+
+    def _register(self) -> None:
+        """Declares this rank's shard groups."""
+        self._store.register_shards(state.group.to_proto(state.placement) for state in self.states)
+
+    def _roll_back(self, step: int) -> None:
+        """Makes `step` the newest one of every store. A collective."""
+        if self._store_ranks[0] == self._collectives.rank:
+            self._store.roll_back(step)
+        self._collectives.barrier()
+        if self._collectives.rank == 0:
+            log.info("job %r resumes from step %d", self._settings.paramserver.job, step)
+
+
+def _durability(text: str) -> pb.Durability:
+    durability = pb.Durability()
+    name, _, every = text.partition(":")
+    if name == "snapshot":
+        durability.snapshot.every_steps = int(every)
+    else:
+        getattr(durability, name).SetInParent()
+    return durability
+
+
+def _move_buffers(model: nn.Module, collectives: Collectives) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(collectives.device))

@@ -1,0 +1,188 @@
+"""A store daemon that belongs to this job: started by one rank of the node, gone when that rank is gone.
+
+Owns the child process. The child holds the read end of a pipe as its stdin and shuts down cleanly when the pipe closes,
+however this process ends. Must never kill it before it had the time to finish what is committed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+
+from paramserver import v1
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.errors import LocalDaemonError, StoreUnavailableError
+from trainer_client.transport.channel import check_address, is_serving, open_channel
+
+log = logging.getLogger(__name__)
+
+# The file itself, because a module of the same name may lie in the working directory or on PYTHONPATH.
+_PROGRAM = Path(v1.__file__).parents[1] / "__main__.py"
+# Neither puts a directory in front of the path of modules. A trainer that ignores PYTHONPATH has a daemon that does.
+_PATH_FLAG = "-I" if sys.flags.isolated else "-P"
+
+SOCKET_NAME = "paramserver.sock"
+LOG_NAME = "daemon.log"
+LOCK_NAME = "lock"
+
+_START_SECONDS = 120.0  # the arena is allocated in full, and a large catalog is checked
+_PREDECESSOR_SECONDS = 20.0  # a killed trainer's daemon finishes its work before it lets go of the state directory
+_POLL_SECONDS = 0.05
+_PEERS_SECONDS = 10.0
+_STOP_SECONDS = 60.0
+_LOG_TAIL_LINES = 12
+
+
+def local_address(state_dir: Path) -> str:
+    return check_address(f"unix:{state_dir.absolute() / SOCKET_NAME}")
+
+
+class LocalDaemon:
+    """Starts on construction and returns when the daemon serves.
+
+    Raises:
+        LocalDaemonError: it stopped, or did not serve in time; the message holds the end of its log.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._state_dir = config.state_dir().absolute()
+        self.address = local_address(self._state_dir)
+        try:
+            self._state_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LocalDaemonError(
+                f"state directory {self._state_dir} cannot be made ({error.strerror}): "
+                "correct paramserver.state_dir or zero_optimization.*.nvme_path"
+            ) from error
+        self._command = [
+            *(sys.executable, _PATH_FLAG, str(_PROGRAM), "serve", "--exit-with-stdin"),
+            *("--state-dir", str(self._state_dir)),
+            *("--host-budget", str(int(config.paramserver.host_budget))),
+            *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
+        ]
+        self._stopping = False
+        self._starting = threading.Lock()  # held while the child is another one from one moment to the next
+        self._process = self._start()
+        if config.paramserver.reattach_timeout_seconds:
+            threading.Thread(target=self._start_again, name="paramserver-daemon", daemon=True).start()
+
+    def _start_again(self) -> None:
+        """Starts the daemon anew when it has ended by itself, for ranks that wait for the next one."""
+        while True:
+            code = self._process.wait()
+            with self._starting:
+                if self._stopping:
+                    return
+                log.warning("the store daemon (pid %d) ended with %d; it is started anew", self._process.pid, code)
+                self._close_stdin(self._process)
+                try:
+                    self._process = self._start()
+                except (LocalDaemonError, OSError) as error:
+                    log.error("the store daemon cannot be started anew: %s", error)
+                    return
+
+    def stop(self) -> None:
+        """Waits for the other ranks of the node to leave, then shuts the daemon down; idempotent."""
+        with self._starting:
+            self._stopping = True
+        if self._process.poll() is None:
+            self._wait_for_peers()
+        self._close_stdin(self._process)
+        for signal_it in (self._process.terminate, self._process.kill):
+            try:
+                self._process.wait(_STOP_SECONDS)
+                return
+            except subprocess.TimeoutExpired:
+                log.warning("store daemon (pid %d) has not stopped within %g s", self._process.pid, _STOP_SECONDS)
+                signal_it()
+        self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._wait_for_predecessor()
+        log_offset = self._log_size()
+        process = self._spawn()
+        try:
+            self._wait_until_serving(process, log_offset)
+        except BaseException:
+            self._close_stdin(process)
+            raise
+        return process
+
+    def _wait_for_predecessor(self) -> None:
+        """Returns when no daemon holds the state directory: a killed trainer's finishes its work first."""
+        path = self._state_dir / LOCK_NAME
+        if not path.exists():
+            return
+        deadline = time.monotonic() + _PREDECESSOR_SECONDS
+        with path.open("rb") as lock_file:
+            while True:
+                try:
+                    fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    return  # closing the file lets go of it
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise LocalDaemonError(
+                            f"another store daemon (pid {path.read_text().strip()}) serves {self._state_dir}: to use "
+                            f"it, set paramserver.address to {self.address!r} instead of the daemon's own keys; "
+                            "else choose another paramserver.state_dir"
+                        ) from None
+                time.sleep(_POLL_SECONDS)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with (self._state_dir / LOG_NAME).open("ab") as log_file:
+            # Its own session: Ctrl-C reaches the trainer, which closes the daemon when it has finished.
+            return subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, start_new_session=True
+            )
+
+    def _wait_until_serving(self, process: subprocess.Popen[bytes], log_offset: int) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        with open_channel(self.address) as channel:
+            while not is_serving(channel, timeout_seconds=1.0):
+                if process.poll() is not None:
+                    raise LocalDaemonError(
+                        f"the store daemon stopped with exit code {process.returncode} "
+                        f"(log: {self._state_dir / LOG_NAME}):\n{self._log_tail(log_offset)}"
+                    )
+                if time.monotonic() > deadline:
+                    raise LocalDaemonError(
+                        f"the store daemon (pid {process.pid}) does not serve after {_START_SECONDS:g} s "
+                        f"(log: {self._state_dir / LOG_NAME})"
+                    )
+                time.sleep(_POLL_SECONDS)
+
+    def _wait_for_peers(self) -> None:
+        deadline = time.monotonic() + _PEERS_SECONDS
+        # These errors say that the daemon, or its directory, is gone already, and with it all sessions.
+        with suppress(grpc.RpcError, StoreUnavailableError), open_channel(self.address) as channel:
+            admin = admin_pb_grpc.StoreAdminStub(channel)
+            while admin.GetTiers(admin_pb.GetTiersRequest(), timeout=5.0).sessions:
+                if time.monotonic() > deadline:
+                    log.warning("the store daemon is stopped although ranks of this node are attached to it")
+                    return
+                time.sleep(_POLL_SECONDS)
+
+    @staticmethod
+    def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+
+    def _log_size(self) -> int:
+        path = self._state_dir / LOG_NAME
+        return path.stat().st_size if path.exists() else 0
+
+    def _log_tail(self, offset: int) -> str:
+        with (self._state_dir / LOG_NAME).open("rb") as log_file:
+            log_file.seek(offset)
+            lines = log_file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_TAIL_LINES:])

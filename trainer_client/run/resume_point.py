@@ -1,0 +1,312 @@
+"""Where a run goes on: the newest step of its job that the stores have whole, and in which layout.
+
+[Note: layouts] How a job is cut into shard groups follows from the world size, the units, the types and what is
+trainable. Each run that makes a layout gives it a name that no other has: the partition's fingerprint, and a nonce.
+Stores of which all have the same layout were driven together by every run since, so a step that all have is one step.
+Stores that have different ones (nodes that left or came, a crash between two stores' commits of a new layout) are asked
+what they hold: the newest step of which one layout has every element on some stores is the step to go on from, and
+everything is laid out anew from it. Nothing that is stored is touched before the new layout is committed everywhere.
+Never an older one because a store is missing: a store keeps the layout that is left until all ranks have a commit in
+the next one, so one that has a newer step and not that layout says that the older step is obsolete.
+
+Owns the decision. Every rank makes the same one. Must never change what is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import grpc
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import ClientStateError, JobConflictError, TrainerClientError
+from trainer_client.model.flat_group import PROTO_DTYPES, FlatGroup
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.run import client_state
+from trainer_client.run.stored_step import Holder, Origin, StoreAddress, connect
+from trainer_client.store_client.types import StoredLayout, StoredTensor, kind_from_proto
+from trainer_client.transport.rank_store import RankStore
+
+log = logging.getLogger(__name__)
+
+_FINGERPRINT_DIGITS = 16
+_NONCE_BYTES = 4
+_WEIGHTS = ("param", "master")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A step to go on from.
+
+    Attributes:
+        fits: it is laid out as this run would lay it out, on this run's stores.
+        stores: that have parts of it.
+        fresh: FQNs of trainable parameters whose optimizer states begin at zero.
+        keeps_groups: whether the optimizer is the one that the step was made with, with the same parameters; else its
+            groups' hyper-parameters are this run's.
+    """
+
+    layout: str
+    step: int
+    fits: bool
+    stores: tuple[StoreAddress, ...] = ()
+    fresh: frozenset[str] = frozenset()
+    keeps_groups: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What a rank's store has of the job, oldest layout first."""
+
+    store: StoreAddress
+    layouts: tuple[StoredLayout, ...]
+
+    def has(self, layout: str) -> bool:
+        """Whether the store has steps in that layout."""
+        return any(stored.name == layout for stored in self.layouts)
+
+    def to_json(self) -> bytes:
+        return json.dumps([asdict(self.store), [asdict(layout) for layout in self.layouts]]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> _View:
+        store, layouts = json.loads(text)
+        return cls(
+            store=StoreAddress(**store),
+            layouts=tuple(
+                StoredLayout(name=item["name"], world_size=item["world_size"], steps=tuple(item["steps"]))
+                for item in layouts
+            ),
+        )
+
+
+def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
+    """A new name for the layout that this run would make; see [Note: layouts]. A collective."""
+    partition = [
+        [
+            group.name_of(0),
+            group.layout.chunk,
+            [[slot.fqn, slot.position, slot.numel] for slot in group.layout.slots],
+            [[int(kind), PROTO_DTYPES[group.dtype_of(kind)]] for kind in (*group.kinds, pb.KIND_GRAD)],
+        ]
+        for group in groups
+    ]
+    content = json.dumps([collectives.world_size, partition], separators=(",", ":")).encode()
+    fingerprint = hashlib.sha256(content).hexdigest()[:_FINGERPRINT_DIGITS]
+    return f"{fingerprint}-{collectives.broadcast_id(secrets.token_bytes(_NONCE_BYTES)).hex()}"
+
+
+def find_start(
+    job: str,
+    layout: str,
+    stored: Iterable[pb.StoredLayout],
+    groups: Sequence[FlatGroup],
+    store: RankStore,
+    peers: Iterable[str],
+    collectives: Collectives,
+) -> Start | None:
+    """Where to go on; None: the job is new. A collective.
+
+    Args:
+        layout: the name of the one that this run would make.
+        stored: what this rank's store has.
+        peers: addresses of further stores that may have parts of the job.
+
+    Raises:
+        JobConflictError: there are committed steps, but none that is whole; the message names what is missing.
+    """
+    view = _View(
+        store=StoreAddress(address=store.address, epoch=store.epoch),
+        layouts=tuple(StoredLayout.from_proto(message) for message in stored),
+    )
+    views = [_View.from_json(text) for text in collectives.gather_bytes(view.to_json())]
+    step = _common_step(views, layout)
+    fitting = None if step is None else Start(layout=views[0].layouts[-1].name, step=step, fits=True)
+    peers = tuple(peers)
+    if fitting is not None and not peers:
+        return fitting
+    # One rank looks, for all: every store is asked once.
+    found: Mapping[str, Any] = {}
+    if collectives.rank == 0:
+        try:
+            found = {"start": _Search(job, groups, store, views, peers).run()}
+        except TrainerClientError as error:
+            found = {"error": str(error)}
+    found = json.loads(collectives.gather_bytes(json.dumps(found, default=_plain).encode())[0])
+    if "error" in found:
+        raise JobConflictError(grpc.StatusCode.FAILED_PRECONDITION, found["error"])
+    if found["start"] is None:
+        return None
+    start = dict(found["start"])
+    if fitting is not None and (start["layout"], start["step"]) == (fitting.layout, fitting.step):
+        return fitting
+    stores = [StoreAddress(**item) for item in start.pop("stores")]
+    # A rank reads from its own store what is there.
+    stores.sort(key=lambda other: other.epoch != store.epoch)
+    return Start(**start | {"stores": tuple(stores), "fresh": frozenset(start["fresh"])})
+
+
+def carried_state(origin: Origin, start: Start, parameters: Sequence[ModelParameter], rank: int) -> dict[str, Any]:
+    """What the commit to go on from carried, for a rank of this run.
+
+    A rank that was there before has its own random states again; a new one's follow from rank 0's and its number.
+
+    Raises:
+        ClientStateError: no trainer has made that commit.
+    """
+    own = origin.client_state(rank)
+    encoded = origin.client_state(0) if own is None else own
+    if not encoded:
+        raise ClientStateError(
+            f"step {origin.step} of job {origin.job!r} was not committed by a trainer: use another job name"
+        )
+    state = client_state.decode(encoded)
+    if own is None:
+        state["random"] = client_state.derived_random_states(state["random"], rank)
+    for parameter in parameters:
+        if parameter.fqn in start.fresh:
+            state["update_counts"][parameter.index] = 0
+    if not start.keeps_groups:
+        state["optimizer"] = None
+    return state
+
+
+def _common_step(views: Sequence[_View], layout: str) -> int | None:
+    """The newest step that every store has, where all have a layout with the same partition as `layout`, and the same
+    one."""
+    if not all(view.layouts for view in views):
+        return None
+    newest = [view.layouts[-1] for view in views]
+    names = {stored.name for stored in newest}
+    if len(names) > 1 or names.pop().partition("-")[0] != layout.partition("-")[0]:
+        return None
+    return max(set.intersection(*(set(stored.steps) for stored in newest)), default=None)
+
+
+class _Search:
+    """For the newest step that is whole."""
+
+    def __init__(
+        self, job: str, groups: Sequence[FlatGroup], store: RankStore, views: Sequence[_View], peers: Iterable[str]
+    ) -> None:
+        self._job = job
+        self._groups = groups
+        self._credentials = store.credentials
+        self._views = {view.store.epoch: view for view in views}
+        self._problems: list[str] = []
+        for address in peers:
+            self._add_peer(address)
+
+    def run(self) -> Start | None:
+        """The step; None: no store has any. Raises JobConflictError where none is whole."""
+        steps: dict[tuple[int, str], list[_View]] = {}
+        for view in self._views.values():
+            for stored in view.layouts:
+                for step in stored.steps:
+                    steps.setdefault((step, stored.name), []).append(view)
+        newer: list[tuple[_View, int]] = []
+        for step, layout in sorted(steps, reverse=True):
+            stores, tensors = self._ask(layout, step, [view.store for view in steps[step, layout]])
+            missing = self._missing(tensors)
+            # A layout's first commit is one above the step that it was filled from, and has the same values.
+            lost = [view.store.address for view, above in newer if above > step + 1 and not view.has(layout)]
+            if missing is None and not lost:
+                return self._start(layout, step, stores, tensors)
+            newer += [(view, step) for view in steps[step, layout]]
+            self._problems.append(
+                f"step {step} is whole, but older than what {', '.join(lost)} has"
+                if missing is None
+                else f"step {step} lacks {missing}"
+            )
+        if steps or self._problems:
+            asked = ", ".join(view.store.address for view in self._views.values())
+            raise JobConflictError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"job {self._job!r} has no step that is whole on the stores {asked}: {'; '.join(self._problems)}. "
+                "A node's state is missing: start a rank there, name its store in paramserver.peers, restore it, or "
+                "delete the job on every node",
+            )
+        return None
+
+    def _add_peer(self, address: str) -> None:
+        try:
+            with connect(StoreAddress(address=address), self._credentials) as client:
+                store = StoreAddress(address=address, epoch=client.epoch)
+                layouts = [job.layouts for job in client.list_jobs() if job.name == self._job]
+        except TrainerClientError as error:
+            self._problems.append(f"{address}: {error}")
+            return
+        self._views.setdefault(store.epoch, _View(store=store, layouts=layouts[0] if layouts else ()))
+
+    def _ask(
+        self, layout: str, step: int, stores: Iterable[StoreAddress]
+    ) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]]]:
+        """The stores that can be reached and give the step, and what they have of each tensor."""
+        reached: list[StoreAddress] = []
+        tensors: dict[str, list[StoredTensor]] = {}
+        with ExitStack() as holders:
+            for store in stores:
+                try:
+                    holder = Holder(connect(store, self._credentials), self._job, layout, step)
+                except TrainerClientError as error:
+                    self._problems.append(f"{store.address}: {error}")
+                    continue
+                holders.callback(holder.close)
+                reached.append(store)
+                for fqn, tensor in holder.tensors.items():
+                    tensors.setdefault(fqn, []).append(tensor)
+        return reached, tensors
+
+    def _missing(self, tensors: Mapping[str, Sequence[StoredTensor]]) -> str | None:
+        """The first range of a parameter of the model that no store has."""
+        for group in self._groups:
+            for slot in group.layout.slots:
+                end = 0
+                for first, count in sorted(held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held):
+                    if first > end:
+                        break
+                    end = max(end, first + count)
+                if end < slot.numel:
+                    return f"elements of {slot.fqn!r} from {end} of {slot.numel} on"
+        return None
+
+    def _start(
+        self, layout: str, step: int, stores: Iterable[StoreAddress], tensors: Mapping[str, Sequence[StoredTensor]]
+    ) -> Start:
+        fresh, other = set(), set()
+        for group in self._groups:
+            wanted = {kind_from_proto(kind) for kind in group.state_kinds}
+            for slot in group.layout.slots:
+                stored = tensors.get(slot.fqn, ())
+                states = {kind for tensor in stored for kind in tensor.kinds} - set(_WEIGHTS)
+                if stored and states != wanted:
+                    other.add(slot.fqn)
+                    if group.trainable:
+                        fresh.add(slot.fqn)
+        if other:
+            log.warning(
+                "job %r was left with another optimizer, or other frozen parameters: the optimizer states of %d "
+                "parameters begin at zero, and the hyper-parameters of the optimizer are those that it was made with",
+                *(self._job, len(fresh)),
+            )
+        return Start(
+            layout=layout,
+            step=step,
+            fits=False,
+            stores=tuple(stores),
+            fresh=frozenset(fresh),
+            keeps_groups=not other,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """For JSON."""
+    return sorted(value) if isinstance(value, frozenset) else asdict(value)

@@ -1,0 +1,113 @@
+"""Number formats: what forward and backward compute with, and the loss scale that keeps fp16 gradients in range.
+
+Owns the loss scale. Must never touch parameters or gradients: it says which dtype and which factor, others apply them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from trainer_client.config.training_config import Fp16Section, TrainingConfig
+from trainer_client.errors import ConfigError
+from trainer_client.model.parameters import ModelParameter
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPolicy:
+    """The dtypes of what forward and backward use; the optimizer's states are fp32, and so is the master weight.
+
+    Attributes:
+        compute_dtype: of the parameters, and of the root's floating-point inputs; None: each parameter keeps its own.
+        accumulation_dtype: of gradients between micro-batches; None: of their parameter.
+        reduction_dtype: in which gradients are added over ranks; None: of their parameter.
+    """
+
+    compute_dtype: torch.dtype | None
+    accumulation_dtype: torch.dtype | None = None
+    reduction_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> PrecisionPolicy:
+        compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+        return cls(
+            compute_dtype=compute_dtype,
+            accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
+            reduction_dtype=_dtype(config.communication_data_type),
+        )
+
+    def dtype_of(self, parameter: ModelParameter) -> torch.dtype:
+        """What a parameter is computed with. Raises ConfigError for one that cannot keep its own dtype."""
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        if (dtype := parameter.tensor.dtype) not in _DTYPES.values():
+            raise ConfigError(
+                f"parameter {parameter.fqn} has dtype {dtype}: convert the model with .float() or .bfloat16(), or "
+                "write bf16.enabled"
+            )
+        return dtype
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else _DTYPES[name]
+
+
+def cast_floating_inputs(inputs: Any, dtype: torch.dtype) -> Any:
+    """`inputs` (any pytree) with its floating-point tensors in `dtype`; complex and integer tensors stay."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, inputs)
+
+
+class LossScaler:
+    """DeepSpeed's loss scale for fp16: static, or halved on overflow and doubled after `window` good steps.
+
+    An overflow lowers `patience` first, and the scale only when it is used up; a doubling restores it. In bf16 and fp32
+    the scale is a static 1.
+    """
+
+    def __init__(self, section: Fp16Section) -> None:
+        self._dynamic = section.enabled and section.loss_scale == 0
+        self._window = section.loss_scale_window
+        self._hysteresis = section.hysteresis
+        self._minimum = section.min_loss_scale
+        self._patience = section.hysteresis
+        self._good_steps = 0
+        if not section.enabled:
+            self.scale = 1.0
+        else:
+            self.scale = 2.0**section.initial_scale_power if self._dynamic else section.loss_scale
+
+    def update(self, *, overflow: bool) -> None:
+        """Takes note of a step that was made, or skipped because its gradient was not finite."""
+        if not self._dynamic:
+            return
+        if overflow:
+            self._good_steps = 0
+            if self._patience > 1:
+                self._patience -= 1
+            else:
+                self.scale = max(self.scale / 2.0, self._minimum)
+            return
+        self._good_steps += 1
+        if self._good_steps % self._window == 0:
+            self._patience = self._hysteresis
+            self.scale *= 2.0
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {"scale": self.scale, "patience": self._patience, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the state over where the scale is dynamic; a static scale is the config's."""
+        if self._dynamic:
+            self.scale = float(state["scale"])
+            self._patience = int(state["patience"])
+            self._good_steps = int(state["good_steps"])

@@ -1,1 +1,0 @@
-"""The store for programs that do not train: put, commit, read and watch tensors (see docs/store-client.md)."""

@@ -1,0 +1,282 @@
+"""The store for asyncio programs that do not train: tensors that are put, committed as steps, and read back.
+
+Each call runs on a thread of the client's own, on the synchronous face: grpc.aio would be a second event loop beside
+the caller's, and copies of tensors would block it. A call that is cancelled touches the caller's tensors no more, and
+leaves no lease behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.store_client.connection import Call, Timeout
+from trainer_client.store_client.reader import StoreReaderSync
+from trainer_client.store_client.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
+from trainer_client.store_client.writer import DEFAULT_SHARD_BYTES, StoreWriterSync
+from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
+from trainer_client.transport.credentials import Credentials
+
+# Calls under way at once; more wait for a thread.
+_THREADS = 16
+
+T = TypeVar("T")
+
+
+class _Threads:
+    """Runs calls beside the event loop."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, "paramserver-store")
+
+    async def run(self, call: Call, work: Callable[[], T], *, give_back: Callable[[T], None] | None = None) -> T:
+        """What `work` gives; cancelled, it returns when the caller's tensors are not touched any more, and what the
+        work gives nevertheless is given back."""
+        future = self._pool.submit(work)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            call.cancel()
+            future.add_done_callback(lambda done: _discard(done, give_back))
+            await asyncio.shield(asyncio.to_thread(call.wait_for_memory))
+            raise
+
+    async def close(self, work: Callable[[], None]) -> None:
+        """The last call."""
+        await asyncio.shield(asyncio.wrap_future(self._pool.submit(work)))
+        self._pool.shutdown(wait=False)
+
+
+class StoreClient:
+    """A connection to a store daemon. `StoreClientSync` documents the calls, their arguments and errors."""
+
+    def __init__(self, client: StoreClientSync, threads: _Threads) -> None:
+        """For `connect`."""
+        self._client = client
+        self._threads = threads
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        *,
+        credentials: Credentials | None = None,
+        client: str | None = None,
+        prefer_streams: bool = False,
+        timeout: Timeout = None,
+    ) -> StoreClient:
+        """Waits until the daemon answers. Raises as StoreClientSync.connect."""
+        threads, call = _Threads(), Call(timeout, CONTROL_DEADLINE_SECONDS)
+        connected = await threads.run(
+            call,
+            lambda: StoreClientSync.connect_within(call, address, credentials, client, prefer_streams=prefer_streams),
+            give_back=StoreClientSync.close,
+        )
+        return cls(connected, threads)
+
+    async def __aenter__(self) -> StoreClient:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the session, and with it readers that are open still."""
+        await self._threads.close(self._client.close)
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether tensors are copied from and to the daemon's memory; else they are sent."""
+        return self._client.maps_memory
+
+    async def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
+        """The jobs that we may read, by name. Raises as StoreClientSync.list_jobs."""
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        return await self._threads.run(call, lambda: self._client.list_jobs_within(call))
+
+    async def list_tensors(self, job: str, *, prefix: str = "", timeout: Timeout = None) -> list[StoredTensor]:
+        """The tensors of a job whose names begin with `prefix`. Raises as StoreClientSync.list_tensors."""
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        return await self._threads.run(call, lambda: self._client.list_tensors_within(call, job, prefix))
+
+    async def open(
+        self,
+        job: str,
+        tensors: Mapping[str, TensorSpec | torch.Tensor],
+        *,
+        durability: str = "step",
+        placement: Placement = "nvme",
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        timeout: Timeout = None,
+    ) -> StoreWriter:
+        """Opens a job for writing, and creates it if it is not there. Raises as StoreClientSync.open."""
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        writer = await self._threads.run(
+            call,
+            lambda: self._client.open_within(
+                call, job, tensors, durability=durability, placement=placement, shard_bytes=shard_bytes
+            ),
+            give_back=StoreWriterSync.close,
+        )
+        return StoreWriter(writer, self._threads)
+
+    async def read(self, job: str, *, step: int | None = None, timeout: Timeout = None) -> StoreReader:
+        """Holds a committed step of a job, the newest one by default. Raises as StoreClientSync.read."""
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        reader = await self._threads.run(
+            call, lambda: self._client.read_within(call, job, step), give_back=StoreReaderSync.close
+        )
+        return StoreReader(reader, self._threads)
+
+    async def watch(self, job: str, *, timeout: Timeout = None) -> AsyncGenerator[Commit, None]:
+        """The newest committed step of a job, then each one as it is committed. Raises as StoreClientSync.watch."""
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Commit | BaseException] = asyncio.Queue()
+
+        def tell(item: Commit | BaseException) -> None:
+            # A loop that was closed has nobody who waits for it.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        def listen() -> None:
+            try:
+                for commit in self._client.watch_within(call, job):
+                    tell(commit)
+            except BaseException as error:
+                tell(error)
+
+        # Not one of the pool's: it lasts as long as the watch.
+        threading.Thread(target=listen, name="paramserver-watch", daemon=True).start()
+        try:
+            while True:
+                item = await arrived.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            call.cancel()
+
+
+class StoreWriter:
+    """An opened job; see StoreWriterSync."""
+
+    def __init__(self, writer: StoreWriterSync, threads: _Threads) -> None:
+        """For StoreClient.open."""
+        self._writer = writer
+        self._threads = threads
+
+    @property
+    def name(self) -> str:
+        """Of the job."""
+        return self._writer.name
+
+    @property
+    def step(self) -> int | None:
+        """The newest committed step; None: none yet."""
+        return self._writer.step
+
+    async def __aenter__(self) -> StoreWriter:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the session; what was put and not committed is discarded."""
+        await asyncio.shield(asyncio.to_thread(self._writer.close))
+
+    async def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
+        """Gives tensors their values of the next step. Raises as StoreWriterSync.put; cancelled, it gives up the
+        step."""
+        call = Call(timeout, LEASE_DEADLINE_SECONDS)
+        await self._threads.run(call, lambda: self._writer.put_within(call, tensors))
+
+    async def commit(self, *, timeout: Timeout = None) -> int:
+        """Makes what was put the job's newest step; the step. Raises as StoreWriterSync.commit."""
+        call = Call(timeout, COMMIT_DEADLINE_SECONDS)
+        return await self._threads.run(call, lambda: self._writer.commit_within(call))
+
+    async def roll_back(self, *, timeout: Timeout = None) -> int | None:
+        """Discards what was put since the last commit; the newest step. Raises as StoreWriterSync.roll_back."""
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        return await self._threads.run(call, lambda: self._writer.roll_back_within(call))
+
+
+class StoreReader:
+    """A held step; see StoreReaderSync."""
+
+    def __init__(self, reader: StoreReaderSync, threads: _Threads) -> None:
+        """For StoreClient.read."""
+        self._reader = reader
+        self._threads = threads
+
+    @property
+    def job(self) -> str:
+        """The name of the job."""
+        return self._reader.job
+
+    @property
+    def step(self) -> int:
+        """The step that it holds."""
+        return self._reader.step
+
+    async def __aenter__(self) -> StoreReader:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Lets go of the step."""
+        await asyncio.shield(asyncio.to_thread(self._reader.close))
+
+    async def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
+        """The tensors whose names begin with `prefix`. Raises as StoreReaderSync.tensors."""
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        return await self._threads.run(call, lambda: self._reader.tensors_within(call, prefix))
+
+    async def get(
+        self,
+        fqn: str,
+        *,
+        kind: Kind = "param",
+        offset: int | None = None,
+        numel: int | None = None,
+        out: torch.Tensor | None = None,
+        timeout: Timeout = None,
+    ) -> torch.Tensor:
+        """A tensor, or a range of it, as it was at the step. Arguments and errors: StoreReaderSync.get."""
+        call = Call(timeout, LEASE_DEADLINE_SECONDS)
+        return await self._threads.run(
+            call, lambda: self._reader.get_within(call, fqn, kind=kind, offset=offset, numel=numel, out=out)
+        )
+
+    async def get_many(
+        self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None
+    ) -> dict[str, torch.Tensor]:
+        """Tensors as they were at the step, by name. Raises as StoreReaderSync.get_many."""
+        call = Call(timeout, LEASE_DEADLINE_SECONDS)
+        wanted = list(fqns)
+        return await self._threads.run(call, lambda: self._reader.get_many_within(call, wanted, kind))
+
+    async def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
+        """Has the store bring tensors into its host memory, for the next `get`. Raises as StoreReaderSync.prefetch."""
+        call = Call(timeout, CONTROL_DEADLINE_SECONDS)
+        wanted = list(fqns)
+        await self._threads.run(call, lambda: self._reader.prefetch_within(call, wanted, kind))
+
+
+def _discard(done: Future[T], give_back: Callable[[T], None] | None) -> None:
+    """The end of a call that nobody waits for any more."""
+    if done.cancelled() or isinstance(done.exception(), Exception):
+        return
+    if give_back is not None:
+        give_back(done.result())

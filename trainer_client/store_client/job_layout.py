@@ -1,0 +1,133 @@
+"""What a job of a StoreClient is, and how its tensors are partitioned into shard groups.
+
+A large tensor is cut into shards, each a group of its own. Small ones are packed, many into one group: a group costs
+the store some kilobytes of memory, a page on the device and two calls, whatever it holds. Owns no connection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import ConfigError
+from trainer_client.model.layout import ALIGNMENT, round_up
+from trainer_client.store_client.types import Placement, TensorSpec, durability_to_proto, kind_spec
+
+# A put of one small tensor writes its group: no more than the store verifies and writes at once anyway.
+PACK_BYTES = 128 << 10
+# The name of the partition with packed tensors. One without a name, of earlier versions, has a group for each tensor.
+PACKED = "packed"
+# A request of this many shards takes the store some milliseconds to parse, for which everybody else waits.
+_SHARDS_A_REQUEST = 16_384
+
+
+@dataclass(slots=True, kw_only=True)
+class Pack:
+    """A group of small tensors of one type. `positions`: where each begins, and `numel` of all, padded, in elements."""
+
+    name: str
+    dtype: torch.dtype
+    positions: dict[str, int] = field(default_factory=dict)
+    numel: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobLayout:
+    """What a job is, as the store is told at each opening of it."""
+
+    name: str
+    tensors: Mapping[str, TensorSpec]
+    durability: str
+    placement: Placement
+    shard_bytes: int
+
+    def open_request(self) -> pb.OpenJobRequest:
+        """Raises ConfigError for what the store cannot keep."""
+        if not self.tensors:
+            raise ConfigError(f"job {self.name!r} has no tensors; name at least one, with its shape and type")
+        return pb.OpenJobRequest(
+            job=self.name,
+            run_id=secrets.token_hex(16),
+            world_size=1,
+            attached_ranks=1,
+            parameters=[spec.to_proto(fqn) for fqn, spec in self.tensors.items()],
+            durability=durability_to_proto(self.durability),
+            resume=pb.RESUME_POLICY_AUTO,
+            layout=PACKED,
+        )
+
+    @cached_property
+    def packs(self) -> dict[str, Pack]:
+        """The pack of each small tensor, by the tensor's name. They do not depend on the order of the tensors."""
+        packs: dict[str, Pack] = {}
+        filling: dict[torch.dtype, Pack] = {}
+        numbers = itertools.count()
+        pack_bytes = min(PACK_BYTES, self.shard_bytes)
+        for fqn, spec in sorted(self.tensors.items()):
+            numel, itemsize = round_up(spec.numel, ALIGNMENT), spec.dtype.itemsize
+            if numel * itemsize > pack_bytes // 2:
+                continue
+            pack = filling.get(spec.dtype)
+            if pack is None or (pack.numel + numel) * itemsize > pack_bytes:
+                # No tensor's group has such a name: there is no tensor without a name, and theirs end with a range.
+                pack = filling[spec.dtype] = Pack(name=f"[packed {next(numbers)}]", dtype=spec.dtype)
+            pack.positions[fqn] = pack.numel
+            pack.numel += numel
+            packs[fqn] = pack
+        return packs
+
+    def shards(self, fqn: str) -> list[tuple[str, int, int]]:
+        """The shards of a tensor that is not packed: the name of each one's group, and the elements [start, end) that
+        it has."""
+        spec = self.tensors[fqn]
+        length = self.shard_bytes // spec.dtype.itemsize // ALIGNMENT * ALIGNMENT
+        if length <= 0:
+            raise ConfigError(f"shard_bytes {self.shard_bytes} must hold {ALIGNMENT} elements of {spec.dtype}")
+        ends = [*range(length, spec.numel, length), spec.numel]
+        return [(f"{fqn}[{start}:{end}]", start, end) for start, end in itertools.pairwise([0, *ends])]
+
+    def register_requests(self, *, packed: bool) -> Iterator[pb.RegisterShardsRequest]:
+        """All groups, in several requests where there are many; `packed`: whether small tensors are."""
+        request, shards = pb.RegisterShardsRequest(), 0
+        for group in self._groups(packed=packed):
+            request.groups.append(group)
+            shards += len(group.shards)
+            if shards >= _SHARDS_A_REQUEST:
+                yield request
+                request, shards = pb.RegisterShardsRequest(), 0
+        if shards:
+            yield request
+
+    def _groups(self, *, packed: bool) -> Iterator[pb.ShardGroup]:
+        packs = self.packs if packed else {}
+        yield from (self._group_of(pack) for pack in _distinct(packs.values()))
+        for fqn, spec in self.tensors.items():
+            for group, start, end in self.shards(fqn) if fqn not in packs else ():
+                yield pb.ShardGroup(
+                    name=group,
+                    numel=round_up(end - start, ALIGNMENT),
+                    shards=[pb.Shard(fqn=fqn, offset=start, numel=end - start, position=0)],
+                    kinds=[kind_spec(spec.dtype, self.placement)],
+                )
+
+    def _group_of(self, pack: Pack) -> pb.ShardGroup:
+        return pb.ShardGroup(
+            name=pack.name,
+            numel=pack.numel,
+            shards=[
+                pb.Shard(fqn=fqn, numel=self.tensors[fqn].numel, position=position)
+                for fqn, position in pack.positions.items()
+            ],
+            kinds=[kind_spec(pack.dtype, self.placement)],
+        )
+
+
+def _distinct(packs: Iterable[Pack]) -> Iterator[Pack]:
+    """Return each pack once, in order."""
+    return iter({pack.name: pack for pack in packs}.values())

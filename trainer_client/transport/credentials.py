@@ -1,0 +1,128 @@
+"""What a client shows to the daemon: a token, and for TCP a certificate.
+
+Owns where they are read from, which is files, each time a channel is opened. Must never put a token into a message, a
+log or a representation.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from paramserver.contract.channel import Options, TlsFiles, channel_to, is_socket
+from trainer_client.errors import ConfigError, StoreUnavailableError
+
+TOKEN_FILE_VARIABLE = "PARAMSERVER_TOKEN_FILE"
+TLS_CA_VARIABLE = "PARAMSERVER_TLS_CA"
+TLS_CERTIFICATE_VARIABLE = "PARAMSERVER_TLS_CERTIFICATE"
+TLS_KEY_VARIABLE = "PARAMSERVER_TLS_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """How to be let in.
+
+    Attributes:
+        token: the token itself; or
+        token_file: a file that holds it, and nothing else.
+        tls_ca: PEM file of the authorities that sign the daemon's certificate. With it TCP is encrypted, and the next
+            two are needed. A UNIX socket has its mode instead.
+        tls_certificate: PEM file of this client's certificate.
+        tls_key: PEM file of its private key.
+        insecure: lets a token cross the network in the clear.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    token_file: Path | None = None
+    tls_ca: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.token is not None and self.token_file is not None:
+            raise ConfigError(f"a token and token_file {self.token_file} are both given: choose one")
+        tls = (self.tls_ca, self.tls_certificate, self.tls_key)
+        if any(tls) and not all(tls):
+            given = ", ".join(str(path) for path in tls if path is not None)
+            raise ConfigError(f"TLS needs the authority, the certificate and its key; only {given} is given")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Credentials:
+        """Those that $PARAMSERVER_TOKEN_FILE and $PARAMSERVER_TLS_CA, _CERTIFICATE and _KEY name."""
+
+        def path(variable: str) -> Path | None:
+            return Path(environ[variable]) if environ.get(variable) else None
+
+        return cls(
+            token_file=path(TOKEN_FILE_VARIABLE),
+            tls_ca=path(TLS_CA_VARIABLE),
+            tls_certificate=path(TLS_CERTIFICATE_VARIABLE),
+            tls_key=path(TLS_KEY_VARIABLE),
+        )
+
+    def read_token(self) -> str | None:
+        """The token, if there is to be one.
+
+        Raises:
+            ConfigError: its file cannot be read, or holds no token.
+        """
+        if self.token_file is None:
+            return self.token
+        token = _read(self.token_file).decode(errors="replace").strip()
+        # Not shown: somebody may have given the file of a key or a password.
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise ConfigError(
+                f"token file {self.token_file} must hold one token, as `paramserver tokens add` prints it"
+            )
+        return token
+
+    def connect(self, address: str, options: Options) -> grpc.Channel:
+        """A channel that shows them; `address` is good.
+
+        Raises:
+            ConfigError: a file cannot be used, or the token would cross the network in the clear.
+            StoreUnavailableError: the socket's path is long, and its directory is not there.
+        """
+        token, tls = self.read_token(), None
+        if self.tls_ca and self.tls_certificate and self.tls_key and not is_socket(address):
+            tls = TlsFiles(_read(self.tls_ca), _read(self.tls_key), _read(self.tls_certificate))
+        elif token is not None and not self.insecure and not _stays_here(address):
+            raise ConfigError(
+                f"a token for {address} would cross the network in the clear: set paramserver.tls, or "
+                "paramserver.insecure to true on a network that you trust"
+            )
+        try:
+            return channel_to(address, options=options, tls=tls, token=token)
+        except OSError as error:
+            raise StoreUnavailableError(
+                grpc.StatusCode.UNAVAILABLE, f"the directory of {address} cannot be used: {error.strerror}"
+            ) from error
+
+
+NO_CREDENTIALS = Credentials()
+
+
+def _stays_here(address: str) -> bool:
+    """Whether nothing that is sent there leaves this machine."""
+    if is_socket(address):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error

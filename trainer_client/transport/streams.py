@@ -1,0 +1,234 @@
+"""One transfer of bytes between this process and the store, over gRPC: chunks, credits, and going on after a break.
+
+Owns the calls of a transfer, and how far it is. Works on buffers that the caller gives; must never keep one, nor touch
+it after the transfer has returned.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import grpc
+
+from paramserver.contract import chunks
+from paramserver.contract.chunks import MAX_CHUNK_BYTES, Chunk
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import DataLossError, StoreError
+from trainer_client.transport.channel import SERVICE_NAME, translate
+
+# The store may send that much before it hears of us again; it hears when a part of it was consumed.
+READ_WINDOW_BYTES = 16 << 20
+_CREDIT_BYTES = READ_WINDOW_BYTES // 4
+
+# A broken connection, and what the store answers, or the connection shows, when it ended a transfer that stalled.
+_RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
+
+
+class _Transfer(Protocol):
+    @property
+    def moved_bytes(self) -> int: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def attempt(self, timeout_seconds: float) -> None:
+        """Goes on from where it is; raises grpc.RpcError."""
+
+
+class Streams:
+    """Reads and writes over one channel, for one session.
+
+    Args:
+        check_session: raises StoreError once the session is over: what was leased is void then.
+    """
+
+    def __init__(self, channel: grpc.Channel, session_id: str, check_session: Callable[[], None]) -> None:
+        self._session_id = session_id
+        self._check_session = check_session
+        # Raw messages both ways: protobuf would copy each chunk.
+        self._read: Any = channel.stream_stream(f"/{SERVICE_NAME}/Read")
+        self._write: Any = channel.stream_stream(f"/{SERVICE_NAME}/Write")
+
+    def read(self, source: pb.ReadRequest.Open, target: memoryview, timeout_seconds: float) -> pb.ReadHeader:
+        """Fills `target`, as large as the source, and goes on after a break; what the store says of the source.
+
+        Args:
+            source: what to read; the rest of its fields is set here.
+
+        Raises:
+            StoreError: the session is over, the store refuses, or the time is.
+            DataLossError: bytes were damaged on their way, or in the store.
+        """
+        reading = _Reading(self._read, source, self._session_id, target)
+        self._complete(reading, timeout_seconds)
+        return reading.header
+
+    def write(self, lease_id: int, source: memoryview, timeout_seconds: float) -> None:
+        """Puts all of `source` into a write lease from its first byte on, and goes on after a break.
+
+        Raises:
+            StoreError: the session is over, the store refuses, or the time is.
+            DataLossError: bytes were damaged on their way.
+        """
+        self._complete(_Writing(self._write, lease_id, self._session_id, source), timeout_seconds)
+
+    def _complete(self, transfer: _Transfer, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            before = transfer.moved_bytes
+            try:
+                transfer.attempt(max(0.0, deadline - time.monotonic()))
+                return
+            except grpc.RpcError as error:
+                if transfer.is_complete:
+                    return
+                if _code(error) not in _RESUMABLE or time.monotonic() + pause > deadline:
+                    raise translate(error) from error
+            except ValueError:
+                # What grpc says of a channel that was closed, which it is once the session is over.
+                self._check_session()
+                raise
+            self._check_session()
+            if transfer.moved_bytes > before:
+                pause = _FIRST_PAUSE_SECONDS
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+class _Reading:
+    def __init__(self, method: Any, source: pb.ReadRequest.Open, session_id: str, target: memoryview) -> None:
+        self._method = method
+        self._source = source
+        self._session_id = session_id
+        self._target = target
+        self.moved_bytes = 0
+        self.header = pb.ReadHeader()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.moved_bytes == len(self._target)
+
+    def attempt(self, timeout_seconds: float) -> None:
+        opened = pb.ReadRequest.Open()
+        opened.CopyFrom(self._source)
+        opened.session_id = self._session_id
+        opened.first_byte = self.moved_bytes
+        missing = len(self._target) - self.moved_bytes
+        # Not all at once, however little: the first further credit shows the store that we read, and from then on it
+        # sends whole chunks. A source of no bytes is read, too: for its header.
+        outstanding = opened.credit_bytes = max(1, min(READ_WINDOW_BYTES, -(-missing // 2)))
+        requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        requests.put(pb.ReadRequest(open=opened).SerializeToString())
+        call = self._method(iter(requests.get, None), timeout=timeout_seconds)
+        try:
+            for message in call:
+                received = chunks.decode(message, pb.ReadResponse)
+                if not isinstance(received, Chunk):
+                    self._check_header(received.header)
+                    continue
+                has_begun = received.first_byte > opened.first_byte
+                self._take(received)
+                outstanding -= len(received.data)
+                missing = len(self._target) - self.moved_bytes
+                granted = min(READ_WINDOW_BYTES, missing) - outstanding
+                # Few messages: at the beginning, at each part of the window, and once for all of the end.
+                if granted and (not has_begun or granted >= _CREDIT_BYTES or missing <= READ_WINDOW_BYTES):
+                    requests.put(pb.ReadRequest(credit=pb.Credit(bytes=granted)).SerializeToString())
+                    outstanding += granted
+        finally:
+            requests.put(None)
+            call.cancel()
+        if not self.is_complete:
+            raise StoreError(
+                grpc.StatusCode.INTERNAL,
+                f"the store ended a read after {self.moved_bytes} of {len(self._target)} bytes",
+            )
+
+    def _check_header(self, header: pb.ReadHeader) -> None:
+        if header.size_bytes != len(self._target):
+            raise StoreError(
+                grpc.StatusCode.INTERNAL,
+                f"the store has {header.size_bytes} bytes where {len(self._target)} were expected",
+            )
+        if self.moved_bytes and header.version != self.header.version:
+            raise StoreError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the bytes went from step {self.header.version} to {header.version} while they were read; read again",
+            )
+        self.header = header
+
+    def _take(self, chunk: Chunk) -> None:
+        end = chunk.first_byte + len(chunk.data)
+        if chunk.first_byte != self.moved_bytes or end > len(self._target):
+            raise StoreError(
+                grpc.StatusCode.INTERNAL,
+                f"the store sent bytes [{chunk.first_byte}, {end}) where those from {self.moved_bytes} on were next",
+            )
+        if not chunk.is_intact:
+            raise DataLossError(
+                grpc.StatusCode.DATA_LOSS, f"bytes [{chunk.first_byte}, {end}) of a read were damaged on their way"
+            )
+        self._target[chunk.first_byte : end] = chunk.data
+        self.moved_bytes = end
+
+
+class _Writing:
+    def __init__(self, method: Any, lease_id: int, session_id: str, source: memoryview) -> None:
+        self._method = method
+        self._lease_id = lease_id
+        self._session_id = session_id
+        self._source = source
+        self.moved_bytes = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.moved_bytes == len(self._source)
+
+    def attempt(self, timeout_seconds: float) -> None:
+        first_byte = self.moved_bytes
+        credits: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        call = self._method(self._messages(first_byte, credits), timeout=timeout_seconds)
+        try:
+            for message in call:
+                response = pb.WriteResponse.FromString(message)
+                self.moved_bytes = first_byte + response.received_bytes
+                credits.put(response.credit_bytes)
+        finally:
+            credits.put(None)
+            call.cancel()
+        if not self.is_complete:
+            raise StoreError(
+                grpc.StatusCode.INTERNAL,
+                f"the store ended a write after {self.moved_bytes} of {len(self._source)} bytes",
+            )
+
+    def _messages(self, first_byte: int, credits: queue.SimpleQueue[int | None]) -> Iterator[bytes]:
+        """On gRPC's thread: the header, then chunks as far as there is credit."""
+        size = len(self._source)
+        header = pb.WriteHeader(
+            session_id=self._session_id, lease_id=self._lease_id, first_byte=first_byte, size_bytes=size - first_byte
+        )
+        yield pb.WriteRequest(header=header).SerializeToString()
+        credit = 0
+        while first_byte < size:
+            while not credit:
+                if (granted := credits.get()) is None:
+                    return
+                credit += granted
+            end = min(first_byte + min(MAX_CHUNK_BYTES, credit), size)
+            yield chunks.encode(first_byte, self._source[first_byte:end])
+            credit -= end - first_byte
+            first_byte = end
+
+
+def _code(error: grpc.RpcError) -> grpc.StatusCode:
+    # Every RpcError that grpc raises is also a grpc.Call.
+    assert isinstance(error, grpc.Call)
+    return error.code() or grpc.StatusCode.UNKNOWN
