@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
+
+FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
 
 
 async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:
@@ -24,3 +26,12 @@ async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:
             cancellation = error
     if cancellation is not None:
         raise cancellation
+
+
+def unlogged(future: FutureT) -> FutureT:
+    """Keep asyncio from logging the future's failure where no task is left that waits for the future.
+
+    A task that does wait raises the failure as ever. Returns the future.
+    """
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

@@ -15,6 +15,7 @@ from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
 from storage.shard import JobSpec
 from storage.versions import Job, check_layout
+from storage.waiting import unlogged
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +94,8 @@ class Runs(Generic[MemberT]):
         """
         run = self._runs.get(spec.name)
         if run is None or (run.run_id != run_id and not run.ranks):
-            opening = asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist))
-            # Whoever still waits is told why it failed.
-            opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # The ranks that wait for it then raise why it failed.
+            opening = unlogged(asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist)))
             run = self._runs[spec.name] = Run(run_id, spec, opening)
         if run.run_id != run_id:
             clients = ", ".join(other.client for other in run.ranks.values())
@@ -137,8 +137,7 @@ class Runs(Generic[MemberT]):
         run.check_whole()
         if run.layout is None:
             run.first_step = first_step
-            run.layout = asyncio.ensure_future(self._lay_out(run, job, first_step))
-            run.layout.add_done_callback(lambda done: done.cancelled() or done.exception())
+            run.layout = unlogged(asyncio.ensure_future(self._lay_out(run, job, first_step)))
         if run.first_step != first_step:
             raise InvalidRequestError(
                 f"first_step {first_step} differs from that of the other ranks of this run, {run.first_step}"
@@ -164,8 +163,7 @@ class Runs(Generic[MemberT]):
         # Before it counts: a vote that stays would hold up the right one.
         job.open_pending(step)
         if run.vote is None:
-            run.vote = Vote(step, asyncio.get_running_loop().create_future())
-            run.vote.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+            run.vote = Vote(step, unlogged(asyncio.get_running_loop().create_future()))
         vote = run.vote
         if vote.step != step:
             raise ConflictError(f"rank {rank} votes for step {step} while other ranks vote for step {vote.step}")
