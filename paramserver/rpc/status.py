@@ -14,8 +14,9 @@ import grpc.aio
 from paramserver.contract.answered import ANSWERED
 from paramserver.contract.printable import printable
 from paramserver.errors import LateError, TransferStalledError, UnavailableError
-from paramserver.security.gate import RefusalLog, RefusedError
+from paramserver.security.gate import Context, RefusalLog, RefusedError
 from storage import errors
+from storage.waiting import unlogged
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +51,25 @@ def status_code(error: errors.StorageError) -> grpc.StatusCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
-async def answer(context: grpc.aio.ServicerContext[Any, Any], error: errors.StorageError) -> NoReturn:
+async def answer(context: Context, error: errors.StorageError) -> NoReturn:
     """Ends the call with the status of an error, when the client has it, or is gone."""
     await _abort(context, status_code(error), str(error))
 
 
 @asynccontextmanager
-async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Ends the call with the status of what the block raises; what is not one of ours is logged, and INTERNAL."""
+async def answering_errors(context: Context, method: str) -> AsyncIterator[None]:
+    """Ends the call with the status of what the block raises; what is not one of ours is logged, and INTERNAL.
+
+    Args:
+        context: the call's.
+        method: the RPC's name, for the log.
+    """
     try:
         yield
     except errors.StorageError as error:
         await answer(context, error)
     except RefusedError as error:
-        _refusals.note(context, error)
+        _refusals.note(context, method, error)
         await _abort(context, error.code, error.text)
     except (grpc.aio.AbortError, GeneratorExit):
         raise
@@ -76,9 +82,7 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
 
 
 @asynccontextmanager
-async def answering_in_time(
-    context: grpc.aio.ServicerContext[Any, Any], describe_waits: Callable[[], str]
-) -> AsyncIterator[None]:
+async def answering_in_time(context: Context, describe_waits: Callable[[], str]) -> AsyncIterator[None]:
     """End what the block waits for shortly before the client's deadline, so that the client learns why it waited.
 
     The block is cancelled as it would be at the deadline itself, or when the client goes.
@@ -114,19 +118,16 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
 
     Raises what it raises. Of that nobody is told once the client has gone: asyncio would put it into the log.
     """
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(task)
+    return await asyncio.shield(unlogged(asyncio.ensure_future(work)))
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
+async def _abort(context: Context, code: grpc.StatusCode, text: str) -> NoReturn:
     text = printable(text)
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}..."
     try:
         await context.abort(code, text, trailing_metadata=ANSWERED if code is grpc.StatusCode.UNAVAILABLE else ())
-    except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-        # Used wrongly: a refusal was under way already when the client's time was over. See answering_in_time.
+    except grpc.aio.InternalError as error:
         raise _call_is_over() from error
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,7 +19,7 @@ from paramserver.security.tokens import TokenFile
 
 log = logging.getLogger(__name__)
 
-Caller: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 AUTHORIZATION = "authorization"
 _SCHEME = "bearer "
@@ -65,7 +64,7 @@ class Gate:
         """None: no tokens are asked for, and whoever reaches the daemon may do everything."""
         self._tokens = tokens
 
-    def principal(self, context: Caller) -> Principal:
+    def principal(self, context: Context) -> Principal:
         """Who calls.
 
         Raises:
@@ -83,14 +82,14 @@ class Gate:
             raise UnauthenticatedError(f"token {entry.name} has expired")
         return entry.principal
 
-    def require_admin(self, context: Caller) -> None:
+    def require_admin(self, context: Context) -> None:
         """Raises UnauthenticatedError or ForbiddenError unless an admin calls."""
         principal = self.principal(context)
         if principal.role is not Role.ADMIN:
             raise ForbiddenError(f"token {principal.name} is no admin's")
 
 
-def certificate_name(context: Caller) -> str:
+def certificate_name(context: Context) -> str:
     """Return the common name of the certificate that the client showed; empty where it showed none."""
     names = context.auth_context().get("x509_common_name", ())
     return next((printable(name.decode(errors="replace")) for name in names), "")
@@ -124,27 +123,17 @@ class RefusalLog:
         self._logged = 0
         self._suppressed = 0
 
-    def note(self, context: Caller, error: RefusedError) -> None:
-        """Logs who was refused what, and why. Called on the event loop."""
+    def note(self, context: Context, method: str, error: RefusedError) -> None:
+        """Logs who was refused which method, and why. Called on the event loop."""
         if self._logged == 0:
             asyncio.get_running_loop().call_later(REFUSAL_WINDOW_SECONDS, self._end_window)
         if self._logged == MAX_REFUSALS_LOGGED:
             self._suppressed += 1
             return
         self._logged += 1
-        log.warning("refused %s from %s: %s", _method(error.__traceback__), context.peer(), error)
+        log.warning("refused %s from %s: %s", method, context.peer(), error)
 
     def _end_window(self) -> None:
         if self._suppressed:
             log.warning("refused %d more calls in the last second", self._suppressed)
         self._logged = self._suppressed = 0
-
-
-def _method(traceback: TracebackType | None) -> str:
-    """The RPC whose handler refused: the outermost function that the error passed, below the one that caught it.
-
-    gRPC's asynchronous context does not tell, and an interceptor would cost every call what only refusals need.
-    """
-    if traceback is None or traceback.tb_next is None:
-        return "a call"
-    return traceback.tb_next.tb_frame.f_code.co_name

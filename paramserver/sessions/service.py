@@ -18,7 +18,8 @@ import grpc.aio
 from paramserver.errors import UnavailableError
 from paramserver.process.background import repeat
 from paramserver.rpc import convert
-from paramserver.security.gate import Caller, Gate, RefusedError, certificate_name, check_owner
+from paramserver.security.gate import Context, Gate, RefusedError, certificate_name, check_owner
+from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.notices import Notice, NoticeBoard
 from paramserver.sessions.seats import Visitor
@@ -51,18 +52,13 @@ class SessionService:
         self._stopping = False
         self._looking = asyncio.ensure_future(repeat("a look at the tiers", LOOK_SECONDS, self._look))
 
-    async def serve(
-        self,
-        requests: AsyncIterator[pb.SessionRequest],
-        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
-    ) -> None:
-        """One stream, from hello to its end.
+    async def serve(self, requests: AsyncIterator[pb.SessionRequest], owner: Principal, context: Context) -> None:
+        """One stream, from hello to its end, of the principal that calls.
 
         Raises:
             StorageError: why it was refused or ended.
-            RefusedError: the caller has not the rights, or has them no more.
+            RefusedError: the caller has not the rights of the session, or has them no more.
         """
-        owner = self._gate.principal(context)
         seconds = self._sessions.limits.heartbeat_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -94,7 +90,7 @@ class SessionService:
         if stream.error is not None:
             raise stream.error
 
-    def _on_heartbeat(self, session: Session, context: Caller) -> None:
+    def _on_heartbeat(self, session: Session, context: Context) -> None:
         # A token that has expired, or was taken away, ends the sessions that it has opened.
         check_owner(self._gate.principal(context), session.owner)
         session.heard()
@@ -147,7 +143,7 @@ class _Stream:
     """The server's side of one call. Writes one message at a time, and keeps at most one of each subject waiting: a
     client that does not read costs that, and holds up nobody."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, pb.SessionResponse]) -> None:
+    def __init__(self, context: Context) -> None:
         self.ended = False
         self.error: StorageError | None = None
         self._context = context
