@@ -157,6 +157,7 @@ async def _serve(
                 per_address=config.sessions_per_address,
             ),
         ),
+        quotas,
         on_end=end_session,
     )
     cleanup.push_async_callback(sessions.close)

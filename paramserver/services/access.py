@@ -11,7 +11,8 @@ from paramserver.rpc.checked_server import Admit
 from paramserver.rpc.rights import Right
 from paramserver.security.gate import Context, Gate, check_owner
 from paramserver.security.principals import Principal
-from paramserver.sessions.sessions import Session, Sessions
+from paramserver.sessions.session import Session
+from paramserver.sessions.sessions import Sessions
 
 
 class Access:

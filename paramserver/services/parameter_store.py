@@ -17,15 +17,14 @@ from paramserver.security.quotas import Quotas
 from paramserver.services.access import Access
 from paramserver.services.readers import Readers, describe_job, describe_layouts, version_info
 from paramserver.services.tracing import Traces, read_counters
-from paramserver.sessions.host_quota import HostQuota, lease_bytes, limits_of
-from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.host_quota import limits_of
+from paramserver.sessions.leases import Lease
 from paramserver.sessions.service import SessionService
-from paramserver.sessions.sessions import Session as ClientSession
+from paramserver.sessions.session import Session as ClientSession
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError
-from storage.shard import Kind
+from storage.errors import InvalidRequestError
 from storage.slab import NEVER
 from storage.slices import in_slices
 
@@ -50,10 +49,10 @@ class ParameterStore:
         self._access = access
         self._quotas = quotas
         self._traces = traces
-        self._host_quota = HostQuota(quotas, engine, sessions)
+        self._grants = sessions.grants
         # Jobs that are being opened, of which the engine may not know yet.
         self._opening: Counter[str] = Counter()
-        self._readers = Readers(engine, sessions, quotas, self._host_quota)
+        self._readers = Readers(engine, sessions, quotas)
 
     @needs(Right.TOKEN, takes_context=True)
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], principal: Principal, context: Context) -> None:
@@ -143,40 +142,12 @@ class ParameterStore:
     async def _give_back(self, session: ClientSession, leases: Sequence[Lease]) -> None:
         async for lease in in_slices(leases):
             if not lease.void:
-                await self._sessions.release(session, lease, publish=False, next_use=NEVER)
+                await self._grants.release(session, lease, publish=False, next_use=NEVER)
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
         if want.HasField("range") or want.ranges:
-            return await self._acquire_range(session, want)
-        kind, group = convert.kind(want.slab.kind), want.slab.group
-        session.require_run().check_whole()
-        job = await session.job()
-        async with self._host_quota.room_for(session.owner, job, lease_bytes(job, group, kind)):
-            return await self._grant(session, want, group, kind)
-
-    async def _grant(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want, group: str, kind: Kind) -> Lease:
-        if want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
-            as_of = convert.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
-            return await self._sessions.lease_for_reading(
-                session, group, kind, convert.position(want.position, "wants.position"), as_of
-            )
-        if want.mode == pb.LEASE_MODE_WRITE and kind is Kind.GRAD:
-            return await self._sessions.lease_for_gradient(session, group)
-        step, job = convert.step(want.step, "wants.step"), await session.job()
-        if want.mode == pb.LEASE_MODE_WRITE and job.newest is None and step == job.first_step:
-            return await self._sessions.lease_for_staging(session, group, kind)
-        if want.mode == pb.LEASE_MODE_WRITE:
-            return await self._sessions.lease_for_putting(session, step, group, kind)
-        raise InvalidRequestError(f"lease mode {want.mode} is not possible for kind {kind.value}")
-
-    async def _acquire_range(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
-        if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
-            raise InvalidRequestError("a range is leased for reading, and instead of a slab")
-        if not want.ranges:
-            return await self._readers.lease(session, want.range)
-        if want.HasField("range"):
-            raise InvalidRequestError("a want has either one range or several ranges")
-        return await self._readers.lease_many(session, want.ranges)
+            return await self._readers.acquire(session, want)
+        return await self._grants.acquire(session, want)
 
     @needs(Right.SESSION)
     async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, session: ClientSession) -> pb.ReleaseLeasesResponse:
@@ -184,7 +155,7 @@ class ParameterStore:
             next_use = convert.position(release.next_use, "next_use") if release.HasField("next_use") else NEVER
             lease = session.lease(release.lease_id)
             # A publication that has begun is finished: the lease is gone either way.
-            await finished(self._sessions.release(session, lease, publish=release.publish, next_use=next_use))
+            await finished(self._grants.release(session, lease, publish=release.publish, next_use=next_use))
         return pb.ReleaseLeasesResponse()
 
     @needs(Right.TOKEN, takes_context=True, is_raw=True)
@@ -200,32 +171,7 @@ class ParameterStore:
     async def ApplyGradients(
         self, request: pb.ApplyGradientsRequest, session: ClientSession
     ) -> pb.ApplyGradientsResponse:
-        job = await session.job()
-        session.require_run().check_whole()
-        step = convert.step(request.step, "step")
-        hyper_parameters = [
-            convert.hyper_parameters(h) for h in convert.batch(request.hyper_parameters, "hyper_parameters")
-        ]
-        checked = []
-        for update in convert.batch(request.updates, "updates"):
-            lease = session.lease(update.grad_lease_id)
-            if lease.mode is not LeaseMode.GRADIENT or lease.group != update.group:
-                raise ConflictError(f"lease {lease.lease_id} is not for the gradient of group {update.group!r}")
-            if lease.update is not None:
-                raise ConflictError(
-                    f"the gradient of group {update.group!r} was handed over already; withdraw that update first"
-                )
-            kernel = convert.optimizer_update(job.group(update.group).spec, update, hyper_parameters)
-            self._engine.check_update(job, step, update.group)
-            checked.append((lease, kernel, convert.position(update.position, "updates.position")))
-        if len({lease.group for lease, _, _ in checked}) != len(checked):
-            raise InvalidRequestError("a group is updated twice in one request")
-        for lease, kernel, position in checked:
-            lease.update = self._engine.update(
-                job, step, lease.group, lease.region, kernel, position=position, keeps_gradient=True
-            )
-            if not request.provisional:
-                self._sessions.hand_over(session, lease)
+        await self._grants.apply_gradients(session, request)
         return pb.ApplyGradientsResponse()
 
     @needs(Right.SESSION)
@@ -235,7 +181,7 @@ class ParameterStore:
         step = convert.step(request.step, "step")
         for group in convert.batch(request.groups, "groups"):
             # Finished even if the client goes: a half-undone update would be nobody's.
-            await finished(self._sessions.withdraw(session, step, group))
+            await finished(self._grants.withdraw(session, step, group))
         return pb.WithdrawUpdatesResponse()
 
     @needs(Right.SESSION)

@@ -8,35 +8,32 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
-from paramserver.sessions.host_quota import HostQuota
 from paramserver.sessions.leases import Lease
-from paramserver.sessions.sessions import Session, Sessions
+from paramserver.sessions.session import Session
+from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import InvalidRequestError, NotFoundError
 from storage.gathering import Gathering
-from storage.reader import StepReader
-from storage.shard import DType, Kind, ParameterSpec
+from storage.shard import Kind, ParameterSpec
 from storage.shard_index import Placed
 from storage.slices import in_slices
-from storage.tiers.base import round_up
 from storage.versions import Job
 
 
 class Readers:
     """The calls of ParameterStore that need no run."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, quotas: Quotas, host_quota: HostQuota) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, quotas: Quotas) -> None:
         self._engine = engine
         self._sessions = sessions
         self._quotas = quotas
-        self._host_quota = host_quota
         # Readers that are being opened, by job and by principal.
         self._opening: Counter[str | Principal] = Counter()
 
@@ -71,7 +68,22 @@ class Readers:
                 return other
         raise NotFoundError(f"job {request.job!r} has no layout {request.layout!r} with committed steps")
 
-    async def lease(self, session: Session, source: pb.TensorRange) -> Lease:
+    async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease:
+        """Lease one range of a reader's step, or many of one reader.
+
+        Raises:
+            InvalidRequestError: the want names a slab, too, or both one range and many, or does not ask to read.
+            StorageError: see below.
+        """
+        if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
+            raise InvalidRequestError("a range is leased for reading, and instead of a slab")
+        if not want.ranges:
+            return await self._acquire_one(session, want.range)
+        if want.HasField("range"):
+            raise InvalidRequestError("a want has either one range or several ranges")
+        return await self._acquire_many(session, want.ranges)
+
+    async def _acquire_one(self, session: Session, source: pb.TensorRange) -> Lease:
         """A lease on a range of a reader's step, which is brought into the arena for it.
 
         Raises:
@@ -86,9 +98,11 @@ class Readers:
         async def fill(view: memoryview) -> None:
             await reader.fill(source.fqn, kind, source.offset, source.numel, view)
 
-        return await self._load(session, source.reader_id, reader, source.fqn, dtype, nbytes, fill)
+        return await self._sessions.grants.acquire_range(
+            session, source.reader_id, reader, source.fqn, dtype, nbytes, fill
+        )
 
-    async def lease_many(self, session: Session, sources: Sequence[pb.TensorRange]) -> Lease:
+    async def _acquire_many(self, session: Session, sources: Sequence[pb.TensorRange]) -> Lease:
         """A lease on many ranges of one reader's step, which are brought into the arena for it, side by side.
 
         Raises:
@@ -111,25 +125,9 @@ class Readers:
             await reader.gather(gathering, view)
 
         name = f"{len(ranges)} ranges"
-        return await self._load(session, reader_id, reader, name, gathering.dtype, gathering.nbytes, fill)
-
-    async def _load(
-        self,
-        session: Session,
-        reader_id: int,
-        reader: StepReader,
-        name: str,
-        dtype: DType,
-        nbytes: int,
-        fill: Callable[[memoryview], Awaitable[None]],
-    ) -> Lease:
-        """Lease bytes of a reader's step that `fill` brings into the arena."""
-        async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
-            region = await self._engine.load(reader.job, nbytes, fill)
-            if session.readers.get(reader_id) is not reader:
-                self._engine.scratch.free(region)
-                raise NotFoundError(f"reader {reader_id} was closed while a range was leased from it")
-            return self._sessions.lease_range(session, reader, name, dtype, nbytes, region)
+        return await self._sessions.grants.acquire_range(
+            session, reader_id, reader, name, gathering.dtype, gathering.nbytes, fill
+        )
 
     async def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:
         """A page of the tensors that this store holds elements of.

@@ -16,7 +16,8 @@ from paramserver.rpc.rights import Right, needs
 from paramserver.rpc.status import finished
 from paramserver.security.gate import Context, Gate, check_deletion
 from paramserver.security.principals import Principal, Role
-from paramserver.sessions.sessions import Session, Sessions, SessionState
+from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.accounts import Holder, TierAccount

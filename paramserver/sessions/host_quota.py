@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.leases import Lease
-from paramserver.sessions.sessions import Sessions
 from storage.admission import Limit
 from storage.engine import Engine
 from storage.errors import BudgetExceededError
@@ -51,10 +50,11 @@ def limits_of(quotas: Quotas, principal: Principal, job: str) -> list[Limit]:
 class HostQuota:
     """The quotas of all jobs and tokens."""
 
-    def __init__(self, quotas: Quotas, engine: Engine, sessions: Sessions) -> None:
+    def __init__(self, quotas: Quotas, engine: Engine, leases_of: Callable[[str], Iterable[Lease]]) -> None:
+        """`leases_of` returns the leases that the ranks of a job hold."""
         self._quotas = quotas
         self._engine = engine
-        self._sessions = sessions
+        self._leases_of = leases_of
         self._being_granted: Counter[str] = Counter()
 
     @asynccontextmanager
@@ -109,8 +109,7 @@ class HostQuota:
         return [job, *others]
 
     def _taken(self, job: Job) -> int:
-        leases = (lease for session in self._sessions.of_job(job.spec.name) for lease in session.leases.values())
-        leased = sum(round_up(lease.nbytes) for lease in leases if _counts(lease))
+        leased = sum(round_up(lease.nbytes) for lease in self._leases_of(job.spec.name) if _counts(lease))
         return leased + self._engine.scratch.nbytes_of(job.spec.name) + self._being_granted[job.spec.name]
 
 

@@ -23,7 +23,8 @@ from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.notices import Notice, NoticeBoard
 from paramserver.sessions.seats import Visitor
-from paramserver.sessions.sessions import Session, Sessions, SessionState
+from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import InvalidRequestError, StorageError
