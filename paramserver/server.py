@@ -186,7 +186,7 @@ async def _serve(
     checked.add(STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, access, quotas, traces))
     checked.add(ADMIN_SERVICE, StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir, gate))
     checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
-    # What can be called is told to those who may call.
+    # Reflection describes the services, so it answers only callers who hold a token.
     described = reflection.aio.ReflectionServicer([service.full_name for service in services])
     checked.add(REFLECTION_SERVICE, described, library_right=Right.TOKEN)
     _bind(server, grpc_target(config.socket_path), f"socket {config.socket_path}")

@@ -1,4 +1,7 @@
-"""The one place where errors become gRPC status codes."""
+"""The answers to errors: which gRPC status and text a client gets for each, and what is logged.
+
+Owns the table of status codes, and the log of refusals. Must never send a client the text of an unforeseen error.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _refusals = RefusalLog()
 
-# A status travels in HTTP headers, which clients limit to 8 KiB; a character may take twelve bytes there. A name in a
-# text is as long as the client has made it.
+# A status travels in HTTP headers, which clients limit to 8 KiB, and a character may take twelve bytes there. The limit
+# is needed because a text may quote a name, which is as long as the client has made it.
 MAX_TEXT = 600
 
-# How long before a client's deadline the daemon answers: at most so many seconds, and so much of the time allowed.
+# The daemon answers this long before a client's deadline: the smaller one of these seconds and this share of the time
+# that the client allows.
 ANSWER_SECONDS = 1.0
 ANSWER_SHARE = 0.1
 
@@ -47,22 +51,25 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
 
 
 def status_code(error: errors.StorageError) -> grpc.StatusCode:
-    """The status code for an error of the engine."""
+    """Return the status code for an error of the engine or the daemon."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 async def answer(context: Context, error: errors.StorageError) -> NoReturn:
-    """Ends the call with the status of an error, when the client has it, or is gone."""
+    """End the call with the status of an error. Returns never: raises once the status is sent, or the client gone."""
     await _abort(context, status_code(error), str(error))
 
 
 @asynccontextmanager
 async def answering_errors(context: Context, method: str) -> AsyncIterator[None]:
-    """Ends the call with the status of what the block raises; what is not one of ours is logged, and INTERNAL.
+    """End the call with the status of the error that the block raises.
+
+    An error of a class that neither the engine nor the daemon raises on purpose is logged with its stack, and the
+    client gets INTERNAL.
 
     Args:
-        context: the call's.
-        method: the RPC's name, for the log.
+        context: gRPC's context of the call.
+        method: the RPC's name, for the log of refusals.
     """
     try:
         yield
@@ -83,12 +90,12 @@ async def answering_errors(context: Context, method: str) -> AsyncIterator[None]
 
 @asynccontextmanager
 async def answering_in_time(context: Context, describe_waits: Callable[[], str]) -> AsyncIterator[None]:
-    """End what the block waits for shortly before the client's deadline, so that the client learns why it waited.
+    """Cancel the block shortly before the client's deadline, so that the client still learns why it waited.
 
-    The block is cancelled as it would be at the deadline itself, or when the client goes.
+    The block is cancelled in the same way as gRPC cancels it at the deadline itself, or when the client goes.
 
     Raises:
-        LateError: with what `describe_waits` says of the daemon then.
+        LateError: the block was cancelled; the text contains what `describe_waits` returned just before.
     """
     allowed = context.time_remaining()
     if allowed is None:
@@ -97,7 +104,7 @@ async def answering_in_time(context: Context, describe_waits: Callable[[], str])
     loop, waits = asyncio.get_running_loop(), ""
 
     def end() -> None:
-        # Before the block is cancelled: afterwards it waits for nothing any more.
+        # The waits are described before the block is cancelled, because the block's own wait ends with it.
         nonlocal waits
         waits = describe_waits()
         limit.reschedule(loop.time())
@@ -114,9 +121,9 @@ async def answering_in_time(context: Context, describe_waits: Callable[[], str])
 
 
 async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits work that must not be left half done: it goes on when its client goes.
+    """Await work that must not be left half done: if the caller is cancelled, the work goes on.
 
-    Raises what it raises. Of that nobody is told once the client has gone: asyncio would put it into the log.
+    Returns what the work returns, and raises what it raises. A failure after the client has gone is not logged.
     """
     return await asyncio.shield(unlogged(asyncio.ensure_future(work)))
 
@@ -132,5 +139,8 @@ async def _abort(context: Context, code: grpc.StatusCode, text: str) -> NoReturn
 
 
 def _call_is_over() -> asyncio.CancelledError:
-    """gRPC could not send: the client has gone. Cancellation is what ends a method then without a stack in the log."""
+    """Return the error that ends a method whose status gRPC could not send, because the client has gone.
+
+    gRPC logs the stack of any other error that a method raises.
+    """
     return asyncio.CancelledError("the client has gone")
