@@ -221,7 +221,7 @@ class ParameterStore:
 
     @needs(Right.SESSION)
     async def CloseReader(self, request: pb.CloseReaderRequest, session: ClientSession) -> pb.CloseReaderResponse:
-        self._sessions.let_go(session, request.reader_id)
+        self._sessions.close_reader(session, request.reader_id)
         return pb.CloseReaderResponse()
 
     @needs(Right.SESSION)

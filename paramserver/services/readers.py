@@ -56,7 +56,7 @@ class Readers:
             reader = await self._engine.open_reader(job, step)
         finally:
             self._opening.subtract((name, owner))
-        return pb.OpenReaderResponse(reader_id=self._sessions.hold(session, reader), step=reader.step)
+        return pb.OpenReaderResponse(reader_id=self._sessions.add_reader(session, reader), step=reader.step)
 
     def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest) -> Job:
         """The job in the layout that is asked for. Raises NotFoundError where there is none such."""

@@ -279,7 +279,7 @@ class Sessions:
 
     # --- readers
 
-    def hold(self, session: Session, reader: StepReader) -> int:
+    def add_reader(self, session: Session, reader: StepReader) -> int:
         """Gives a reader to a session, which closes it at its end; its id."""
         if session.state is SessionState.ENDED:
             reader.close()
@@ -288,7 +288,7 @@ class Sessions:
         session.readers[reader_id] = reader
         return reader_id
 
-    def let_go(self, session: Session, reader_id: int) -> None:
+    def close_reader(self, session: Session, reader_id: int) -> None:
         """Closes a reader, and ends the leases on its ranges. Raises NotFoundError where the session has none such."""
         reader = session.reader(reader_id)
         reader.close()
