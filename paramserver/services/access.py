@@ -1,6 +1,6 @@
-"""Checks whether a call's caller has the right that its method declares (rpc/rights.py).
+"""The check of whether a call's caller has the right that the called method declares (rpc/rights.py).
 
-Owns nothing. Must never answer from memory: tokens are withdrawn, and sessions end.
+Owns nothing. Must never remember an answer, because tokens are withdrawn and sessions end between two calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Access:
         self._sessions = sessions
 
     def admission(self, right: Right) -> Admit:
-        """Return the check of a right, which raises RefusedError or NotFoundError for a caller who has it not."""
+        """Return the check of a right, which raises RefusedError or NotFoundError if the caller lacks the right."""
         match right:
             case Right.NOTHING:
                 return _admit_everyone
@@ -38,7 +38,7 @@ class Access:
         """Return the session with an id.
 
         Raises:
-            UnauthenticatedError: the call carries no token that counts now.
+            UnauthenticatedError: the call carries no token that counts.
             NotFoundError: the session has ended or never was.
             ForeignSessionError: another principal opened it.
         """

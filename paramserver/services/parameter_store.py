@@ -1,4 +1,8 @@
-"""The ParameterStore service: checks requests, calls sessions and engine, answers. Keeps no state of its own."""
+"""The ParameterStore service: converts and checks requests, calls the sessions and the engine, and answers.
+
+Owns the count of jobs that are being opened, and nothing else. Must never decide what becomes of a lease: that is the
+work of sessions/grants.py.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from storage.slices import in_slices
 
 
 class ParameterStore:
-    """See parameter_store.proto for what each call does."""
+    """The methods of ParameterStore; parameter_store.proto says what each of them does."""
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class ParameterStore:
         self._quotas = quotas
         self._traces = traces
         self._grants = sessions.grants
-        # Jobs that are being opened, of which the engine may not know yet.
+        # The jobs that are being opened, which the engine may not know yet.
         self._opening: Counter[str] = Counter()
         self._readers = Readers(engine, sessions, quotas)
 
@@ -64,9 +68,10 @@ class ParameterStore:
         if request.resume not in (pb.RESUME_POLICY_AUTO, pb.RESUME_POLICY_NEVER, pb.RESUME_POLICY_MUST):
             raise InvalidRequestError(f"resume has the value {request.resume}; allowed are AUTO, NEVER and MUST")
         run_id = convert.name(request.run_id, "run_id")
-        # In a thread: a large model's takes tenths of a second, which everybody else would wait for.
+        # A thread converts the job, because that takes tenths of a second for a large model, and all other clients
+        # would wait for the event loop meanwhile.
         spec = await asyncio.to_thread(convert.job_spec, request)
-        # It may have ended meanwhile.
+        # The session may have ended, and the token may have been withdrawn, while the thread worked.
         session = self._access.session(request.session_id, context)
         self._quotas.of(spec.name).check_sessions(spec.name, self._sessions.attached(spec.name))
         self._check_jobs(session.owner, spec.name)
@@ -93,7 +98,11 @@ class ParameterStore:
         )
 
     def _check_jobs(self, owner: Principal, name: str) -> None:
-        """Raise BudgetExceededError where the job is new and the token has as many as its quota allows."""
+        """Check that the token may have one job more, if the job is new.
+
+        Raises:
+            BudgetExceededError: the token has as many jobs as its quota allows.
+        """
         quota = self._quotas.of_token(owner)
         known = self._engine.jobs.keys() | self._opening.keys()
         if quota.jobs is not None and name not in known:
@@ -134,7 +143,8 @@ class ParameterStore:
             async for want in in_slices(convert.batch(request.wants, "wants")):
                 granted.append(await self._acquire(session, want))
         except BaseException:
-            # Finished even where the call is cancelled once more: the client does not know the leases' numbers.
+            # No cancellation ends this half-way, because the client has not learned the leases' numbers and could not
+            # return them itself.
             await finished(self._give_back(session, granted))
             raise
         return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
@@ -154,13 +164,13 @@ class ParameterStore:
         for release in convert.batch(request.releases, "releases"):
             next_use = convert.position(release.next_use, "next_use") if release.HasField("next_use") else NEVER
             lease = session.lease(release.lease_id)
-            # A publication that has begun is finished: the lease is gone either way.
+            # No cancellation ends a publication half-way, because the lease is gone already.
             await finished(self._grants.release(session, lease, publish=release.publish, next_use=next_use))
         return pb.ReleaseLeasesResponse()
 
     @needs(Right.TOKEN, takes_context=True, is_raw=True)
     async def Read(self, _: AsyncIterator[bytes], __: Principal, context: RawContext) -> None:
-        # Only the first message names the session.
+        # The wrapper has checked the token only, because the session is named in the stream's first message.
         await self._streams.read(lambda session_id: self._access.session(session_id, context), context)
 
     @needs(Right.TOKEN, takes_context=True, is_raw=True)
@@ -180,7 +190,7 @@ class ParameterStore:
     ) -> pb.WithdrawUpdatesResponse:
         step = convert.step(request.step, "step")
         for group in convert.batch(request.groups, "groups"):
-            # Finished even if the client goes: a half-undone update would be nobody's.
+            # This is finished even if the client goes, because no client could go on from a half-undone update.
             await finished(self._grants.withdraw(session, step, group))
         return pb.WithdrawUpdatesResponse()
 
@@ -198,7 +208,7 @@ class ParameterStore:
 
     @needs(Right.SESSION)
     async def RollBack(self, request: pb.RollBackRequest, session: ClientSession) -> pb.RollBackResponse:
-        # Finished even if the client goes: a half-done roll-back would be a state that nobody asked for.
+        # This is finished even if the client goes, because a half-done roll-back would be a state of no step at all.
         await finished(self._engine.roll_back(await session.job(), convert.step(request.step, "step")))
         return pb.RollBackResponse()
 

@@ -1,7 +1,8 @@
-"""What is stored, for clients that train nothing: which jobs and tensors there are, their steps as they are committed,
-and readers that hold one of them.
+"""The calls of clients that read what is stored and train nothing.
 
-Owns nothing: readers belong to their sessions. Must never change a job, nor cost anything while nothing is committed.
+Such a client lists jobs and tensors, watches a job's steps as they are committed, and opens readers, each of which
+holds one committed step. Owns the count of readers that are being opened; an open reader belongs to its session. Must
+never change a job, and must not cost anything while no step is committed.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from storage.versions import Job
 
 
 class Readers:
-    """The calls of ParameterStore that need no run."""
+    """The calls of ParameterStore that need no run of a job."""
 
     def __init__(self, engine: Engine, sessions: Sessions, quotas: Quotas) -> None:
         self._engine = engine
         self._sessions = sessions
         self._quotas = quotas
-        # Readers that are being opened, by job and by principal.
+        # How many readers are being opened, by job and by principal.
         self._opening: Counter[str | Principal] = Counter()
 
     async def open(self, session: Session, job: Job, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
-        """Holds a committed step for a session.
+        """Open a reader, which holds a committed step for a session.
 
         Raises:
             NotFoundError: the step is not retained.
-            BudgetExceededError: the quota of the job or the token has no reader left.
+            BudgetExceededError: the job or the token has as many readers as its quota allows.
             StorageError: see Engine.open_reader.
         """
         step = convert.step(request.step, "step") if request.HasField("step") else None
@@ -59,7 +60,11 @@ class Readers:
         return pb.OpenReaderResponse(reader_id=self._sessions.add_reader(session, reader), step=reader.step)
 
     def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest) -> Job:
-        """The job in the layout that is asked for. Raises NotFoundError where there is none such."""
+        """Return the job in the layout that the request names, or in the newest committed one.
+
+        Raises:
+            NotFoundError: there is no such job, or it has no such layout with committed steps.
+        """
         job = self._engine.job(request.job)
         if not request.HasField("layout"):
             return job
@@ -69,11 +74,12 @@ class Readers:
         raise NotFoundError(f"job {request.job!r} has no layout {request.layout!r} with committed steps")
 
     async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease:
-        """Lease one range of a reader's step, or many of one reader.
+        """Lease one range of a reader's step, or many ranges of one reader's step.
 
         Raises:
-            InvalidRequestError: the want names a slab, too, or both one range and many, or does not ask to read.
-            StorageError: see below.
+            InvalidRequestError: the want also names a slab, or both one range and several, or does not ask to read.
+            NotFoundError: the session has no such reader, or this store does not have all elements of the ranges.
+            StorageError: see Engine.load.
         """
         if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
             raise InvalidRequestError("a range is leased for reading, and instead of a slab")
@@ -84,12 +90,6 @@ class Readers:
         return await self._acquire_many(session, want.ranges)
 
     async def _acquire_one(self, session: Session, source: pb.TensorRange) -> Lease:
-        """A lease on a range of a reader's step, which is brought into the arena for it.
-
-        Raises:
-            NotFoundError: the session has no such reader, or this store does not have all of the range.
-            StorageError: see Engine.load.
-        """
         reader, kind = session.reader(source.reader_id), convert.kind(source.kind)
         convert.check_range(source)
         dtype = await reader.describe(source.fqn, kind, source.offset, source.numel)
@@ -103,13 +103,7 @@ class Readers:
         )
 
     async def _acquire_many(self, session: Session, sources: Sequence[pb.TensorRange]) -> Lease:
-        """A lease on many ranges of one reader's step, which are brought into the arena for it, side by side.
-
-        Raises:
-            InvalidRequestError: they are of several readers, or too many.
-            NotFoundError: the session has no such reader, or this store does not have all of the ranges.
-            StorageError: see Engine.load.
-        """
+        """Lease ranges that lie one behind the other in the arena."""
         reader_id = sources[0].reader_id
         reader = session.reader(reader_id)
         ranges = []
@@ -130,10 +124,10 @@ class Readers:
         )
 
     async def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:
-        """A page of the tensors that this store holds elements of.
+        """Return one page of the tensors of which this store holds elements.
 
         Raises:
-            InvalidRequestError: the page's size or token is none.
+            InvalidRequestError: the page is too large, or its token was not given out by a store.
         """
         size, start = page_size(request.page_size), Place.of_token(request.page_token)
         tensors: list[pb.StoredTensor] = []
@@ -145,14 +139,17 @@ class Readers:
         return pb.ListStoredTensorsResponse(tensors=tensors)
 
     async def watch(self, session: Session, job: Job) -> AsyncIterator[pb.WatchJobResponse]:
-        """The newest committed step, then the newest again whenever one was committed.
+        """Yield the newest committed step now, and again after each commit.
+
+        A client that is slow to take a step gets the newest one next, not each one between them.
 
         Raises:
             NotFoundError: the job was deleted, or the session has ended.
         """
         name = job.spec.name
         while True:
-            # Before the step is looked at: none that is committed while the client takes this one may be missed.
+            # The event is taken before the step is looked at, so that no commit is missed while the client takes the
+            # step from the stream.
             changed = job.changed
             if job.newest is not None:
                 yield pb.WatchJobResponse(newest=version_info(job, job.newest))
@@ -163,12 +160,12 @@ class Readers:
             current = self._engine.jobs.get(name)
             if current is None or (current is not job and job.newest is not None):
                 raise NotFoundError(f"job {name!r} was deleted")
-            # A job that never committed anything is made anew by its next run.
+            # A job without any commit is replaced by a new object when its next run opens it.
             job = current
 
 
 async def _either(*events: asyncio.Event) -> None:
-    """Waits for the first of several events."""
+    """Wait until one of the events is set."""
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +175,7 @@ async def _either(*events: asyncio.Event) -> None:
 
 
 def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
-    """Those of a job that have commits, oldest first."""
+    """Return the layouts of a job that have committed steps, oldest first."""
     return [
         pb.StoredLayout(layout=job.spec.layout, world_size=job.spec.world_size, steps=sorted(job.retained))
         for job in layouts
@@ -187,7 +184,7 @@ def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
 
 
 def describe_job(job: Job, layouts: Iterable[Job]) -> pb.StoredJob:
-    """A job, for those who may read it."""
+    """Return what a client that may read a job is told of it."""
     return pb.StoredJob(
         layouts=describe_layouts(layouts),
         name=job.spec.name,
@@ -198,7 +195,7 @@ def describe_job(job: Job, layouts: Iterable[Job]) -> pb.StoredJob:
 
 
 def version_info(job: Job, step: int) -> pb.VersionInfo:
-    """A committed step of a job."""
+    """Return the message for a committed step of a job."""
     return pb.VersionInfo(
         step=step, durable=step in job.durable, committed_at_unix_seconds=job.retained[step].committed_at
     )
@@ -218,7 +215,7 @@ def _describe_tensor(parameter: ParameterSpec, placed: Sequence[Placed]) -> pb.S
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ascending ranges `[start, end)`, joined where they touch or overlap."""
+    """Yield the ascending ranges `[start, end)`, joined where they touch or overlap."""
     joined: tuple[int, int] | None = None
     for start, end in ranges:
         if joined is not None and start <= joined[1]:

@@ -1,4 +1,7 @@
-"""The StoreAdmin service: readings of the tiers, jobs, shards and sessions for operators."""
+"""The StoreAdmin service: shows operators the tiers, jobs, shards and sessions, and deletes jobs.
+
+Owns nothing. Must never touch a job that has sessions attached.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ MIN_WATCH_SECONDS = 0.1
 
 
 class StoreAdmin:
-    """See store_admin.proto."""
+    """The methods of StoreAdmin; store_admin.proto says what each of them does."""
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class StoreAdmin:
         while True:
             yield self._read_tiers()
             await asyncio.sleep(interval)
-            # The token may have been taken away meanwhile.
+            # The check comes again each time, because the token may have been withdrawn since the last reading.
             self._gate.require_admin(context)
             self._gate.require_admin(context)
 
@@ -107,20 +110,24 @@ class StoreAdmin:
     async def DeleteJob(self, request: admin_pb.DeleteJobRequest, principal: Principal) -> admin_pb.DeleteJobResponse:
         check_deletion(principal, request.job)
         if principal.role is not Role.ADMIN and request.job not in self._engine.jobs:
-            # Which ones there are is the operator's to know.
+            # Only an operator may learn which jobs there are, so this text does not list them as `_job` does.
             raise NotFoundError(f"there is no job {request.job!r}")
-        # Finished even if the client goes: half of a job is of no use to anybody.
+        # This is finished even if the client goes, because a half-deleted job could not be used any more.
         await finished(self._delete(request.job))
         return admin_pb.DeleteJobResponse()
 
     async def _delete(self, name: str) -> None:
-        # Between the check and the deletion nothing else may run: a session could join.
+        # There must be no wait between this check and the deletion, because a session could join the job meanwhile.
         if attached := self._sessions.attached(name):
             raise ConflictError(f"job {name!r} has {attached} sessions attached; stop its trainers first")
         await self._engine.delete_job(self._job(name).spec.name)
 
     def _job(self, name: str) -> Job:
-        """Raises NotFoundError, which tells an operator what there is."""
+        """Return the job of a name.
+
+        Raises:
+            NotFoundError: there is no such job. The text lists the jobs that there are, for the operator.
+        """
         convert.name(name, "job")
         if name not in self._engine.jobs:
             known = ", ".join(sorted(self._engine.jobs)) or "none"
@@ -186,7 +193,7 @@ class StoreAdmin:
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:
         newest, durable = job.newest, max(job.durable, default=None)
-        # In all its layouts: while one replaces another, both are there.
+        # All layouts count, because the store has two of them while one replaces the other.
         tallies = [layout.tally for layout in self._engine.layouts(job.spec.name)]
         nvme = sum(tally.nvme_bytes for tally in tallies)
         host = sum(tally.copied_bytes for tally in tallies)
@@ -239,8 +246,10 @@ def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:
 def _shards_from(
     job: Job, start: Place, prefix: str, kinds: Sequence[Kind]
 ) -> Iterator[tuple[Place, Slab | None, Shard]]:
-    """Return the shards of a job from a place on, by FQN, kind and offset; None in the place of the slab of a kind that
-    a group does not have."""
+    """Yield the shards of a job from a place on, by FQN, kind and offset, each with its place and its slab.
+
+    The slab is None if the shard's group has no slab of that kind.
+    """
     numbered = sorted((convert.KIND_TO_WIRE[kind], kind) for kind in kinds)
     for fqn in job.index.names_from(start.fqn, prefix):
         first = start if fqn == start.fqn else Place(fqn)
