@@ -1,8 +1,8 @@
-"""Grants leases to sessions, takes them back, and gives the gradients of leases to their updates.
+"""The granting and the end of leases, and the updates that use leased gradients.
 
-Owns the numbers of leases; a lease itself belongs to its session. Takes wants and updates as they come from the wire,
-because what is checked next depends on the state of the session and its job. Must never let go of a range that a client
-may still write to.
+Owns the numbers of leases; a lease itself belongs to its session. Wants and updates come here as the wire's messages,
+because which of their fields count depends on the state of the session and its job. Must never grant a lease to a
+session that has ended, because nothing would end that lease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from storage.versions import Job
 
 
 class Grants:
-    """The leases of all sessions."""
+    """The one place that grants leases to sessions and ends them."""
 
     def __init__(self, engine: Engine, host_quota: HostQuota) -> None:
         self._engine = engine
@@ -35,19 +35,20 @@ class Grants:
         self._lease_ids = itertools.count(1)
 
     async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease:
-        """Lease a slab or a gradient to a session, once the quotas of its job and of its token have room.
+        """Lease a slab or a gradient to a session, once the quotas of its job and its token have room.
 
         Raises:
-            InvalidRequestError: the want's mode does not fit its kind.
-            ConflictError: the session holds the only lease that may be held on it.
-            StepAbortedError: a rank of the run is gone.
-            StorageError: the engine cannot give it.
+            InvalidRequestError: the want's mode is not possible for its kind.
+            NotFoundError: there is no such slab, or the session ended meanwhile.
+            ConflictError: the session holds a lease that excludes this one, or has not opened a job.
+            StepAbortedError: a rank of the session's run is gone.
+            StorageError: see Engine.fetch, stage, allocate_put and allocate_gradient.
         """
         kind, group = convert.kind(want.slab.kind), want.slab.group
         session.require_run().check_whole()
         job = await session.job()
         async with self._host_quota.room_for(session.owner, job, lease_bytes(job, group, kind)):
-            # A rank may have begun another layout of the job meanwhile.
+            # The job is looked up again, because a rank may have begun another layout of it during the wait.
             job = await session.job()
             match want.mode, kind is Kind.GRAD:
                 case pb.LEASE_MODE_READ, False:
@@ -76,7 +77,21 @@ class Grants:
         nbytes: int,
         fill: Callable[[memoryview], Awaitable[None]],
     ) -> Lease:
-        """Lease bytes of a reader's step, which `fill` brings into the arena; `name` is for people."""
+        """Lease bytes of a reader's step, once the quotas have room for them.
+
+        Args:
+            session: gets the lease.
+            reader_id: the reader's number in the session.
+            reader: the reader that had that number when the request came.
+            name: what is read, for error texts.
+            dtype: the type of the elements.
+            nbytes: the size of the range.
+            fill: brings the bytes into the given memory.
+
+        Raises:
+            NotFoundError: the reader was closed, or the session ended, meanwhile.
+            StorageError: see Engine.load.
+        """
         async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
             region = await self._engine.load(reader.job, nbytes, fill)
             if session.readers.get(reader_id) is not reader:
@@ -125,14 +140,17 @@ class Grants:
     # --- gradients
 
     async def apply_gradients(self, session: Session, request: pb.ApplyGradientsRequest) -> None:
-        """Begin the updates of a step with the gradients that the session holds leases on: all of them or none.
+        """Begin the updates of a step that use the session's leased gradients.
+
+        All updates of the request are checked before the first one begins, so either all of them begin or none does.
+        The update of a provisional request leaves the gradient's lease to the session, which may still withdraw it.
 
         Raises:
             InvalidRequestError: an update does not fit its group, or a group is updated twice.
             NotFoundError: the session does not hold one of the leases.
             ConflictError: a lease is not for the gradient of its group, or its update has begun already.
-            StepAbortedError: a rank of the run is gone.
-            StorageError: the step cannot be updated now; see Engine.check_update.
+            StepAbortedError: a rank of the session's run is gone.
+            StorageError: see Engine.check_update.
         """
         job = await session.job()
         session.require_run().check_whole()
@@ -162,22 +180,23 @@ class Grants:
                 self._hand_over(session, lease)
 
     def hand_over_all(self, session: Session) -> None:
-        """Give all gradients whose updates could be withdrawn until now to their updates for good."""
+        """Make all updates that the session has begun final: it can withdraw none of them any more."""
         for lease in [lease for lease in session.leases.values() if lease.update is not None]:
             self._hand_over(session, lease)
 
     def _hand_over(self, session: Session, lease: Lease) -> None:
-        """Takes a gradient out of the session's hands: it is its update's, and goes with that."""
+        """End the lease of a gradient whose update has begun. The range is freed when the update is done."""
         assert lease.update is not None
         lease.void = True
         session.drop(lease)
         self._engine.free_gradient(lease.region, lease.update)
 
     async def withdraw(self, session: Session, step: int, group: str) -> None:
-        """Undoes a group's update in the pending step; its gradient stays leased.
+        """Undo a group's update in the pending step. The session keeps its lease on the gradient.
 
         Raises:
-            ConflictError: the update was not provisional.
+            ConflictError: the session has no provisional update of that group.
+            StorageError: see Engine.withdraw.
         """
         job = await session.job()
         held = session.exclusive.get(group)
@@ -187,12 +206,24 @@ class Grants:
         held.update = None
 
     async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
-        """Ends a lease; with `publish`, staged bytes become the slab's version."""
+        """End a lease that a client returns.
+
+        Args:
+            session: holds the lease.
+            lease: the one that ends.
+            publish: the bytes that the client has written become the slab's version.
+            next_use: the position in the trace where the client needs the slab next.
+
+        Raises:
+            InvalidRequestError: the bytes of such a lease cannot be published.
+            NotFoundError: the lease has ended already.
+            StorageError: see Engine.publish and Engine.put.
+        """
         if publish and lease.mode not in (LeaseMode.STAGE, LeaseMode.PUT):
             raise InvalidRequestError(
                 f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
             )
-        # It may have ended since it was looked up: with its session, or with the reader that it is of.
+        # The lease may have ended since the caller looked it up: with its session, or with its reader.
         session.lease(lease.lease_id)
         lease.void = True
         session.drop(lease)
@@ -205,7 +236,10 @@ class Grants:
             self.give_back(lease, next_use)
 
     def give_back(self, lease: Lease, next_use: float) -> None:
-        """End a lease, and free its range or unpin its slab."""
+        """End a lease without publishing: free its range, or unpin its slab.
+
+        The range of a gradient is freed when the update that uses it is done.
+        """
         lease.void = True
         if lease.update is not None:
             self._engine.free_gradient(lease.region, lease.update)
@@ -215,7 +249,10 @@ class Grants:
             self._engine.unpin(lease.pin, next_use)
 
     def abandon(self, lease: Lease) -> ArenaRange:
-        """End a lease whose client may still write to its range; return the range, which is kept."""
+        """End a lease whose range the client's process may still write to.
+
+        Returns the range, which the caller must keep from any other use until that process is gone.
+        """
         lease.void = True
         if lease.pin is None:
             return self._engine.scratch.let_go(lease.region)

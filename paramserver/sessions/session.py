@@ -1,6 +1,7 @@
-"""One connected client: its session's record, and what the session may ask its stream to do.
+"""The record of one connected client's session.
 
-Owns nothing. sessions.py decides when a session changes its state, grants.py which leases it has.
+Owns nothing: sessions.py decides when a session changes its state, and grants.py which leases it has. Must never call
+the engine.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from storage.versions import Job
 
 
 class Stream(Protocol):
-    """The stream of an attached session."""
+    """What a session asks of its stream; service.py has the implementation."""
 
     def post(self, subject: object, message: pb.SessionResponse) -> None:
-        """Sends a message soon, without waiting; the newest of a subject counts."""
+        """Send a message soon, without waiting. It replaces an older message of that subject that is not sent yet."""
 
     def end(self, error: StorageError | None) -> None:
-        """Ends the stream, with the error's status; None: in order."""
+        """End the stream with the error's status, or with OK if there is no error."""
 
 
 class SessionState(enum.Enum):
-    """Where in its life a session is."""
+    """The three states in the life of a session."""
 
     ATTACHED = enum.auto()
-    """Its stream is open."""
+    """The session's stream is open."""
 
     DETACHED = enum.auto()
-    """Its stream broke; it has everything that it had until the grace time is over."""
+    """The session's stream broke. The session keeps all it has until the grace time is over."""
 
     ENDED = enum.auto()
-    """It has nothing."""
+    """The session has lost all that it had, and no call can use it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,20 +53,21 @@ class Session:
 
     session_id: str
     client: str
-    # Who opened it: only the same principal may use it.
+    # The client that opened the session. Only the same principal may use it.
     visitor: Visitor
-    # The address that the session's present stream comes from.
+    # The address from which the session's present stream comes.
     peer: str
-    slot: Slot | None  # None: it may not map the arena
+    # The session's word in the arena. None: there was no free one, so the client may not map the arena.
+    slot: Slot | None
     stream: Stream
-    heard_at: float  # on the loop's clock
+    # When the client's last message came, on the event loop's clock.
+    heard_at: float
     opened_at_unix_seconds: float = field(default_factory=time.time)
     state: SessionState = SessionState.ATTACHED
     timer: asyncio.TimerHandle | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leases: dict[int, Lease] = field(default_factory=dict)
-    # Of the leases, those that may be held once only: by the slab whose bytes they will become, or the group whose
-    # gradient they take.
+    # The leases of which the session may hold only one for each slab or gradient, by Lease.exclusive_subject.
     exclusive: dict[Slab | str, Lease] = field(default_factory=dict)
     readers: dict[int, StepReader] = field(default_factory=dict)
     run: Run[Session] | None = None
@@ -73,26 +75,39 @@ class Session:
 
     @property
     def owner(self) -> Principal:
-        """The principal that opened it, and that alone may use it."""
+        """The principal that opened the session. No other principal may use it."""
         return self.visitor.owner
 
     def heard(self) -> None:
-        """It is alive."""
+        """Note that a message of the client has just come."""
         self.heard_at = asyncio.get_running_loop().time()
 
     def require_run(self) -> Run[Session]:
-        """Raises ConflictError before OpenJob."""
+        """Return the run of which the session is a rank.
+
+        Raises:
+            ConflictError: the session has not opened a job.
+        """
         if self.run is None:
             raise ConflictError("this session has not opened a job; call OpenJob first")
         return self.run
 
     async def job(self) -> Job:
-        """The job of the session."""
+        """Return the session's job, once it is open.
+
+        Raises:
+            ConflictError: the session has not opened a job.
+            StorageError: the job could not be opened.
+        """
         opening = self.require_run().job
         return opening.result() if opening.done() else await asyncio.shield(opening)
 
     def lease(self, lease_id: int) -> Lease:
-        """Raises NotFoundError for a lease that the session does not hold."""
+        """Return a lease of the session.
+
+        Raises:
+            NotFoundError: the session does not hold a lease of that number.
+        """
         if lease_id not in self.leases:
             raise NotFoundError(
                 f"lease {lease_id} is not held by this session; it was returned, consumed or never granted"
@@ -100,20 +115,24 @@ class Session:
         return self.leases[lease_id]
 
     def take(self, lease: Lease) -> None:
-        """Makes a lease the session's."""
+        """Add a lease to the session."""
         self.leases[lease.lease_id] = lease
         if (subject := lease.exclusive_subject) is not None:
             self.exclusive[subject] = lease
 
     def drop(self, lease: Lease) -> None:
-        """Takes a lease away from the session."""
+        """Remove a lease from the session."""
         del self.leases[lease.lease_id]
         subject = lease.exclusive_subject
         if subject is not None and self.exclusive.get(subject) is lease:
             del self.exclusive[subject]
 
     def reader(self, reader_id: int) -> StepReader:
-        """Raises NotFoundError for a reader that the session does not have."""
+        """Return a reader of the session.
+
+        Raises:
+            NotFoundError: the session has no reader of that number.
+        """
         if reader_id not in self.readers:
             raise NotFoundError(f"reader {reader_id} is not open in this session; it was closed or never opened")
         return self.readers[reader_id]

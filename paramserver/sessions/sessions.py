@@ -1,9 +1,14 @@
-"""Sessions: connected clients, how they live and end, and the leases that they hold.
+"""The sessions of all connected clients, from their beginning to their end.
 
-A session is attached while its stream is open. When the stream breaks it is detached, and ends after a grace time
-unless a new stream takes it up; it ends at once when the client closes it, and when nothing is heard of an attached one
-for too long. Its end voids its leases: the word in the arena changes first, then the ranges are used for something
-else. Owns the sessions and their timers; the streams are service.py's.
+A session is attached while its stream is open. When the stream breaks, the session is detached, and it ends after a
+grace time unless the client takes it up with a new stream. It ends at once when the client closes it, and when no
+heartbeat of an attached session comes for too long.
+
+The end of a session voids its leases. First the session's word in the arena changes, which tells a client that maps the
+arena that its leases are void; only then the daemon uses the ranges for something else.
+
+Owns the sessions, their timers and their readers; service.py owns the streams. Must never free a range that a client's
+process may still write to.
 """
 
 from __future__ import annotations
@@ -37,13 +42,14 @@ from storage.versions import Job
 log = logging.getLogger(__name__)
 
 UNKNOWN_SESSION = "the session is unknown or has ended; open a new one"
-# A timer that comes later than this says that the daemon itself did not run: what clients sent meanwhile is read first.
+# If a timer fires later than this, the daemon itself did not run meanwhile. So the daemon first reads what the clients
+# have sent, before it ends a session for its silence.
 LATE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """The configuration of sessions; see config.py."""
+    """The configuration of sessions; config.py explains the values."""
 
     heartbeat_timeout_seconds: float
     grace_seconds: float
@@ -54,9 +60,17 @@ class Sessions:
     """All sessions of the daemon."""
 
     def __init__(self, engine: Engine, limits: SessionLimits, quotas: Quotas, on_end: Callable[[str], None]) -> None:
-        """`on_end` is called with the id of each session that ends."""
+        """Make the sessions of a daemon, of which there are none yet.
+
+        Args:
+            engine: gives the arena's slots, and what the sessions lease and read.
+            limits: see config.py.
+            quotas: limit the host memory that the jobs and tokens lease.
+            on_end: is called with the id of each session that ends.
+        """
         self.limits = limits
-        self.is_stopping = False  # whether the daemon is: no session ends for any other reason then
+        # True once the daemon stops. From then on sessions end for no other reason.
+        self.is_stopping = False
         self._on_end = on_end
         self.quarantine = Quarantine(engine.host)
         self._engine = engine
@@ -72,29 +86,33 @@ class Sessions:
         return len(self._sessions)
 
     def __iter__(self) -> Iterator[Session]:
-        """Oldest first; may end sessions on the way."""
+        """Iterate over the sessions, oldest first. The caller may end sessions meanwhile."""
         return iter(list(self._sessions.values()))
 
     def get(self, session_id: str) -> Session:
-        """Raises NotFoundError for a session that has ended or never was."""
+        """Return the session with an id.
+
+        Raises:
+            NotFoundError: the session has ended, or there never was one with that id.
+        """
         session = self._sessions.get(session_id)
         if session is None:
             raise NotFoundError(UNKNOWN_SESSION)
         return session
 
     def of_job(self, job: str) -> Collection[Session]:
-        """Sessions attached to a job."""
+        """Return the sessions that have opened a job as its ranks."""
         return self._runs.ranks_of(job)
 
     def _leases_of(self, job: str) -> Iterator[Lease]:
         return (lease for session in self.of_job(job) for lease in session.leases.values())
 
     def attached(self, job: str) -> int:
-        """How many sessions are attached to a job."""
+        """Return how many sessions have opened a job as its ranks."""
         return len(self.of_job(job))
 
     def readers_of(self, job: str) -> int:
-        """How many readers hold a step of a job."""
+        """Return how many readers hold a step of a job."""
         held = (reader for session in self._sessions.values() for reader in session.readers.values())
         return sum(reader.job.spec.name == job for reader in held)
 
@@ -119,8 +137,11 @@ class Sessions:
         return session
 
     def take_up(self, session: Session, peer: str, stream: Stream) -> None:
-        """Attaches a session to a new stream. An older one that seems to be open still is ended: it may be a connection
-        that is dead and does not know."""
+        """Attach a session to a new stream, which comes from the address `peer`.
+
+        An older stream that still seems to be open is ended, because its connection may be dead without the daemon's
+        knowledge.
+        """
         previous, session.stream, session.peer = session.stream, stream, peer
         if session.state is SessionState.ATTACHED:
             previous.end(ConflictError("another stream has taken this session up"))
@@ -130,14 +151,17 @@ class Sessions:
         log.info("session of %s taken up again", session.client)
 
     def detach(self, session: Session, stream: Stream) -> None:
-        """The stream broke. Unless it has taken the session up elsewhere, the client has the grace time for that."""
+        """Detach a session whose stream broke: from now on the client has the grace time to take it up again.
+
+        Nothing is done if the client has already taken the session up with another stream.
+        """
         if session.state is SessionState.ATTACHED and session.stream is stream:
             session.state = SessionState.DETACHED
             self._expect(session, self.limits.grace_seconds)
             log.info("stream of %s broke", session.client)
 
     def _expect(self, session: Session, seconds: float) -> None:
-        """Something must be heard within this time."""
+        """Set the session's timer, so that the session ends unless its client is heard within that time."""
         if session.timer is not None:
             session.timer.cancel()
         loop = asyncio.get_running_loop()
@@ -159,7 +183,10 @@ class Sessions:
             self.end(session, f"its stream broke, and did not come back within {self.limits.grace_seconds:g} s")
 
     def end(self, session: Session, reason: str) -> None:
-        """Voids the session: its leases, its prefetch window, and the unfinished step of its run. Idempotent."""
+        """End a session: void its leases, and drop its prefetch window and the unfinished step of its run.
+
+        A second call does nothing.
+        """
         if session.state is SessionState.ENDED:
             return
         session.state = SessionState.ENDED
@@ -181,14 +208,17 @@ class Sessions:
         self._in_background(self._clean_up(leases, session.run))
 
     async def _clean_up(self, leases: Sequence[Lease], run: Run[Session] | None) -> None:
-        """Gives void leases back, in slices: a session may have had ten thousands. Then what the run left behind."""
+        """Free the ranges of void leases, then clean up after the run, if any.
+
+        The leases are freed in slices, because a session may hold ten thousands of them.
+        """
         async for lease in in_slices(leases):
             self.grants.give_back(lease, NEVER)
         if run is not None:
             await self._runs.clean_up(run)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does what a client that is gone, or does not wait, leaves to be done."""
+        """Run work for which no client waits."""
         cleaning_up = asyncio.ensure_future(work)
         self._cleaning_up.add(cleaning_up)
         cleaning_up.add_done_callback(self._on_cleaned_up)
@@ -199,7 +229,7 @@ class Sessions:
             log.error("what a run left behind could not be cleaned up: %s", error, exc_info=error)
 
     async def close(self) -> None:
-        """Ends all sessions."""
+        """End all sessions, and wait until everything is cleaned up after them."""
         for session in self:
             self.end(session, "the daemon shuts down")
         self.quarantine.close()
@@ -218,7 +248,7 @@ class Sessions:
         may_exist: bool,
         must_exist: bool,
     ) -> Job:
-        """Makes the session a rank of a run; the first one opens the job.
+        """Make the session a rank of a run, and return the run's job, which the run's first rank opens.
 
         Raises:
             ConflictError: another run holds the job, or the rank is taken.
@@ -230,35 +260,40 @@ class Sessions:
         try:
             return await asyncio.shield(run.job)
         except BaseException:
-            # Unless the session has ended meanwhile, and left with that.
+            # A session that has ended meanwhile has already left the run.
             if session.state is not SessionState.ENDED:
                 self._runs.leave(run, rank)
                 session.run, session.rank = None, -1
             raise
 
     async def begin_layout(self, session: Session, first_step: int) -> None:
-        """Gives the session's job another layout; see Runs.begin_layout."""
+        """Give the session's job another layout; see Runs.begin_layout."""
         await self._runs.begin_layout(session.require_run(), first_step)
 
     async def vote(self, session: Session, step: int, client_state: bytes, settled: int) -> bool:
-        """One rank's vote for a step; see Runs.vote. Gradients whose updates could be withdrawn until now are the
-        store's from here on."""
+        """Vote for a step as the session's rank, and return whether the committed step is durable; see Runs.vote.
+
+        The rank can no longer withdraw the updates that it has begun: their gradients now belong to the store.
+        """
         self.grants.hand_over_all(session)
         return await self._runs.vote(session.require_run(), session.rank, step, client_state, settled)
 
     # --- the end of leases
 
     def _void_leases(self, session: Session) -> list[Lease]:
-        """Changes the session's word, and takes its leases away. Returns those to be given back: all but what its
-        process may still write to."""
+        """Void all leases of a session, and change the session's word in the arena.
+
+        Returns the leases whose ranges can be freed: all except those that the client's process may still write to.
+        """
         leases = list(session.leases.values())
         session.leases.clear()
         session.exclusive.clear()
         for lease in leases:
             lease.void = True
         if self.is_stopping and (session.run is None or session.run.committing is None):
-            # What is not given back is not written to any more, so the client may go on with the bytes until it has
-            # attached to the next daemon. A commit under way may wait for its leases, and write there.
+            # The client may go on reading its ranges until it has attached to the next daemon, because a range that is
+            # not freed is not overwritten. This does not hold while a commit is under way, because the commit may wait
+            # for leases, and write to their ranges.
             return []
         written = [lease for lease in leases if lease.mode.is_for_writing]
         held_back: list[ArenaRange] = []
@@ -280,7 +315,11 @@ class Sessions:
     # --- readers
 
     def add_reader(self, session: Session, reader: StepReader) -> int:
-        """Gives a reader to a session, which closes it at its end; its id."""
+        """Give a reader to a session, which closes it at its end. Return the reader's id.
+
+        Raises:
+            NotFoundError: the session has ended; the reader is closed then.
+        """
         if session.state is SessionState.ENDED:
             reader.close()
             raise NotFoundError("the session ended while it waited for a reader; open a new one")
@@ -289,7 +328,11 @@ class Sessions:
         return reader_id
 
     def close_reader(self, session: Session, reader_id: int) -> None:
-        """Closes a reader, and ends the leases on its ranges. Raises NotFoundError where the session has none such."""
+        """Close a reader, and end the leases on its ranges.
+
+        Raises:
+            NotFoundError: the session has no such reader.
+        """
         reader = session.reader(reader_id)
         reader.close()
         del session.readers[reader_id]
