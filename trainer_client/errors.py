@@ -34,7 +34,7 @@ class ClientStateError(TrainerClientError):
 
 
 class NonFiniteGradientError(TrainerClientError):
-    """More steps in a row than the config allows were skipped because of gradients that are not finite.
+    """`paramserver.max_consecutive_skipped_steps` steps in a row were skipped, because gradients were not finite.
 
     The states are those of the last step that was not skipped.
     """
