@@ -153,7 +153,7 @@ class LocalDaemon:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self._state_dir / LOG_NAME).open("ab") as log_file:
-            # The daemon is in a new session, so that Ctrl-C reaches only the trainer, which stops the daemon in the end.
+            # The daemon is in a new session, so that Ctrl-C reaches only the trainer, which stops the daemon itself.
             return subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, start_new_session=True
             )
