@@ -215,8 +215,8 @@ class Recorder:
                 raise
             if written:
                 raise DeferredInitError(
-                    f"{func} writes where a value says, which zero.Init cannot put off: replace it by an operation on "
-                    "whole tensors (torch.where), or do it after initialize()"
+                    f"{func} writes to elements that values of a tensor select, which zero.Init cannot defer: replace "
+                    "it by an operation on whole tensors (torch.where), or do it after initialize()"
                 ) from error
             return self.evaluate(func, args, kwargs)
         self._record(func, refs, result, written, arguments)

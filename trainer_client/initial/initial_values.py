@@ -156,8 +156,8 @@ class InitialValues:
                 continue
             if fixed:
                 raise ConfigError(
-                    f"the ranks have built the model from different random numbers (seeds {seeds}), and the model has "
-                    "looked at them: pass the same seed to zero.Init(seed=...) on every rank"
+                    f"the ranks have built the model from different random numbers (seeds {seeds}), and its "
+                    "constructor has already used their values: pass the same seed to zero.Init(seed=...) on every rank"
                 )
             recorder.reseed(seeds[0])
 

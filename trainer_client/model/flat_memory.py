@@ -25,7 +25,7 @@ from trainer_client.transport.mapping import FileRange, show_file, show_zeros
 
 
 class FlatMemory:
-    """The memory of one flat buffer; it is freed when it is made, until `take`.
+    """The memory of one flat buffer. It is allocated at first, so that views can be made, until the first `give_back`.
 
     Attributes:
         tensor: the flat buffer [numel]; uninitialised after `take`, and not to be read after `give_back`.

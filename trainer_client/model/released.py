@@ -39,7 +39,7 @@ _METADATA = frozenset(
         torch.Tensor.requires_grad_,
         torch.Tensor.size,
         torch.Tensor.stride,
-        torch.Tensor.untyped_storage,  # The storage of a released parameter is one NaN.
+        torch.Tensor.untyped_storage,  # This does no harm, because the storage of a released parameter is one NaN.
         torch.is_complex,
         torch.is_floating_point,
         torch.numel,

@@ -37,7 +37,7 @@ class GroupStates(Protocol):
         """
 
     def refill(self) -> None:
-        """Update what this rank keeps of other ranks' chunks, after they were staged. A collective."""
+        """Gather the other ranks' chunks again into what this rank keeps of them, after `stage`. A collective."""
 
 
 class PlacedStates:

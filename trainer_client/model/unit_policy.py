@@ -97,7 +97,7 @@ def choose_policy(section: UnitsSection, policy: UnitPolicy | None) -> UnitPolic
     """
     if policy is not None:
         if section.classes or section.max_parameters:
-            raise ConfigError("paramserver.units and initialize(unit_policy=...) both say what units are: pass one")
+            raise ConfigError("paramserver.units and initialize(unit_policy=...) both choose the units: pass one")
         return policy
     if section.classes:
         return modules_of_classes(section.classes)

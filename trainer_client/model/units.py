@@ -155,7 +155,7 @@ class Unit:
             yield
         except BaseException as error:
             leases, self._leases = self._leases, []
-            # The memory is given back before the leases, because the store's bytes may be mapped in it.
+            # The memory is freed before the leases are returned, because leased bytes may be mapped in it.
             self.release()
             self._store.give_back(leases)
             self._gather.give_up(self.groups, error)

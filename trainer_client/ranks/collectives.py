@@ -138,8 +138,8 @@ class Collectives:
         """Raise CollectiveError if this rank has given up."""
         if self._given_up is not None:
             raise CollectiveError(
-                f"this rank takes part in no collective any more, because it has failed in {self._given_up}: restart "
-                "the job, it resumes from the last commit"
+                f"this rank cannot join collectives any more, because it has failed in {self._given_up}: restart the "
+                "job, it resumes from the last commit"
             )
 
     @contextmanager

@@ -175,14 +175,14 @@ class StepTrace:
         log.info("the trace of %s is in %s: open it at https://ui.perfetto.dev", self._named_steps, self._path)
         dropped = sum(answer.dropped for answer in answers)
         if dropped or len(self._spans) >= MAX_SPANS:
-            log.warning("%s lacks the last spans, there were too many: trace fewer steps", self._path)
+            log.warning("%s lacks the last spans, because there were too many: trace fewer steps", self._path)
 
     def _responses(self) -> Iterator[pb.CollectSpansResponse]:
         for answer in self._answers:
             try:
                 yield answer.result(_CLOSE_SECONDS)
             except (grpc.RpcError, grpc.FutureCancelledError, TimeoutError) as error:
-                log.warning("the trace lacks a part of what the store did, which did not answer: %s", error)
+                log.warning("the trace lacks a part of what the store did, because it did not answer: %s", error)
 
     @property
     def _named_steps(self) -> str:

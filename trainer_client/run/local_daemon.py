@@ -91,12 +91,12 @@ class LocalDaemon:
             with self._starting:
                 if self._stopping:
                     return
-                log.warning("the store daemon (pid %d) ended with %d; it is started anew", self._process.pid, code)
+                log.warning("the store daemon (pid %d) ended with %d; restarting it", self._process.pid, code)
                 self._close_stdin(self._process)
                 try:
                     self._process = self._start()
                 except (LocalDaemonError, OSError) as error:
-                    log.error("the store daemon cannot be started anew: %s", error)
+                    log.error("the store daemon cannot be restarted: %s", error)
                     return
 
     def stop(self) -> None:

@@ -311,8 +311,8 @@ class _Search:
                         fresh.add(slot.fqn)
         if other:
             log.warning(
-                "job %r was left with another optimizer, or other frozen parameters: the optimizer states of %d "
-                "parameters begin at zero, and the hyper-parameters of the optimizer are those that it was made with",
+                "job %r was committed with another optimizer, or other frozen parameters: the optimizer states of %d "
+                "parameters begin at zero, and the hyper-parameters are those that this run's optimizer was made with",
                 *(self._job, len(fresh)),
             )
         return Start(

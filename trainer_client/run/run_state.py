@@ -115,6 +115,7 @@ class RunState:
             )
         micro_steps = counters["micro_steps"]
         if counters["accumulation"] != self._batch.accumulation:
-            # A commit is made at the end of a step, so the count follows from the number of steps and their new size.
+            # A commit is made at the end of a step, so this is the count as if all steps had had the new number of
+            # micro-batches.
             micro_steps = counters["global_steps"] * self._batch.accumulation
         return Progress(global_steps=counters["global_steps"], micro_steps=micro_steps)

@@ -32,7 +32,8 @@ from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DE
 
 # The default size of a shard: large enough to keep a device busy, small enough for a small host budget.
 DEFAULT_SHARD_BYTES = 16 << 20
-# The most shards that are leased or being published at once. They take at most 1 / _ARENA_SHARE of the arena.
+# The most shards that are leased or being published at once. Together they take at most 1 / _ARENA_SHARE of the arena,
+# unless one shard alone is larger.
 _SHARDS_UNDER_WAY = 4
 _ARENA_SHARE = 4
 # Added to the heartbeat time-out, this is how long a broken session of this writer may still seem to hold the job.

@@ -398,7 +398,7 @@ class Attachments:
             why = (
                 'with paramserver.durability other than "step", commits are gone with the memory of the daemon'
                 if is_older
-                else "another run has gone on"
+                else "another run has continued the job"
             )
             raise self._cannot(f"its newest commit is {newest}, and this run is at {journal.acknowledged}: {why}")
 

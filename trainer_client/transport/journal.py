@@ -196,7 +196,7 @@ class Journal:
             self._exceeds = self.kept_bytes + wanted > self._most_bytes
             if self._exceeds:
                 log.info(
-                    "this rank has more gradients than paramserver.kept_gradients = %d: where the daemon is lost "
+                    "this rank has more bytes of gradients than paramserver.kept_gradients = %d: if the daemon is lost "
                     "while a commit is under way, the run has to be restarted",
                     self._most_bytes,
                 )

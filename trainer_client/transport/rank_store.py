@@ -412,7 +412,7 @@ class RankStore:
         return Commit(self._attachments, vote, self._recorder)
 
     def _note_commit(self, step: int, call: Any) -> None:
-        """Free the journal's copies as soon as the commit exists; called on a thread of gRPC."""
+        """Remove the commit's entries from the journal as soon as the commit exists; called on a thread of gRPC."""
         if not call.cancelled() and call.exception() is None:
             with self._attachments.changed:
                 self._attachments.journal.settle(step)

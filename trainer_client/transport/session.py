@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 # whole, because all clients of a daemon lose their streams at the same time.
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
-# The client tries for so much longer than the grace time, because the daemon may notice the break later than the
-# client, and its grace time then ends later.
+# The client goes on trying for this long after the grace time, because the daemon may notice the break later than the
+# client, so that the daemon's grace time ends later.
 _SLACK_SECONDS = 1.0
 
 _GOOD_NEWS = (pb.SessionResponse.EVENT_TIER_RECOVERED, pb.SessionResponse.EVENT_BUDGET_RELIEVED)
@@ -159,7 +159,7 @@ class Session:
                 self._lose(error)
                 return
             self._enter(SessionState.BROKEN)
-            log.warning("the session's stream broke (%s); taking it up again", error.message)
+            log.warning("the session's stream broke (%s); resuming the session", error.message)
             try:
                 self._take_up(error)
             except StoreError as final:
@@ -213,7 +213,7 @@ class Session:
                 if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     raise
             else:
-                log.warning("the session goes on")
+                log.warning("the session is resumed")
                 return
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

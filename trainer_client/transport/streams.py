@@ -130,7 +130,7 @@ class _Reading:
         opened.session_id = self._session_id
         opened.first_byte = self.moved_bytes
         missing = len(self._target) - self.moved_bytes
-        # The first credit never covers all of the missing bytes. The second one, which follows the first chunk, shows
+        # The first credit covers only half of the missing bytes. The second one, which follows the first chunk, shows
         # the store that this client reads, and only then the store sends chunks of full size. The credit is at least 1,
         # because a source without bytes is read for its header.
         outstanding = opened.credit_bytes = max(1, min(READ_WINDOW_BYTES, -(-missing // 2)))
@@ -171,7 +171,7 @@ class _Reading:
         if self.moved_bytes and header.version != self.header.version:
             raise StoreError(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"the bytes went from step {self.header.version} to {header.version} while they were read; read again",
+                f"step {header.version} replaced step {self.header.version} while its bytes were read; read again",
             )
         self.header = header
 
