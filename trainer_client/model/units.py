@@ -150,7 +150,10 @@ class Unit:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Enclose a part of a gather. If it fails, release the unit, so that the next gather begins anew."""
+        """Enclose a part of a gather. If it fails, release the unit, so that the next gather begins from the start.
+
+        See tests/integration/test_failures.py, where each call within a gather fails once.
+        """
         try:
             yield
         except BaseException as error:

@@ -121,7 +121,7 @@ class Collectives:
         """Leave the process groups for good, because this rank has failed in `what` and others may be ahead of it.
 
         Ranks that wait for this one get an error at once instead of after their time-out, and later collectives of this
-        rank raise. Does not wait; idempotent.
+        rank raise. Does not wait; idempotent. See tests/integration/test_failing_ranks.py.
         """
         if self._watch is None or self._given_up is not None:
             return

@@ -27,7 +27,7 @@ from trainer_client.transport.channel import check_address, is_serving, open_cha
 log = logging.getLogger(__name__)
 
 # The daemon is started by the path of its file, because a module of the same name may lie in the working directory or
-# on PYTHONPATH.
+# on PYTHONPATH. See tests/integration/test_foreign_modules.py.
 _PROGRAM = Path(v1.__file__).parents[1] / "__main__.py"
 # With either flag, Python does not put a directory in front of the module path. -I also ignores PYTHONPATH, as the
 # trainer then does.

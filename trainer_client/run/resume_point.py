@@ -13,7 +13,7 @@ the partition and a nonce. A run finds one of two cases:
 
 An older step must not be chosen only because a store is missing. This is prevented by a rule of the stores: each keeps
 its former layout until all ranks have a commit in the next one. So a store that has a newer step, and does not have the
-layout of the older step, shows that the older step is obsolete.
+layout of the older step, shows that the older step is obsolete. See tests/integration/test_elastic.py.
 
 Owns the decision; every rank makes the same one. Must never change what is stored.
 """

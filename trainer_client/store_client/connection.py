@@ -85,7 +85,7 @@ class Call:
     def allow(self, patience_seconds: float) -> None:
         """Extend the deadline by the seconds that the daemon may let a call wait, unless the user has set the deadline.
 
-        If called again with another patience, the deadline is extended only by what the larger one has more.
+        A later call with a longer patience extends the deadline by the difference.
         """
         if self._is_default and patience_seconds > self._allowed_seconds:
             more = patience_seconds - self._allowed_seconds
@@ -105,7 +105,7 @@ class Call:
 
     @contextlib.contextmanager
     def at_memory(self) -> Iterator[None]:
-        """Enclose code that uses the user's tensors; after `cancel`, entering raises. Raises as `check`."""
+        """Enclose code that uses the user's tensors, so that `wait_for_memory` can wait for it. Raises as `check`."""
         with self._memory:
             self.check()
             yield
@@ -312,7 +312,7 @@ class Connection:
 
 
 def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]) -> T:
-    """Call `attempt` until the connection holds; see Connection.resume. `link_of` returns the session to use now."""
+    """Call `attempt` again after each break of the connection; see Connection.resume. `link_of` returns the session."""
     pause = _FIRST_PAUSE_SECONDS
     while True:
         call.check()

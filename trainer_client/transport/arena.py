@@ -90,7 +90,7 @@ class Arena:
         """
         if self._tensor is None:
             # This is not a RuntimeError, because torch raises one if memory is exhausted. Callers connect again when a
-            # session has ended, which would not help against exhausted memory.
+            # session has ended, which would not help against exhausted memory. See tests/integration/test_failures.py.
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
         return self._tensor[offset : offset + size_bytes]
 

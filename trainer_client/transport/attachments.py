@@ -11,7 +11,7 @@ the commit under way needs the votes of all ranks of the node. The thread
 4. makes the new attachment current, for which the training thread waits in `outlive`.
 
 The training thread then repeats its own lease requests. Gradients that it has not handed over yet are still in the old
-arena, from which it copies them.
+arena, from which it copies them. See tests/integration/test_outliving.py.
 """
 
 from __future__ import annotations
