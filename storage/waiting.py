@@ -1,4 +1,4 @@
-"""Waiting for what cannot be taken back: the memory or the extents that it works on are in use until its end."""
+"""Waiting for work that cannot be cancelled, because it uses memory or extents until its end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
 
 
 async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all futures are done, however often the caller is cancelled meanwhile; they are not cancelled.
+    """Wait until all futures are done, even if the caller is cancelled meanwhile. The futures are not cancelled.
 
-    A call can be cancelled twice: once shortly before its deadline, for the answer to come in time, and once because
-    its client goes.
+    A call may be cancelled more than once: first shortly before its deadline, so that the answer arrives in time, and
+    again because its client has disconnected.
 
     Raises:
-        asyncio.CancelledError: at the end, if the caller was cancelled.
+        asyncio.CancelledError: the caller was cancelled. This is raised only after all futures are done.
     """
     cancellation: asyncio.CancelledError | None = None
     while not all(future.done() for future in futures):
