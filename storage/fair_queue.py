@@ -40,7 +40,7 @@ class _Flow(Generic[ItemT]):
     waiting: int = 0
     # True while the flow is in its outer flow's heap.
     in_heap: bool = False
-    # The inner flows: their virtual time, all known ones by key, and a heap of the waiting ones, (start, arrival, flow).
+    # The inner flows: their virtual time, all known ones by key, and those that wait, a heap of (start, arrival, flow).
     now: float = 0.0
     flows: dict[Hashable, _Flow[ItemT]] = field(default_factory=dict)
     heap: list[tuple[float, int, _Flow[ItemT]]] = field(default_factory=list)
