@@ -156,7 +156,7 @@ class FairQueue(Generic[ItemT]):
         return item in self._entries and self._entries[item][1] == arrival
 
     def _forget_idle(self, parent: _Flow[ItemT]) -> None:
-        """Drop idle inner flows whose service so far would not delay them, so that a new flow of the key is the same.
+        """Drop idle inner flows whose `finish` has passed. A new flow of the same key would be served in the same way.
 
         The scan runs only when idle flows outnumber waiting ones, so it costs little on average.
         """

@@ -19,7 +19,7 @@ from storage.slab import Group, Slab, Tally
 
 @dataclass(slots=True, eq=False)
 class PendingStep:
-    """The step under way."""
+    """A job's step under way: the writes that belong to it, and the state of its commit."""
 
     step: int
     # The task that writes each slab in this step: the update of its group, or a put.
@@ -51,7 +51,7 @@ class Job:
     """One layout of a job, in memory. A job that is laid out anew has one `Job` per layout."""
 
     spec: JobSpec
-    # Seconds since 1970.
+    # The time of creation in seconds since 1970.
     created_at: float
     # The registered groups by name.
     groups: dict[str, Group] = field(default_factory=dict)
@@ -212,7 +212,7 @@ def check_group(stored: GroupSpec, wanted: GroupSpec) -> None:
     """Check that a registration repeats a stored group: the same shards, kinds and types. Placements may differ.
 
     Raises:
-        ConflictError: they are not the same.
+        ConflictError: the registration differs from the stored group.
     """
     same_types = {k: s.dtype for k, s in stored.slab_of_kind.items()} == {
         k: s.dtype for k, s in wanted.slab_of_kind.items()
