@@ -1,4 +1,4 @@
-"""Waiting out what cannot be taken back: one cancellation does not end it, nor do two; nothing is left behind."""
+"""`wait_out` waits until its futures are done, even if it is cancelled twice, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_result_that_comes_after_two_cancellations_is_given_back(tmp_pat
             try:
                 await go_on.wait()
             except asyncio.CancelledError:
-                # As an operation that cannot be taken back any more, it goes on to its end.
+                # This simulates an operation that cannot be cancelled any more.
                 await go_on.wait()
             return "result"
 
