@@ -190,7 +190,7 @@ class _Lane:
         self._wanted = threading.Condition(self._lock)
         # Notified when a request has left the queue, so that `_waiting_bytes` is less. The checker waits for it.
         self._taken = threading.Condition(self._lock)
-        # The bytes of all admitted requests.
+        # The bytes of all requests that wait for a worker.
         self._waiting_bytes = 0
         self._sequence = itertools.count()
         # A heap of (priority, sequence, request). Requests that were taken as neighbours, or dropped, stay in it until

@@ -33,7 +33,8 @@ from tests.faults.oracle import Act, Announcement, Oracle
 from tests.faults.power_loss import Call, Record, events, lose_power, trim_log
 
 LONGEST_TRAINING_SECONDS = 0.3
-# If an armed kill does not happen within this time, the driver kills the process.
+# A child can be armed to kill itself at a failpoint or a system call. If that does not happen within this time, the
+# driver kills it.
 ARMED_SECONDS = 5.0
 # A process that has not finished its work in this time hangs.
 HANGS_SECONDS = 60.0

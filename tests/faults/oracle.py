@@ -78,7 +78,7 @@ class History:
     anchor: int = 0
 
     def allowed(self) -> set[int | None]:
-        """Return the steps that may be the newest one after a crash; None among them: the job may be gone."""
+        """Return the steps that may be the newest one after a crash. None is among them if the job may be gone."""
         if self.high is None:
             return {None}
         every = self.shape.every_steps

@@ -1,4 +1,8 @@
-"""The Python side of shim.c: compiles the shim, and controls the one with which this process was started."""
+"""The Python side of shim.c: compiles the shim, and controls the one with which this process was started.
+
+The shim is a library for LD_PRELOAD. It logs the system calls that change files, and kills the process at a chosen call
+or makes the call fail.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,10 @@ class Plan:
 
 
 class Killer:
-    """Kills the daemon once at each moment of the plan, and writes the rank's present moment to its progress file."""
+    """Kills the daemon once at each moment of the plan, and writes the rank's present moment to its progress file.
+
+    A moment is a step and the name of a place in the training loop, such as (3, "forward").
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._progress = plan.progress_file(rank).open("w", buffering=1)

@@ -26,7 +26,7 @@ from trainer_client.step.trace import Clock, Trace
 UNIT_BYTES = 16 << 10
 UNITS = tuple(f"unit.{index:02}" for index in range(20))
 LAYOUT = Layout(numels=(UNIT_BYTES // 4,), groups=UNITS, with_skips=False)
-# One cycle fills the memory. The pattern of hits repeats after the others.
+# The first cycle fills the memory. After all cycles the pattern of hits repeats.
 CYCLES = len(UNITS)
 OWNER = "rank 0"
 

@@ -154,7 +154,7 @@ async def images(tmp_path: Path) -> list[bytes]:
 
 def catalog_damage(rng: random.Random, images: list[bytes]) -> Iterator[tuple[str, bytes]]:
     """Yield kinds of damage without end, each with the newest of `images` after it."""
-    # SQLite's pages have the same size.
+    # SQLite's pages have the same size as the store's.
     good, size = images[-1], PAGE_BYTES
     while True:
         kind, damaged = rng.choice(["flipped", "flipped", "swapped", "stale", "zeroed", "cut off"]), bytearray(good)
