@@ -11,5 +11,5 @@ from importlib import metadata
 try:
     __version__ = metadata.version("paramserver")
 except metadata.PackageNotFoundError:
-    # A source tree on the path, not installed.
+    # The package is imported from a source tree that was not installed.
     __version__ = "0+source"
