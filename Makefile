@@ -24,8 +24,8 @@ help: ## List the targets
 
 venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package (editable)
 
-# torch from PyPI includes CUDA (some GB). Without a GPU, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, so
-# that pip prefers the CPU build of the same version.
+# torch from PyPI includes CUDA (some GB). Without a GPU, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu:
+# pip then prefers the CPU build of the same version.
 $(INSTALLED): requirements.lock pyproject.toml
 	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not on the PATH: install Python >= 3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

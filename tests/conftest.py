@@ -1,4 +1,4 @@
-"""Gives every test the daemon's kind of event loop, and reports the tests that blocked it."""
+"""The set-up of every test: the daemon's kind of event loop, and a report of the tests that blocked it."""
 
 from __future__ import annotations
 

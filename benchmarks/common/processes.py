@@ -1,4 +1,4 @@
-"""Measures the memory, CPU time and disk traffic of a process and its children. Must never change them."""
+"""Measurements of the memory, CPU time and disk traffic of a process and its children. Must never change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes RESULTS.md and results/: one section and one JSON file per benchmark, which `--results` replaces."""
+"""The results in RESULTS.md and results/: one section and one JSON file per benchmark, which `--results` replaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts a store daemon for a benchmark, in its own process, which listens on the loopback and on a UNIX socket."""
+"""A store daemon for a benchmark, in its own process, which listens on the loopback and on a UNIX socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the cost of verification: the NVMe tier's checksums alone, on one thread, over pieces of equal size."""
+"""The benchmark of verification: the NVMe tier's checksums alone, on one thread, over pieces of equal size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the engine: the cost of a commit with many slabs, and the speed of updates compared with fio."""
+"""The benchmarks of the engine: the cost of a commit with many slabs, and the speed of updates compared with fio."""
 
 from __future__ import annotations
 

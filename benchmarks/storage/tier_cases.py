@@ -1,4 +1,4 @@
-"""Compares the NVMe tier with fio: large and small requests, whole slabs, reads beside writes, many small tensors.
+"""The benchmarks of the NVMe tier and fio: large and small requests, slabs, reads beside writes, many small tensors.
 
 Each side has its own file, which the warm-up writes once; later rounds overwrite it. Every round writes other bytes.
 The bytes that the tier reads are compared with those written, independently of the tier's own checksums.

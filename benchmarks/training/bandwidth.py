@@ -1,4 +1,4 @@
-"""Measures how long the disk alone takes for the bytes of a step: the I/O roofline of the same run.
+"""The disk probe: it measures how long the disk alone takes for the bytes of a step, the I/O roofline of a run.
 
 As many threads as the engine has read and write at the same time, in requests of 4 MiB that bypass the page cache. They
 do nothing with the bytes: no checksums, no catalog, no order. So the result is one measurement of the mixed load, not a

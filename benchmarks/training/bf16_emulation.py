@@ -1,4 +1,4 @@
-"""Emulates bf16 on processors without bf16 instructions: matrix products are computed in fp32 and rounded to bf16.
+"""An emulation of bf16 for processors without bf16 instructions: matrix products in fp32, rounded to bf16.
 
 On a processor with AVX2 only, torch multiplies bf16 matrices three hundred times slower than fp32 ones. A step would
 take an hour, in which the cost of this project would be invisible. Processors with bf16 instructions sum in fp32, too,

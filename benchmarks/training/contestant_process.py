@@ -1,4 +1,4 @@
-"""Starts a contestant's process, orders steps of it, and receives their times and costs.
+"""The benchmark's end of a contestant's process: it orders steps, and receives their times and costs.
 
 Owns the process and its log. The process ends when its stdin does, so also when the benchmark is killed.
 """

@@ -140,7 +140,7 @@ class WithEngine:
 
 
 class Ours(WithEngine):
-    """This project."""
+    """This project, with the placement that its config names."""
 
     def __init__(self, spec: Spec) -> None:
         import trainer_client  # noqa: PLC0415 - not in every contestant's environment

@@ -1,4 +1,4 @@
-"""Runs a heat: contestants that train the same model in turns, so that other load on the machine slows all alike.
+"""A heat: contestants that train the same model in turns, so that other load on the machine slows all alike.
 
 In each round, every contestant makes a block of steps while the others wait. Round 0 is a warm-up; memory is sampled
 in it, which costs time, so its times do not count. In the other rounds, the first step of a block does not count,
@@ -69,7 +69,7 @@ class Standing:
 
 
 class Heat:
-    """Runs contestants in turns; all processes and files are gone when `run` returns."""
+    """A comparison of contestants, which take turns; all processes and files are gone when `run` returns."""
 
     def __init__(self, task: TrainingTask, directory: Path, *, threads: Threads, progress: Progress) -> None:
         """Prepare a heat.

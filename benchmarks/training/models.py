@@ -63,7 +63,7 @@ class Expert(nn.Module):
 
 
 class SingleExperts(nn.Module):
-    """Replaces transformers' `MixtralExperts`, which holds all experts in one tensor; here each expert is a module."""
+    """A replacement of transformers' `MixtralExperts`, which holds all experts in one tensor; here each is a module."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()

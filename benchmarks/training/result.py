@@ -1,4 +1,4 @@
-"""Computes figures, checks and targets from the standings of a heat, as JSON. Measures nothing itself.
+"""Figures, checks and targets, computed from the standings of a heat, as JSON. Measures nothing itself.
 
 The figures of a contestant, in seconds and bytes if no other unit is named:
 

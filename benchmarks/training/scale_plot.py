@@ -1,4 +1,4 @@
-"""Plots the result of `benchmarks.training.scale`: seconds per step and memory over the size of the model."""
+"""A plot of the result of `benchmarks.training.scale`: seconds per step and memory over the size of the model."""
 
 from __future__ import annotations
 

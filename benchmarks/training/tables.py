@@ -1,4 +1,4 @@
-"""Formats the result of `benchmarks.training.step` as Markdown tables."""
+"""Markdown tables of the result of `benchmarks.training.step`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the journal of a launch while its ranks write it.
+"""The journal of a launch, read while its ranks write it.
 
 Owns no process. The files are those that `train_gpt2.py --journal` writes: one for each rank, one JSON object a line.
 """

@@ -23,7 +23,7 @@ STOP_SECONDS = 20.0
 
 
 class Launch:
-    """`torchrun SCRIPT ARGUMENTS --journal DIRECTORY/journal`; use as a context."""
+    """A context that runs `torchrun SCRIPT ARGUMENTS --journal DIRECTORY/journal`."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class DaemonMemory:
 
 
 class StoreDaemon:
-    """`paramserver serve` on a UNIX socket; use as a context."""
+    """A context that runs `paramserver serve` on a UNIX socket."""
 
     def __init__(self, *, state_dir: Path, log_path: Path, host_budget: str, nvme_budget: str) -> None:
         self.memory = DaemonMemory()

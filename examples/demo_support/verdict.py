@@ -1,4 +1,4 @@
-"""Judges the two launches: whether the loss fell, and whether the resume was exact. Starts and prints nothing."""
+"""The verdict on the two launches: whether the loss fell, and whether the resume was exact. Prints nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connects the admin tool to a daemon, and turns errors into one line and an exit status."""
+"""The admin tool's connection to a daemon, whose errors end the program with one line and an exit status."""
 
 from __future__ import annotations
 

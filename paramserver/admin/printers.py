@@ -1,4 +1,4 @@
-"""Turns the daemon's answers into tables for people and JSON for programs. Must never call the daemon.
+"""Tables for people, and JSON for programs, of the daemon's answers. Must never call the daemon.
 
 Names come from clients, so every cell, title and line goes through `text`. Must never pass a plain string to rich,
 because rich would interpret markup and emoji codes in it.

@@ -1,4 +1,4 @@
-"""Hands the arena's file descriptor to clients of this node, over a UNIX socket that only this user can open.
+"""The UNIX socket that hands the arena's file descriptor to clients of this node; only this user can open it.
 
 The kernel names the user of the connecting process. A process of another user than the daemon's or root gets nothing,
 even if the mode of the socket was changed.

@@ -35,7 +35,7 @@ _COPIES_SENT = 2
 
 
 class Streams:
-    """Serves Read and Write. `window_bytes` is the maximum credit of one writer."""
+    """The handlers of Read and Write. `window_bytes` is the maximum credit of one writer."""
 
     def __init__(self, engine: Engine, transfers: Transfers, window_bytes: int) -> None:
         self._engine = engine

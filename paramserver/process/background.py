@@ -1,4 +1,4 @@
-"""Repeats the daemon's background work. A failure must not end the loop, because no caller would notice the end."""
+"""A loop for work that the daemon repeats. A failure must not end the loop, because no caller would notice the end."""
 
 from __future__ import annotations
 

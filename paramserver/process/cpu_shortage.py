@@ -1,4 +1,4 @@
-"""Measures how long a thread of this process could not run because no CPU was free, from the kernel's counters.
+"""A measurement of how long a thread of this process could not run because no CPU was free, from kernel counters.
 
 The result is 0 on a kernel that does not count (one without CONFIG_SCHED_INFO).
 """
@@ -34,7 +34,10 @@ class _CpuTime:
 
 
 class CpuShortage:
-    """Watches a thread and, while that thread sleeps, all other threads of the process, as it may wait for any."""
+    """A watch over a thread and, while that thread sleeps, over all other threads of the process.
+
+    The others count because the sleeping thread may wait for any of them, for example for one that holds a lock.
+    """
 
     def __init__(self, thread_id: int) -> None:
         self._own = _THREADS / str(thread_id)

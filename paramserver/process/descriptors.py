@@ -1,4 +1,4 @@
-"""Raises the limit of open files, and divides it between the daemon's own files and the connections of each listener.
+"""The limit of open files, and its division between the daemon's own files and the connections of each listener.
 
 The kernel has one limit for files and connections (RLIMIT_NOFILE). If connections took all of it, the daemon could not
 commit, because the catalog opens files, and could not accept a local client. So each listener gets its own share, and

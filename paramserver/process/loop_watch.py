@@ -1,4 +1,4 @@
-"""Detects a blocked event loop: a thread schedules a callback on the loop, and notes when the callback does not run.
+"""A detector of blocked event loops: a thread schedules a callback on the loop, and notes when it does not run.
 
 Owns the thread and the counts. Must never report a shortage of CPU as a blocked loop. So time is counted in ticks in
 which this thread itself ran, less the waits for a CPU that cpu_shortage.py measures.

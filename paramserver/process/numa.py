@@ -1,4 +1,4 @@
-"""Keeps the daemon on one NUMA node: its threads run on that node's cores, and its memory, arena included, is there.
+"""The binding of the daemon to one NUMA node: to its cores, and to its memory for all allocations and the arena.
 
 Call `stay_on` before any thread is started or the arena is allocated, because both inherit the binding. Must never be
 undone. Does not find out which node a disk or a GPU is attached to; the operator chooses the node (`numa_node`).

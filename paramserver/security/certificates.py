@@ -1,4 +1,4 @@
-"""Makes a certificate authority and certificates signed by it, for tests and for small clusters without a PKI.
+"""A certificate authority and certificates signed by it, for tests and for small clusters without a PKI.
 
 Owns the names of the files that it writes. Must never replace an existing authority, because the certificates that it
 has signed would become invalid.

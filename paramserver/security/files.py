@@ -1,4 +1,4 @@
-"""Replaces small files as a whole, and detects changes of files that are edited while the daemon runs."""
+"""Atomic replacement of small files, and detection of changes to files that are edited while the daemon runs."""
 
 from __future__ import annotations
 

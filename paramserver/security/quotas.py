@@ -96,7 +96,7 @@ class QuotasSection(BaseModel):
 
 
 class Quotas:
-    """Finds the quota of a job or of a token: the first one whose pattern matches the name, or else the default."""
+    """A look-up of the quota of a job or token: the first one whose pattern matches the name, or else the default."""
 
     def __init__(self, section: QuotasSection) -> None:
         self._section = section
