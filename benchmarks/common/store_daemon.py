@@ -21,8 +21,8 @@ START_SECONDS = 60.0
 class StoreDaemon:
     """A daemon that serves."""
 
-    address: str  # HOST:PORT
-    socket_address: str  # unix:PATH
+    address: str  # The TCP address, HOST:PORT.
+    socket_address: str  # The UNIX socket, unix:PATH.
     pid: int
 
     @property

@@ -17,7 +17,7 @@ _GET, _PUT, _DONE = b"g", b"p", b"d"
 
 
 class BareTcp:
-    """The near end. Each `get` and `put` opens a connection and moves as many bytes as the buffer has."""
+    """The benchmark's end. Each `get` and `put` opens a connection and moves as many bytes as the buffer has."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -143,7 +143,7 @@ class Ours(WithEngine):
     """This project, with the placement that its config names."""
 
     def __init__(self, spec: Spec) -> None:
-        import trainer_client  # noqa: PLC0415 - not in every contestant's environment
+        import trainer_client  # noqa: PLC0415 - DeepSpeed's environment lacks its dependencies
         from trainer_client import zero  # noqa: PLC0415
 
         with zero.Init() if spec.deferred else nullcontext():
@@ -171,7 +171,7 @@ class DeepSpeed(WithEngine):
             port = probe.getsockname()[1]
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.update(rendezvous | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-        import deepspeed  # type: ignore[import-not-found]  # noqa: PLC0415 - not in every contestant's environment
+        import deepspeed  # type: ignore[import-not-found]  # noqa: PLC0415 - only its own environment has it
 
         model = build(spec.task)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(spec.config))

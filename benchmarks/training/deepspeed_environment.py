@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.common.measure import BenchmarkError, Progress
 
 REQUIREMENTS = Path(__file__).with_name("deepspeed.requirements.txt")
-# These are installed first, because DeepSpeed's setup.py imports torch, and its parts are compiled with the others.
+# These packages are installed first, because DeepSpeed's setup.py imports torch, and its parts are compiled with the
+# others.
 FIRST = ("torch", "numpy", "setuptools", "wheel", "ninja")
 INSTALL_SECONDS = 1200.0
 BUILD_SECONDS = 1800.0

@@ -33,7 +33,7 @@ _TICK_SECONDS = STALLED_SECONDS / 2
 # STALLED_SECONDS.
 FIRST_STRIDE_BYTES = 16 << 10
 _GROWTH = 8
-# A chunk takes at most 1 / _LARGEST_SHARE of the bytes of a half that are not pinned by ended transfers.
+# A chunk takes at most 1 / _LARGEST_SHARE of its half of the budget, less the bytes there that ended transfers hold.
 _LARGEST_SHARE = 32
 
 
@@ -193,7 +193,7 @@ class Transfers:
             self._give_back(transfer, nbytes)
 
     def _half(self, transfer: Transfer) -> _Half:
-        """Return the half for the transfer's next reservation, which is its present half as long as it holds bytes."""
+        """Return the half of the budget for the next reservation; a transfer that holds bytes stays in its half."""
         moves = transfer.stride_bytes > FIRST_STRIDE_BYTES
         return self._half_of.get(transfer) or (self._proven if moves else self._unproven)
 

@@ -86,7 +86,7 @@ class LoopWatch:
 
 
 class StallLog:
-    """An `on_stall` that logs the first stall of each LOG_INTERVAL_SECONDS with its stack, and counts the others."""
+    """A callback for LoopWatch: logs the first stall of each LOG_INTERVAL_SECONDS with its stack, counts the others."""
 
     def __init__(self) -> None:
         self._next = 0.0

@@ -72,7 +72,7 @@ def _prefer_memory_of(node: int) -> str | None:
     mask = (ctypes.c_ulong * (node // _WORD_BITS + 1))()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than this argument says, so it is one more than the mask has.
+    # set_mempolicy reads one bit less of the mask than this argument says, so 1 is added to the mask's number of bits.
     bits = ctypes.c_ulong(len(mask) * _WORD_BITS + 1)
     if libc.syscall(ctypes.c_long(number), ctypes.c_int(_MPOL_PREFERRED), mask, bits) == 0:
         return None
