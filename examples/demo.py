@@ -234,6 +234,7 @@ def main(
     directory: Annotated[Path, typer.Option("--dir", help="Where the store and the logs go.")] = DEFAULT_DIRECTORY,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the store, the logs and the records.")] = False,
 ) -> None:
+    """Run the demo, print its problems, and exit with status 1 if there are any."""
     # SIGTERM raises SystemExit, at which the contexts end the child processes.
     signal.signal(signal.SIGTERM, _end)
     try:

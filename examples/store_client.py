@@ -101,6 +101,7 @@ def daemon(state_dir: Path) -> Iterator[str]:
 
 
 def main() -> None:
+    """Run the example with a daemon at the given address, or with its own daemon in the given directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("where", help="unix:/path/paramserver.sock, host:port, or a directory for a daemon of its own")
     where = parser.parse_args().where

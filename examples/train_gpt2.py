@@ -166,6 +166,7 @@ def record_weights(engine: Engine, journal: Journal) -> None:
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the names and bytes of all weights."""
     sha = hashlib.sha256()
     for name, tensor in weights.items():
         sha.update(name.encode())
@@ -193,6 +194,7 @@ def generate(engine: Engine, model: GPT2LMHeadModel) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="train up to this step of the job (default: 200)")
     parser.add_argument(
@@ -206,6 +208,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Build the model and its engine, train, and write a text."""
     arguments = parse_arguments()
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun: torchrun --standalone --nproc-per-node=2 examples/train_gpt2.py")

@@ -232,6 +232,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     sizes = QUICK if quick else SIZES
     console = Console(stderr=True)
     try:

@@ -99,6 +99,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not tables.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     sizes, pairs = (QUICK, 1) if quick else (FULL, pairs)
     try:

@@ -135,6 +135,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     commits = 2 * SAMPLES if quick else commits
     console = Console(stderr=True)
     # The daemon does the same at its start.

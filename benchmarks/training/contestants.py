@@ -249,6 +249,7 @@ def serve(spec: Spec, answers: TextIO) -> None:
 
 
 def main() -> None:
+    """Run the contestant that the first argument describes."""
     # Libraries print to stdout. It becomes stderr for them, so that their lines do not mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

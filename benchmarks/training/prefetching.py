@@ -43,8 +43,7 @@ from benchmarks.training.task import HEAD_WIDTH, ModelKind, TrainingTask
 
 DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
 MIB = 1 << 20
-# Of these 4 bytes, 2 hold the gradient in bf16, and 1 is for the optimizer's tiles. The last one holds half of the
-# parameters in bf16.
+# The 4 bytes are 2 for the gradient in bf16, 1 for the optimizer's tiles, and 1 for half of the parameters in bf16.
 HOST_BYTES_PER_PARAMETER = 4
 # The least budget, which the smallest models get.
 LEAST_HOST_BYTES = 32 << 20
@@ -194,6 +193,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     if quick:
         layers, hidden, tokens, rounds, steps = 2, HEAD_WIDTH, 16, 1, 2

@@ -144,6 +144,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     tasks, rounds, steps = (QUICK, 1, 2) if quick else (FULL[:sizes], rounds, steps)
     try:

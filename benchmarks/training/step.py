@@ -156,6 +156,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not tables.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     if hidden % HEAD_WIDTH:
         raise typer.BadParameter(f"--hidden is {hidden}, and has to be a multiple of {HEAD_WIDTH}")

@@ -32,7 +32,7 @@ from paramserver.security.principals import Principal, Role
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
-# How often the daemon looks for changes of the file.
+# The daemon looks for changes of the file at this interval.
 FOLLOW_SECONDS = 1.0
 
 _HEADER = "# Who may use the store: `paramserver tokens`. Tokens are kept as hashes only.\n"
