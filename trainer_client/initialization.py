@@ -41,6 +41,7 @@ from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.job import Job
 from trainer_client.run.local_daemon import LocalDaemon, local_address
 from trainer_client.run.run_state import RunState, Scheduler
+from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.precision import LossScaler, PrecisionPolicy
@@ -213,13 +214,21 @@ def _make_engine(
     """An engine at the job's newest step, or at step 0 of a new job. A collective."""
     policy = PrecisionPolicy.of(settings)
     clipping = Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value)
+    early_updates = EarlyUpdates(store)
     gradients = Gradients(
-        job.units, job.states, policy.reduction_dtype, store, collectives, exact_norms=clipping.norm > 0
+        job.units,
+        job.states,
+        early_updates,
+        store,
+        collectives,
+        reduction_dtype=policy.reduction_dtype,
+        exact_norms=clipping.norm > 0,
     )
+    updates = Updates(job.states, early_updates, store, collectives)
     scaler = LossScaler(settings.fp16)
     step = TrainingStep(
         gradients=gradients,
-        updates=Updates(job.states, store, collectives),
+        updates=updates,
         optimizer=optimizer,
         scaler=scaler,
         clipping=clipping,
@@ -245,6 +254,7 @@ def _make_engine(
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
+        updates=updates,
         residency=residency,
         reduction_order=ReductionOrder(len(job.units), collectives),
         compute_dtype=policy.compute_dtype,

@@ -9,10 +9,9 @@ Must never let the ranks disagree about a reduction: what is reduced, and when, 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -23,7 +22,7 @@ from trainer_client.model.placement import Home
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.step.early_update import EarlyUpdate
+from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
 from trainer_client.step.norms import Norms
 from trainer_client.transport.planes import LeasedBytes
@@ -70,13 +69,13 @@ class GradientGroup:
         missing: parameters without a gradient since this backward began, or the unit's last reduction in it.
         present: parameters with a gradient in this step.
         next_use: the position at which the parameters are needed next, as far as it is known.
-        early: the update that has begun with this gradient, before the step.
     """
 
     def __init__(
         self,
         group: FlatGroup,
         memory: GradientMemory,
+        early_updates: EarlyUpdates,
         reduction_dtype: torch.dtype,
         collectives: Collectives,
         norms: Norms,
@@ -86,7 +85,7 @@ class GradientGroup:
         self.missing = set(range(len(group.parameters)))
         self.present: set[int] = set()
         self.next_use = 0
-        self.early: EarlyUpdate | None = None
+        self._early_updates = early_updates
         self._norm = norms
         self._norms: torch.Tensor | None = None  # of `chunk` as it is
         self._reduction_dtype = reduction_dtype
@@ -128,9 +127,7 @@ class GradientGroup:
     def begin_change(self) -> None:
         """The gradient is about to change: what was concluded from it is undone."""
         self._norms = None
-        if self.early is not None:
-            self.early.withdraw()
-            self.early = None
+        self._early_updates.withdraw(self.flat_group.name)
 
     @torch.no_grad()
     def take(self, slot: int) -> None:
@@ -206,7 +203,7 @@ class GradientGroup:
     def finish(self) -> None:
         """The step is over: nothing of it stays here."""
         self.memory.give_back()
-        self.early = None
+        self._early_updates.forget(self.flat_group.name)
         self._norms = None
         self.present.clear()
         self._full = None
@@ -227,10 +224,11 @@ class Gradients:
         self,
         units: Sequence[Unit],
         states: Iterable[PlacedStates],
-        reduction_dtype: torch.dtype | None,
+        early_updates: EarlyUpdates,
         store: RankStore,
         collectives: Collectives,
         *,
+        reduction_dtype: torch.dtype | None,
         exact_norms: bool,
     ) -> None:
         self._collectives = collectives
@@ -239,35 +237,17 @@ class Gradients:
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
-            return GradientGroup(group, memory, reduction_dtype or group.dtype, collectives, norms)
+            return GradientGroup(group, memory, early_updates, reduction_dtype or group.dtype, collectives, norms)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
-        # Is told of each group whose gradient will not change any more in this step, as far as anybody knows.
-        self.on_final: Callable[[GradientGroup], None] = lambda _: None
         self._parameters = 1 + max((p.index for u in units for g in u.groups for p in g.parameters), default=-1)
         self._reduces = True  # whether the current backward does
         self._owes_reduction = False  # whether a backward of this step did not
 
-    def install(self, step_of_backward: Callable[[], int], taken: Callable[[int], None]) -> None:
-        """Takes gradients over as autograd finishes them, for the step that `step_of_backward` names or refuses.
-
-        Args:
-            taken: is told the index of the unit of each gradient.
-        """
-
-        def hook(unit: int, group: GradientGroup, slot: int, _: torch.Tensor) -> None:
-            group.memory.start(step_of_backward())
-            group.take(slot)
-            taken(unit)
-
-        for unit, group in ((unit, group) for unit, groups in self._of_unit.items() for group in groups):
-            for slot, parameter in enumerate(group.flat_group.parameters):
-                frozen = not parameter.tensor.requires_grad
-                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
-                parameter.tensor.requires_grad_(True)
-                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, unit, group, slot))
-                parameter.tensor.requires_grad_(not frozen)
+    def of_unit(self, unit: Unit) -> Sequence[GradientGroup]:
+        """Return the gradients of the unit's trainable groups."""
+        return self._of_unit[unit.index]
 
     def begin_backward(self, *, reduces: bool) -> None:
         """A backward pass begins. Without `reduces`, which all ranks must give alike, its gradients stay whole on this
@@ -290,20 +270,22 @@ class Gradients:
         """Whether every trainable parameter of the unit has its gradient."""
         return all(group.is_complete for group in self._of_unit[unit.index])
 
-    def reduce_unit(self, unit: Unit, step: int, next_use: int | None) -> None:
-        """The unit's backward is over, on every rank. A collective.
+    def reduce(self, group: GradientGroup, step: int, next_use: int | None) -> bool:
+        """Reduce a group's gradient, because the backward of its unit is over on every rank. A collective.
 
         Args:
-            next_use: the position at which its parameters are needed next, if it is known.
+            next_use: the position at which the group's parameters are needed next, if it is known.
+
+        Returns:
+            Whether the gradient is expected to be final: every parameter that is trained now has one in this step.
         """
-        for group in self._of_unit[unit.index]:
-            group.expect_all()
-            if self._reduces and not group.is_frozen:
-                group.memory.start(step)
-                group.reduce()
-                group.next_use = next_use or 0
-                if group.has_all:
-                    self.on_final(group)
+        group.expect_all()
+        if not self._reduces or group.is_frozen:
+            return False
+        group.memory.start(step)
+        group.reduce()
+        group.next_use = next_use or 0
+        return group.has_all
 
     def finish_backward(self, step: int) -> None:
         """Reduces what came late or outside of a tracked backward, on any rank. A collective."""
@@ -343,11 +325,6 @@ class Gradients:
         if (found := self._find(group)) is not None:
             found.begin_change()
 
-    @property
-    def updated_early(self) -> list[GradientGroup]:
-        """The groups whose update has begun before the step."""
-        return [group for group in self._groups if group.early is not None]
-
     def is_present(self, group: FlatGroup, slot: int) -> bool:
         """Whether a gradient of the parameter in `slot` has come on this rank in this step."""
         found = self._find(group)
@@ -385,7 +362,9 @@ class Gradients:
                 group.finish()
 
     def discard(self) -> None:
-        """Gives the memory of a step back that is not made."""
+        """Withdraw all early updates of a step that is not made, then give the memory of its gradients back."""
+        for group in self._groups:
+            group.begin_change()
         for group in self._groups:
             group.finish()
 

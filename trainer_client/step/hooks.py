@@ -38,13 +38,14 @@ from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterErro
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.recorder import Recorder
-from trainer_client.step.gradients import Gradients
+from trainer_client.step.gradients import GradientGroup, Gradients
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
 from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Holder, Part, Residency
 from trainer_client.step.tensor_tree import TensorTree
 from trainer_client.step.trace import Clock, Trace
+from trainer_client.step.updates import Updates
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class UnitHooks:
         *,
         units: Sequence[Unit],
         gradients: Gradients,
+        updates: Updates,
         residency: Residency,
         reduction_order: ReductionOrder,
         compute_dtype: torch.dtype | None,
@@ -91,6 +93,7 @@ class UnitHooks:
         self._units = units
         self._root = units[0]
         self._gradients = gradients
+        self._updates = updates
         self._residency = residency
         self._reduction_order = reduction_order
         self._compute_dtype = compute_dtype
@@ -116,7 +119,6 @@ class UnitHooks:
         return self._phases.current
 
     def install(self) -> None:
-        self._gradients.install(self._step_of_backward, self._after_gradient)
         inside: set[nn.Module] = set()
         for unit in self._units[1:]:
             inside.update(unit.module.modules())
@@ -127,6 +129,7 @@ class UnitHooks:
             elif module not in inside:
                 self._hook(module, self._root, None, None)
         for unit in self._units:
+            self._watch_gradients(unit)
             for group in unit.groups:
                 group.want = torch.compiler.disable(partial(self._lend_on_use, unit))
 
@@ -418,15 +421,32 @@ class UnitHooks:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
-        self._gradients.reduce_unit(self._units[index], self._step, self._trace.next_use(index))
+        """Reduce the unit's gradients, and have the store begin with the update of each group that is final."""
+        next_use = self._trace.next_use(index)
+        for gradient in self._gradients.of_unit(self._units[index]):
+            if self._gradients.reduce(gradient, self._step, next_use):
+                self._updates.begin_early(gradient)
 
-    def _after_gradient(self, index: int) -> None:
-        """A parameter of the unit has its gradient."""
-        if index not in self._almost_over or self._open[index]:
+    def _watch_gradients(self, unit: Unit) -> None:
+        """Have `_take_gradient` called as autograd finishes each gradient of the unit's parameters."""
+        for gradient in self._gradients.of_unit(unit):
+            for slot, parameter in enumerate(gradient.flat_group.parameters):
+                frozen = not parameter.tensor.requires_grad
+                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
+                parameter.tensor.requires_grad_(True)
+                hook = partial(self._take_gradient, unit, gradient, slot)
+                parameter.tensor.register_post_accumulate_grad_hook(hook)
+                parameter.tensor.requires_grad_(not frozen)
+
+    def _take_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, _: torch.Tensor) -> None:
+        """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing."""
+        gradient.memory.start(self._step_of_backward())
+        gradient.take(slot)
+        if unit.index not in self._almost_over or self._open[unit.index]:
             return
-        if self._gradients.unit_is_complete(self._units[index]):
-            self._almost_over.discard(index)
-            self._after_backward(self._units[index], waits=False)
+        if self._gradients.unit_is_complete(unit):
+            self._almost_over.discard(unit.index)
+            self._after_backward(unit, waits=False)
 
     # Gather and lend
 

@@ -67,7 +67,6 @@ class TrainingStep:
         self._clipping = clipping
         self._early_updates = early_updates
         self._clips = clipping.norm > 0  # whether the last step's gradient was clipped by its norm
-        gradients.on_final = updates.begin_early
 
     def begin_backward(self, step: int, *, is_last: bool) -> None:
         """A backward pass begins.
@@ -96,7 +95,6 @@ class TrainingStep:
                 self._optimizer.step()
             self.skipped_in_row = 0
         else:
-            self._updates.withdraw(self._gradients.updated_early)
             self._gradients.discard()
             self.skipped += 1
             self.skipped_in_row += 1

@@ -27,7 +27,7 @@ from trainer_client.model.placement import Home, Residence
 from trainer_client.model.states import PlacedStates
 from trainer_client.optimizers.hyper_parameters import HyperParameters, HyperParameterTable
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.step.early_update import EarlyUpdate
+from trainer_client.step.early_updates import EarlyUpdate, EarlyUpdates
 from trainer_client.step.gradients import GradientGroup
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import GroupUpdate, RankStore
@@ -66,16 +66,15 @@ class UpdateRule:
 
 
 class Updates:
-    """Attributes:
-    begun_early, withdrawn: early updates so far, and those of them that were undone.
-
-    Args:
+    """Args:
     states: of all groups, in forward order.
+    early: those of the gradients that `begin_early` and `apply` are given.
     """
 
-    def __init__(self, states: Sequence[PlacedStates], store: RankStore, collectives: Collectives) -> None:
-        self.begun_early = 0
-        self.withdrawn = 0
+    def __init__(
+        self, states: Sequence[PlacedStates], early: EarlyUpdates, store: RankStore, collectives: Collectives
+    ) -> None:
+        self._early = early
         self._states = {state.group.name: state for state in states}
         self._store = store
         self._collectives = collectives
@@ -106,24 +105,7 @@ class Updates:
         step, rule = self._foreseen
         rule = rule.only(gradient)
         update = self._describe(gradient, leased, rule)
-        gradient.early = EarlyUpdate(
-            step=step,
-            update=update,
-            rows=rule.rows_of(update),
-            accepted=self._store.start_apply_gradients(step, list(rule.table.rows), [update]),
-            undo=self._undo,
-        )
-        self.begun_early += 1
-
-    def _undo(self, early: EarlyUpdate) -> None:
-        if early.accepted.wait():
-            self._store.withdraw_updates(early.step, [early.update.group])
-        self.withdrawn += 1
-
-    def withdraw(self, gradients: Iterable[GradientGroup]) -> None:
-        """Undoes the updates that have begun, for a step that is not made."""
-        for gradient in gradients:
-            gradient.begin_change()
+        self._early.begin(step, update, rule.table.rows, rule.rows_of(update))
 
     def apply(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
         """Updates the groups that have gradients, which are done with afterwards.
@@ -192,7 +174,7 @@ class Updates:
         accepted, self._accepted = self._accepted, []
         for early in () if is_voted_for else accepted:
             with suppress(StoreError):
-                early.withdraw()
+                self._early.undo(early)
             self._store.give_back([early.update.gradient])
 
     def refresh(self) -> None:
@@ -210,9 +192,8 @@ class Updates:
 
     def _begun(self, gradient: GradientGroup, rule: UpdateRule) -> EarlyUpdate | None:
         """The update that has begun early, if it is as the rule says; one that is otherwise is undone."""
-        early = gradient.early
-        if early is None or not early.accepted.wait():
-            gradient.early = None
+        early = self._early.find(gradient.flat_group.name)
+        if early is None:
             return None
         update = self._describe(gradient, early.update.gradient, rule)
         if not early.is_as(update, rule.rows_of(update)):
