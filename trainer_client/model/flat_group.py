@@ -34,6 +34,7 @@ from trainer_client.model.placement import GroupPlacement, Home, Residence
 from trainer_client.model.released import release, restore
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import Slab
+from trainer_client.transport.shard_group_name import ShardGroupName
 
 PROTO_DTYPES = {
     torch.float32: pb.DTYPE_FLOAT32,
@@ -140,7 +141,8 @@ class FlatGroup:
     def name_of(self, rank: int) -> str:
         """Return the name of a rank's shard group in the store."""
         start, stop = self.layout.chunk_range(rank)
-        return f"{self.unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen") + self._suffix
+        variant = ("" if self.trainable else ":frozen") + self._suffix
+        return str(ShardGroupName(unit=self.unit, start=start, stop=stop, variant=variant))
 
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
         return self.layout.shards_of(rank)

@@ -36,6 +36,7 @@ from trainer_client.transport.journal import (
 )
 from trainer_client.transport.lasting import Commit, Lasting, Provisional
 from trainer_client.transport.planes import LeasedBytes, Plane, check
+from trainer_client.transport.shard_group_name import ShardGroupName
 
 __all__ = ["GroupUpdate", "RankStore", "Slab", "Value"]
 
@@ -287,7 +288,7 @@ class RankStore:
     def put(self, values: Sequence[Value], step: int) -> None:
         """Stage values as the versions of `step` of their slabs. They must not change until `step` is committed."""
         entry, began = Put(step=step, values=values), time.monotonic()
-        with self._recorder.waiting(Cause.COMMIT, _unit_of_group(values[0].slab.group) if values else ""):
+        with self._recorder.waiting(Cause.COMMIT, ShardGroupName.unit_of(values[0].slab.group) if values else ""):
             self._hand_over(step, entry)
         nbytes = sum(value.values.numel() * value.dtype.itemsize for value in values)
         self._recorder.moved(Link.TO_STORE, "", nbytes, began)
@@ -445,12 +446,8 @@ def _return_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
     """Return the unit that a request is for; the name of a group is the unit's name and a range in brackets."""
-    return _unit_of_group(wants[0].slab.group) if wants else ""
+    return ShardGroupName.unit_of(wants[0].slab.group) if wants else ""
 
 
 def _units_of(updates: Sequence[GroupUpdate]) -> str:
-    return _unit_of_group(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
-
-
-def _unit_of_group(name: str) -> str:
-    return name.rpartition("[")[0]
+    return ShardGroupName.unit_of(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
