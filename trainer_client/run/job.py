@@ -9,6 +9,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -89,16 +90,22 @@ class Job:
         placement = PlacementPolicy.of(settings)
         self.gather = self._choose_gather(placement)
         specs = find_units(model, parameters, unit_policy)
-        self.units = [self._unit(i, spec, placement) for i, spec in enumerate(specs)]
-        self.states = self._place(placement)
-        for unit in self.units:
-            unit.passing_bytes = sum(
-                state.group.whole_bytes
-                for state in self.states
-                if state.group in unit.groups and state.placement.parameters is not Home.HOST
+        groups_of_units = [self._groups(spec) for spec in specs]
+        groups = list(chain.from_iterable(groups_of_units))
+        placed = self._assign(groups, placement)
+        self.states = [PlacedStates(group, placed[group.name], store, collectives) for group in groups]
+        self.units = [
+            Unit(
+                index=index,
+                spec=spec,
+                groups=groups_of_unit,
+                gather=self.gather,
+                store=store,
+                residence=placement.residence,
+                passing_bytes=sum(g.whole_bytes for g in groups_of_unit if placed[g.name].parameters is not Home.HOST),
             )
-
-        groups = [state.group for state in self.states]
+            for index, (spec, groups_of_unit) in enumerate(zip(specs, groups_of_units, strict=True))
+        ]
         layout = name_layout(groups, collectives)
         opened = self._open(layout)
         section = settings.paramserver
@@ -148,13 +155,14 @@ class Job:
             return OneSidedGather(self._store, ranks)
         return CollectiveGather(self._store, self._collectives)
 
-    def _unit(self, index: int, spec: UnitSpec, placement: PlacementPolicy) -> Unit:
+    def _groups(self, spec: UnitSpec) -> list[FlatGroup]:
+        """Return the flat groups of a unit: one for each dtype, trainable parameters and frozen ones apart."""
         members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
         for parameter in spec.parameters:
             key = (not self._optimizer.has_states(parameter), self._policy.dtype_of(parameter))
             members.setdefault(key, []).append(parameter)
         usual = self._policy.compute_dtype or torch.float32
-        groups = [
+        return [
             FlatGroup(
                 unit=spec.fqn or ROOT_NAME,
                 parameters=members[frozen, dtype],
@@ -169,27 +177,18 @@ class Job:
             )
             for frozen, dtype in sorted(members, key=str)
         ]
-        return Unit(
-            index=index,
-            spec=spec,
-            groups=groups,
-            gather=self.gather,
-            store=self._store,
-            residence=placement.residence,
-        )
 
-    def _place(self, policy: PlacementPolicy) -> list[PlacedStates]:
-        """Return the states of all groups, each with its placement.
+    def _assign(self, groups: Sequence[FlatGroup], policy: PlacementPolicy) -> dict[str, GroupPlacement]:
+        """Return the placement of each group, by the group's name.
 
         Trainable and frozen groups are assigned separately, because frozen groups have no optimizer states.
         """
         placed: dict[str, GroupPlacement] = {}
-        groups = [group for unit in self.units for group in unit.groups]
         for trainable in (True, False):
             alike = [group for group in groups if group.trainable == trainable]
             assigned = policy.assign([group.layout.chunk for group in alike])
             placed |= {group.name: placement for group, placement in zip(alike, assigned, strict=True)}
-        return [PlacedStates(group, placed[group.name], self._store, self._collectives) for group in groups]
+        return placed
 
     def _open(self, layout: str) -> pb.OpenJobResponse:
         """Attach to the job, and return the store's response, with what is committed of it."""

@@ -131,7 +131,7 @@ class UnitHooks:
         for unit in self._units:
             self._watch_gradients(unit)
             for group in unit.groups:
-                group.want = torch.compiler.disable(partial(self._lend_on_use, unit))
+                group.gather_on_use(torch.compiler.disable(partial(self._lend_on_use, unit)))
 
     def lend(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """The unit of `module` uses `parameter` in each forward: the parameter's unit is gathered with it.

@@ -21,6 +21,10 @@ class Clock:
     def __init__(self, now: int = 0) -> None:
         self.now = now
 
+    def go_on_from(self, now: int) -> None:
+        """Take the reading over that a commit carried."""
+        self.now = now
+
 
 class Trace:
     """The uses of a repeating sequence (a training step, an inference forward), as indices of units.

@@ -68,6 +68,12 @@ class TrainingStep:
         self._early_updates = early_updates
         self._clips = clipping.norm > 0  # whether the last step's gradient was clipped by its norm
 
+    def go_on_from(self, *, update_counts: Sequence[int], skipped: int, skipped_in_row: int) -> None:
+        """Take the counts over that a commit carried."""
+        self.update_counts = list(update_counts)
+        self.skipped = skipped
+        self.skipped_in_row = skipped_in_row
+
     def begin_backward(self, step: int, *, is_last: bool) -> None:
         """A backward pass begins.
 

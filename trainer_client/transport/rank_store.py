@@ -45,9 +45,9 @@ class RankStore:
     """One rank's connection to the store, which outlives restarts of the daemon after `survive_restarts`.
 
     Attributes:
-        as_of_step: reads see the bytes as this step leaves them, and nothing of later steps; None: the newest bytes.
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
             these fetches took, summed.
+
 
     Args:
         address: `unix:/path` or `host:port`.
@@ -70,7 +70,7 @@ class RankStore:
         prefer_streams: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        self.as_of_step: int | None = None
+        self._as_of_step: int | None = None  # None: reads see the newest version, committed or not
         self.address = address
         self.credentials = credentials
         self.fetched: tuple[int, float] = 0, 0.0
@@ -182,11 +182,18 @@ class RankStore:
     def _note_fetched(self, response: pb.PrefetchResponse) -> None:
         self.fetched = response.fetched_bytes, response.fetch_seconds
 
+    def read_as_of(self, step: int) -> None:
+        """From now on, until the next `commit`, reads see what the committed `step` leaves, and nothing later."""
+        self._as_of_step = step
+
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
-        """Request read leases on the versions of `as_of_step`, all or none; the result has the order of `slabs`."""
+        """Request read leases, all or none; the result has the order of `slabs`.
+
+        The leases show the versions of the step that the last `read_as_of` or `commit` has named.
+        """
         wants = [
             pb.AcquireLeasesRequest.Want(
-                slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position, as_of_step=self.as_of_step
+                slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position, as_of_step=self._as_of_step
             )
             for slab in slabs
         ]
@@ -400,6 +407,8 @@ class RankStore:
     def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[None]:
         """Vote for the commit of `step`; the result is there when the step is committed.
 
+        From now on reads see the bytes as this step leaves them.
+
         Args:
             step: the step to commit.
             client_state: bytes that are stored with the commit and returned when the job is opened again.
@@ -410,6 +419,7 @@ class RankStore:
             at = self._attachments.current
             vote = self._attachments.journal.begin_vote(at, step, client_state, settled_step)
         vote.call.add_done_callback(partial(self._note_commit, step))
+        self._as_of_step = step
         return Commit(self._attachments, vote, self._recorder)
 
     def _note_commit(self, step: int, call: Any) -> None:
