@@ -10,6 +10,7 @@ import atexit
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,28 +18,44 @@ import torch
 from torch import nn
 
 from trainer_client.access import ParameterKey, StateAccess, StateShard, own
-from trainer_client.config.training_config import BatchSizes
 from trainer_client.errors import CollectiveError, NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.model.gather import Gather
-from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates, placement_bytes
-from trainer_client.optimizers.optimizer import StoreOptimizer
-from trainer_client.ranks.collectives import Collectives
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.commits import Commits
-from trainer_client.run.data_loader import TrainingLoader
-from trainer_client.run.run_state import Progress, RunState, Scheduler
-from trainer_client.step.gradients import ReductionSchedule
+from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.run.run_state import Progress, RunState
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.training_step import TrainingStep
 from trainer_client.transport.attachments import Restart
-from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The rooms that an engine calls, made by assembly.py.
+
+    Attributes:
+        states: the states of all groups.
+        gather: how the units' parameters come together.
+    """
+
+    states: Sequence[PlacedStates]
+    gather: Gather
+    micro_batches: MicroBatches
+    hooks: UnitHooks
+    step: TrainingStep
+    scaler: LossScaler
+    access: StateAccess
+    commits: Commits
+    run_state: RunState
+    reporter: Reporter
 
 
 class Engine:
@@ -50,74 +67,49 @@ class Engine:
         module: the model. At stage 3, its parameters have no values outside of its forward.
         optimizer, lr_scheduler: what drives the hyper-parameters; `engine.step()` steps both.
         global_steps: steps made or skipped, the newest step of the job.
-        micro_steps: calls of `step`, one per micro-batch.
         resumed_step: the global step that the run started from; 0 for a new job.
         client_state: the user's own values (JSON-like, tensors too), committed with each step and given back on resume:
             a data cursor, for example. Set them before the `step()` that they belong to.
     """
 
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: StoreOptimizer,
-        lr_scheduler: Scheduler | None,
-        parameters: Sequence[ModelParameter],
-        states: Sequence[PlacedStates],
-        step: TrainingStep,
-        hooks: UnitHooks,
-        gather: Gather,
-        access: StateAccess,
-        store: RankStore,
-        commits: Commits,
-        collectives: Collectives,
-        scaler: LossScaler,
-        run_state: RunState,
-        batch: BatchSizes,
-        data: TrainingLoader | None,
-        reduction: ReductionSchedule,
-        max_skipped_in_row: int | None,
-        steps_per_print: int | None,
-        reporter: Reporter,
-        local_rank: int,
-        resources: ExitStack,
-    ) -> None:
-        self.module = module
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+    def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: ExitStack) -> None:
+        """Args:
+        resources: what the engine closes when it leaves.
+        """
+        self.module = user.module
+        self.optimizer = user.optimizer
+        self.lr_scheduler = user.lr_scheduler
         self.global_steps = 0
-        self.micro_steps = 0
         self.resumed_step = 0
         self.client_state: dict[str, Any] = {}
-        self.local_rank = local_rank
-        self.device = collectives.device
-        self._states = states
-        self._step = step
-        self._hooks = hooks
-        self._gather = gather
-        self._access = access
-        self._store = store
-        self._commits = commits
-        self._collectives = collectives
-        self._scaler = scaler
-        self._run_state = run_state
-        self._batch = batch
-        self._data = data
-        self._reduction = reduction
-        self._max_skipped_in_row = max_skipped_in_row
-        self._steps_per_print = steps_per_print
-        self._reporter = reporter
+        self.local_rank = rank.local_rank
+        self.device = rank.collectives.device
+        self._settings = rank.settings
+        self._store = rank.store
+        self._collectives = rank.collectives
+        self._states = parts.states
+        self._step = parts.step
+        self._hooks = parts.hooks
+        self._gather = parts.gather
+        self._access = parts.access
+        self._commits = parts.commits
+        self._scaler = parts.scaler
+        self._run_state = parts.run_state
+        self._micro_batches = parts.micro_batches
+        self._reporter = parts.reporter
         self._resources = resources
-        self._backwards = 0  # since the last boundary
-        self._boundary: bool | None = None  # as the user says; None: by the count of micro-batches
-        self._syncs = True  # False within `no_sync`
         self._closed = False
-        if any(state.placement.residence is Residence.SHARDED for state in states):
-            module.register_state_dict_pre_hook(_refuse_state_dict)
-        own(parameters, self)
+        if any(state.placement.residence is Residence.SHARDED for state in parts.states):
+            user.module.register_state_dict_pre_hook(_refuse_state_dict)
+        own(user.parameters, self)
         atexit.register(self.leave)
-        if collectives.rank == 0:
+        if rank.collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step`, one per micro-batch."""
+        return self._micro_batches.micro_steps
 
     # DeepSpeed's verbs
 
@@ -144,11 +136,10 @@ class Engine:
             The loss divided by the accumulation steps.
         """
         self._require_open()
-        if self._batch.accumulation > 1:
-            loss = loss / self._batch.accumulation
+        if (accumulation := self._micro_batches.sizes.accumulation) > 1:
+            loss = loss / accumulation
         scaled = loss if self._scaler.scale == 1.0 else loss.float() * self._scaler.scale
-        is_last = self.is_gradient_accumulation_boundary()
-        reduces = self._syncs and (is_last or self._reduction is ReductionSchedule.MICRO_BATCH)
+        is_last, reduces = self._micro_batches.is_last, self._micro_batches.reduces
         if is_last and reduces:
             # The store prepares one step at a time; by now it has made the last one, which the forward has waited for.
             self.wait_for_commit()
@@ -162,7 +153,7 @@ class Engine:
                 self._step.abandon()
                 self._give_up("a backward pass", error)
             raise
-        self._backwards += 1
+        self._micro_batches.end_backward()
         return loss
 
     def step(self) -> None:
@@ -180,16 +171,14 @@ class Engine:
         self._require_open()
         if self._access.is_holding:
             raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
-        if self._backwards == 0:
+        if self._micro_batches.backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary and not self._syncs:
+        boundary = self._micro_batches.is_last
+        if boundary and not self._micro_batches.syncs:
             raise RuntimeError("step() of the last micro-batch within no_sync(): leave it first, a step communicates")
         if boundary:
             self.optimizer.check_groups()
-        self.micro_steps += 1
-        if self._data is not None:
-            self._data.finish_micro_batch()
+        self._micro_batches.end()
         if not boundary:
             return
         voted = self._commits.newest
@@ -201,7 +190,7 @@ class Engine:
             self._give_up("engine.step()", error)
             raise
         self._report()
-        if self._step.skipped_in_row == self._max_skipped_in_row:
+        if self._step.skipped_in_row == self._settings.paramserver.max_consecutive_skipped_steps:
             raise NonFiniteGradientError(
                 f"the gradients of {self._step.skipped_in_row} steps in a row, up to step {self.global_steps}, are not "
                 "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
@@ -213,9 +202,7 @@ class Engine:
         self.wait_for_commit()
         made = self._step.make(self._commits.next)
         self.global_steps += 1
-        self._backwards = 0
-        if self._data is not None:
-            self._data.finish_step()
+        self._micro_batches.end_step()
         if not made:
             log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)
         elif self.lr_scheduler is not None:
@@ -264,33 +251,28 @@ class Engine:
         Their gradients stay whole on each rank's device until the next backward pass outside of the context, or the
         step: DDP's `no_sync`.
         """
-        before, self._syncs = self._syncs, False
-        try:
+        with self._micro_batches.no_sync():
             yield
-        finally:
-            self._syncs = before
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Whether the micro-batch under way is the last of its step, until said otherwise; None: as the config says.
 
         To be called before its `backward`, on every rank alike.
         """
-        self._boundary = is_boundary
+        self._micro_batches.set_last(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` makes a step."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
+        return self._micro_batches.is_last
 
     def gradient_accumulation_steps(self) -> int:
-        return self._batch.accumulation
+        return self._micro_batches.sizes.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch.micro
+        return self._micro_batches.sizes.micro
 
     def train_batch_size(self) -> int:
-        return self._batch.train
+        return self._micro_batches.sizes.train
 
     # What the store adds
 
@@ -466,14 +448,14 @@ class Engine:
 
     def _require_between_steps(self, what: str) -> None:
         self._require_open()
-        if self._backwards or self._hooks.phase is not Phase.IDLE:
+        if self._micro_batches.backwards or self._hooks.phase is not Phase.IDLE:
             raise RuntimeError(f"{what} is possible between two steps: after step(), before the next forward")
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Goes on where a commit was, which carried `state`; as the last act of `initialize`."""
         progress = self._run_state.restore(state)
         self.global_steps = self.resumed_step = progress.global_steps
-        self.micro_steps = progress.micro_steps
+        self._micro_batches.go_on_from(progress.micro_steps)
         self.client_state = state["user"]
 
     def commit_initial_state(self) -> None:
@@ -532,7 +514,8 @@ class Engine:
 
     def _report(self) -> None:
         line = None
-        if self._collectives.rank == 0 and self._steps_per_print and self.global_steps % self._steps_per_print == 0:
+        every = self._settings.steps_per_print
+        if self._collectives.rank == 0 and every and self.global_steps % every == 0:
             rates = [float(group["lr"]) for group in self.optimizer.param_groups]
             shown = (self.global_steps, self.skipped_steps, rates, self._step.gradient_norm)
 

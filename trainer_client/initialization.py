@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from trainer_client.access import StateAccess
+from trainer_client.assembly import make_engine
 from trainer_client.config.section import Agreement
-from trainer_client.config.training_config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
+from trainer_client.config.training_config import TrainingConfig, load_config, resolve_batch_sizes
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.initial.initial_values import InitialValues
@@ -33,24 +33,11 @@ from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimize
 from trainer_client.ranks.agreement import Declaration, require_agreement
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
-from trainer_client.report.reporter import Reporter
-from trainer_client.report.step_report import Part
-from trainer_client.report.step_trace import StepTrace
-from trainer_client.run.commits import Commits
+from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.job import Job
 from trainer_client.run.local_daemon import LocalDaemon, local_address
-from trainer_client.run.run_state import RunState, Scheduler
-from trainer_client.step.early_updates import EarlyUpdates
-from trainer_client.step.gradients import Gradients, ReductionSchedule
-from trainer_client.step.hooks import UnitHooks
-from trainer_client.step.precision import LossScaler, PrecisionPolicy
-from trainer_client.step.reduction_order import ReductionOrder
-from trainer_client.step.residency import Residency
-from trainer_client.step.trace import Clock
-from trainer_client.step.training_step import Clipping, TrainingStep
-from trainer_client.step.updates import Updates
-from trainer_client.transport.attachments import Survival
+from trainer_client.run.run_state import Scheduler
 from trainer_client.transport.channel import wait_until_serving
 from trainer_client.transport.credentials import NO_CREDENTIALS
 from trainer_client.transport.rank_store import RankStore
@@ -60,9 +47,6 @@ log = logging.getLogger(__name__)
 SchedulerArgument = LRScheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
 
 _SERVING_SECONDS = 30.0
-
-# Of the store's host tier, all ranks together have this part (1 / it) filled ahead of use.
-_PREFETCH_SHARE = 4
 
 
 def initialize(
@@ -177,161 +161,19 @@ def initialize(
             weights=Weights(weights) if weights is not None else None,
             strict_weights=strict_weights,
         )
-        job = Job(settings, model, parameters, store_optimizer, store, collectives, policy, initial_values)
-        engine = _make_engine(
-            settings,
-            model,
-            parameters,
-            store_optimizer,
-            scheduler,
-            job,
-            store,
-            collectives,
-            batch,
-            loader if isinstance(loader, TrainingLoader) else None,
-            local_rank,
-            recorder,
-            resources,
-        )
-    return engine, store_optimizer, loader, scheduler
-
-
-def _make_engine(
-    settings: TrainingConfig,
-    model: nn.Module,
-    parameters: Sequence[ModelParameter],
-    optimizer: StoreOptimizer,
-    scheduler: Scheduler | None,
-    job: Job,
-    store: RankStore,
-    collectives: Collectives,
-    batch: BatchSizes,
-    data: TrainingLoader | None,
-    local_rank: int,
-    recorder: Recorder,
-    resources: ExitStack,
-) -> Engine:
-    """An engine at the job's newest step, or at step 0 of a new job. A collective."""
-    policy = PrecisionPolicy.of(settings)
-    clipping = Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value)
-    early_updates = EarlyUpdates(store)
-    gradients = Gradients(
-        job.units,
-        job.states,
-        early_updates,
-        store,
-        collectives,
-        reduction_dtype=policy.reduction_dtype,
-        exact_norms=clipping.norm > 0,
-    )
-    updates = Updates(job.states, early_updates, store, collectives)
-    scaler = LossScaler(settings.fp16)
-    step = TrainingStep(
-        gradients=gradients,
-        updates=updates,
-        optimizer=optimizer,
-        scaler=scaler,
-        clipping=clipping,
-        early_updates=settings.paramserver.early_updates,
-        parameters=len(parameters),
-    )
-    trace = None
-    if settings.paramserver.trace is not None:
-        trace = StepTrace(settings.paramserver.trace, recorder, store, collectives.rank)
-        resources.callback(trace.close)
-    clock = Clock()
-    residency = Residency(
-        job.units,
-        store,
-        prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
-        kept_elements=settings.zero_optimization.stage3_max_live_parameters,
-        is_alone=job.sharers == 1,
-        recorder=recorder,
-    )
-    for unit in job.units:
-        # Before the session ends: what a unit shows afterwards would keep the store's memory from being freed.
-        resources.callback(unit.abandon)
-    hooks = UnitHooks(
-        units=job.units,
-        gradients=gradients,
-        updates=updates,
-        residency=residency,
-        reduction_order=ReductionOrder(len(job.units), collectives),
-        compute_dtype=policy.compute_dtype,
-        clock=clock,
-        recorder=recorder,
-    )
-    hooks.install()
-    commits = Commits(
-        store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
-    )
-    engine = Engine(
-        module=model,
-        optimizer=optimizer,
-        lr_scheduler=scheduler,
-        parameters=parameters,
-        states=job.states,
-        step=step,
-        hooks=hooks,
-        gather=job.gather,
-        access=StateAccess(
-            model=model,
-            units=job.units,
-            states=job.states,
-            gradients=gradients,
-            scaler=scaler,
-            collectives=collectives,
-        ),
-        store=store,
-        commits=commits,
-        collectives=collectives,
-        scaler=scaler,
-        run_state=RunState(
-            step=step,
-            scaler=scaler,
-            optimizer=optimizer,
+        user = UserObjects(
+            module=model,
+            parameters=parameters,
+            optimizer=store_optimizer,
             lr_scheduler=scheduler,
-            clock=clock,
-            batch=batch,
-            data=data,
-            device=collectives.device,
-        ),
-        batch=batch,
-        data=data,
-        reduction=ReductionSchedule.of(settings),
-        max_skipped_in_row=settings.paramserver.max_consecutive_skipped_steps,
-        steps_per_print=settings.steps_per_print,
-        reporter=Reporter(
-            recorder,
-            residency.counters,
-            store,
-            Part(
-                parameters=sum(parameter.shape.numel() for parameter in parameters),
-                world_size=collectives.world_size,
-                sharers=job.sharers,
-                data_plane=store.plane.name,
-            ),
-            trace,
-        ),
-        local_rank=local_rank,
-        resources=resources.pop_all(),
-    )
-    try:
-        if job.resumed_state is not None:
-            engine.take_over(job.resumed_state)
-        if job.staged_step is not None:
-            engine.commit_initial_state()
-        if settings.paramserver.reattach_timeout_seconds:
-            survival = Survival(
-                timeout_seconds=settings.paramserver.reattach_timeout_seconds,
-                kept_bytes=int(settings.paramserver.kept_gradients),
-                is_loud=collectives.rank == 0,
-            )
-            store.survive_restarts(survival, layout=job.layout, newest=commits.newest)
-    except BaseException:
-        engine.leave()
-        raise
-    return engine
+            data=loader if isinstance(loader, TrainingLoader) else None,
+        )
+        rank = RankContext(
+            settings=settings, local_rank=local_rank, collectives=collectives, store=store, recorder=recorder
+        )
+        job = Job(user, rank, policy, initial_values)
+        engine = make_engine(user, rank, job, batch, resources)
+    return engine, store_optimizer, loader, scheduler
 
 
 def _config_source(

@@ -53,6 +53,7 @@ FLOORS = {
         "step",
         "access report run",
         "engine",
+        "assembly",
         "initialization utils zero",
         "__init__",
     ),

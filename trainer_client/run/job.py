@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.model.flat_group import PROTO_DTYPES, FlatGroup
@@ -27,14 +26,13 @@ from trainer_client.model.placement import GroupPlacement, Home, PlacementPolicy
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit
-from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state
+from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.stored_step import Origin
 from trainer_client.step.precision import PrecisionPolicy
-from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
 
@@ -67,19 +65,16 @@ class Job:
 
     def __init__(
         self,
-        settings: TrainingConfig,
-        model: nn.Module,
-        parameters: Sequence[ModelParameter],
-        optimizer: StoreOptimizer,
-        store: RankStore,
-        collectives: Collectives,
+        user: UserObjects,
+        rank: RankContext,
         unit_policy: UnitPolicy,
         initial_values: InitialValues,
     ) -> None:
         """Open the job, and stage or load its states. A collective."""
+        settings, store, collectives = rank.settings, rank.store, rank.collectives
         self._settings = settings
-        self._parameters = parameters
-        self._optimizer = optimizer
+        self._parameters = user.parameters
+        self._optimizer = user.optimizer
         self._store = store
         self._collectives = collectives
         self._policy = PrecisionPolicy.of(settings)
@@ -89,7 +84,7 @@ class Job:
         self.sharers = len(self._store_ranks)
         placement = PlacementPolicy.of(settings)
         self.gather = self._choose_gather(placement)
-        specs = find_units(model, parameters, unit_policy)
+        specs = find_units(user.module, user.parameters, unit_policy)
         groups_of_units = [self._groups(spec) for spec in specs]
         groups = list(chain.from_iterable(groups_of_units))
         placed = self._assign(groups, placement)
@@ -131,7 +126,7 @@ class Job:
             self.staged_step = start.step + 1
             self.resumed_state = self._lay_out(start, self.staged_step)
             self._take_over()
-        _move_buffers(model, collectives)
+        _move_buffers(user.module, collectives)
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
         ranks = self._collectives.world_size

@@ -48,7 +48,6 @@ class RankStore:
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
             these fetches took, summed.
 
-
     Args:
         address: `unix:/path` or `host:port`.
         client: name of this client, shown to people who operate the daemon.
