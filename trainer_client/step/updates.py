@@ -1,13 +1,14 @@
-"""What the optimizer's step does to each flat group: in the store, or on this rank's device, with the same bits.
+"""The optimizer's update of each flat group: in the store, or on this rank's device, with the same bits.
 
-Owns the updates that began before the step. Must never decide what a step is: the scale and the hyper-parameters are
-given.
+Owns the rule that is foreseen for the next step. Must never decide what a step is: its callers give the scale and the
+hyper-parameters.
 
-[Note: early updates] What the store updates it may begin with in the backward pass, as soon as a group's gradient is
-final: on the assumption that the step will be made, with the scale and the hyper-parameters foreseen. The store keeps
-the committed versions, and the gradients stay leased until the step is voted for. What turns out otherwise (a gradient
-that is not finite, or was changed; clipping; another learning rate) is withdrawn, and made again as it should be: the
-bits are those of the update after the norm. Until the step is made, reads see the parameters as they were.
+[Note: early updates] The store may begin with the update of a group in the backward pass already, as soon as the
+group's gradient is final. It does so on the assumption that the step will be made, with the scale and the
+hyper-parameters that are foreseen. It keeps the committed versions meanwhile, and the gradients stay leased until the
+rank votes for the step. If the assumption was wrong (a gradient is not finite or was changed, gradients are clipped,
+the learning rate is another one), the update is withdrawn and made again as the step says, so that the bits are always
+those of an update after the norm. Until the step is made, reads see the parameters as they were.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from trainer_client.transport.rank_store import GroupUpdate, RankStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
-    """A step's arithmetic, for all groups.
+    """The arithmetic of a step, for all groups.
 
     Attributes:
-        scale: what gradients are multiplied by, in fp32: unscaling and clipping by norm in one.
-        clip_value: the limit of each element after that; None: no limit.
+        scale: the factor of all gradients, in fp32: unscaling and clipping by norm in one.
+        clip_value: the limit of each element's magnitude after that; None: no limit.
         updated: for each parameter of the model, whether it is updated in this step.
         table: the hyper-parameters.
     """
@@ -50,25 +51,27 @@ class UpdateRule:
     table: HyperParameterTable
 
     def rows(self, group: FlatGroup, shards: Iterable[ShardRange]) -> list[int]:
-        """For each shard the row of the table, or -1 if it stays as it is."""
+        """Return for each shard its row in the table, or -1 if the shard stays as it is."""
         indices = [group.parameters[shard.slot].index for shard in shards]
         return [self.table.row_of(index) if self.updated[index] else -1 for index in indices]
 
     def rows_of(self, update: GroupUpdate) -> list[HyperParameters | None]:
-        """The hyper-parameters of an update by this rule, for each shard; None: it stays as it is."""
+        """Return for each shard of an update by this rule its hyper-parameters; None: the shard stays as it is."""
         return [self.table.rows[row] if row >= 0 else None for row in update.hyper_parameters_of_shard]
 
     def only(self, gradient: GradientGroup) -> UpdateRule:
-        """The rule for what has a gradient, in one group."""
+        """Return the rule for one group, in which only parameters with a gradient are updated."""
         parameters = gradient.flat_group.parameters
         present = {parameters[slot].index for slot in gradient.present}
         return replace(self, updated=[is_updated and i in present for i, is_updated in enumerate(self.updated)])
 
 
 class Updates:
-    """Args:
-    states: of all groups, in forward order.
-    early: those of the gradients that `begin_early` and `apply` are given.
+    """The updates of all groups.
+
+    Args:
+        states: the states of all groups, in forward order.
+        early: the early updates, the same object that Gradients withdraws from.
     """
 
     def __init__(
@@ -79,24 +82,27 @@ class Updates:
         self._store = store
         self._collectives = collectives
         self._updated: list[PlacedStates] = []
-        # Early updates that are part of the step which `apply` has made. The commit consumes their leases.
+        # The early updates that have become part of the step which `apply` has made. The commit consumes their leases.
         self._accepted: list[EarlyUpdate] = []
         self._foreseen: tuple[int, UpdateRule] | None = None
 
     def foresee(self, step: int, rule: UpdateRule | None) -> None:
-        """A backward pass begins, after which the `step` will most probably be made by this rule. None: none will, or
-        nobody knows."""
+        """Take note of the rule by which the `step` will most probably be made after the backward pass that begins.
+        None: no step follows it, or the rule is not known."""
         self._foreseen = None if rule is None else (step, rule)
 
     def begin_early(self, gradient: GradientGroup) -> None:
-        """The gradient of a group is final, as far as anybody knows: begins with its update, if the rule is foreseen
-        and the store has what it needs. Does not wait."""
+        """Have the store begin with the update of a group whose gradient is expected to be final. Does not wait.
+
+        Does nothing if no rule is foreseen, if the group is updated on the device, or if the gradient is not in the
+        store's memory.
+        """
         group = gradient.flat_group
         if self._foreseen is None or self._states[group.name].placement.optimizer is Home.DEVICE:
             return
         _, norms = gradient.norms()
         if not bool(norms.isfinite().all()):
-            # There will be no such step.
+            # A step with such a gradient is skipped, so no other group needs to begin early either.
             self._foreseen = None
             return
         leased = gradient.memory.leased
@@ -108,10 +114,10 @@ class Updates:
         self._early.begin(step, update, rule.table.rows, rule.rows_of(update))
 
     def apply(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
-        """Updates the groups that have gradients, which are done with afterwards.
+        """Update the groups that have gradients, and finish the gradients. A collective if states are replicated.
 
-        What the store updates is handed over first: it works on that while this rank works on its own. A collective
-        where states are replicated.
+        The groups that the store updates are handed over first, so that it works on them while this rank updates those
+        on its device.
         """
         self._updated = []
         self._accepted = []
@@ -131,16 +137,18 @@ class Updates:
                     self._accepted.append(early)
                     begun.append(self._describe(gradient, leased, rule))
                 else:
-                    # The daemon was lost in this moment: its successor has granted other memory.
+                    # The daemon was lost since the answer, and its successor has granted other memory, which it knows
+                    # nothing of: the update is handed over again.
                     self._hand_over(step, rule, [(gradient, leased)])
                 continue
             if state.placement.gradients is Home.DEVICE:
-                # One at a time: the store's memory need not hold more of them than it works on.
+                # These gradients are handed over one at a time, so that the store's memory need not hold more of them
+                # than it works on.
                 self._hand_over(step, rule, [(gradient, None)])
             else:
                 stored.append(gradient)
         if begun:
-            # The commit consumes the leases.
+            # No lease is given back here, because the commit consumes the leases of early updates.
             self._store.apply_gradients(step, rule.table.rows, begun, begun=True)
         if stored:
             self._hand_over(step, rule, [(gradient, None) for gradient in stored])
@@ -150,8 +158,12 @@ class Updates:
     def _hand_over(
         self, step: int, rule: UpdateRule, gradients: Iterable[tuple[GradientGroup, LeasedBytes | None]]
     ) -> None:
-        """Have the store update groups, each with its lease; None: it is taken here. The leases are the store's once it
-        has accepted them."""
+        """Have the store update groups.
+
+        Args:
+            gradients: each with its lease; None: the lease is taken here. The store owns the leases once it has
+                accepted the updates; if it does not, they are given back.
+        """
         leases: list[LeasedBytes] = []
         updates: list[GroupUpdate] = []
         try:
@@ -167,7 +179,8 @@ class Updates:
         """Give back what the step under way holds, after a failure that the caller reports.
 
         Args:
-            is_voted_for: this rank has voted for the step, whose commit consumes the gradients of early updates.
+            is_voted_for: whether this rank has voted for the step, whose commit consumes the gradients of early
+                updates.
         """
         for state in self._states.values():
             state.forgo_parameters()
@@ -178,12 +191,12 @@ class Updates:
             self._store.give_back([early.update.gradient])
 
     def refresh(self) -> None:
-        """Brings what this rank keeps of the parameters up to date with the step that `apply` made and all ranks have
-        voted for. A collective, for what is resident."""
+        """Bring the parameters on this rank's device up to date with the step that `apply` made, after all ranks have
+        voted for it. A collective for resident parameters."""
         updated, self._updated = self._updated, []
         self._accepted = []
         for index, state in enumerate(updated):
-            # One ahead: the store reads the next group while this rank copies and gathers.
+            # The next group is asked for too, so that the store reads it while this rank copies and gathers this one.
             for ahead in updated[index : index + 2]:
                 ahead.start_load_parameters()
             state.load_parameters()
@@ -191,7 +204,7 @@ class Updates:
                 state.refill()
 
     def _begun(self, gradient: GradientGroup, rule: UpdateRule) -> EarlyUpdate | None:
-        """The update that has begun early, if it is as the rule says; one that is otherwise is undone."""
+        """Return the early update of a group if it is as the rule says. Withdraw it if not, and return None."""
         early = self._early.find(gradient.flat_group.name)
         if early is None:
             return None
@@ -202,6 +215,7 @@ class Updates:
         return early
 
     def _describe(self, gradient: GradientGroup, leased: LeasedBytes, rule: UpdateRule) -> GroupUpdate:
+        """Return a group's update by the rule, with the gradient in `leased`, as the store is to make it."""
         group = gradient.flat_group
         return GroupUpdate(
             group=group.name,
@@ -214,7 +228,8 @@ class Updates:
 
     @torch.no_grad()
     def _update_on_device(self, state: PlacedStates, gradient: GradientGroup, rule: UpdateRule) -> None:
-        """What the store's optimizer kernel does, on the whole group where its states are replicated."""
+        """Update a group as the store's optimizer kernel does. If its states are replicated, update the whole group. A
+        collective then."""
         group = state.group
         replicated = state.placement.residence is Residence.REPLICATED
         values = gradient.chunk.to(group.device)
@@ -222,7 +237,7 @@ class Updates:
             whole = torch.empty(group.layout.numel, dtype=values.dtype, device=group.device)
             self._collectives.all_gather_flat(whole, values)
             values = whole
-        # In place where it has that type already: the gradient is done with.
+        # A gradient that is fp32 already is scaled in place, because it is not needed any more.
         scratch = values.float()
         scratch.mul_(rule.scale)
         if rule.clip_value is not None:
@@ -234,7 +249,7 @@ class Updates:
         for shard, row in zip(shards, rule.rows(group, shards), strict=True):
             if row < 0:
                 continue
-            # Parameter by parameter, as the store does: see layout.ALIGNMENT.
+            # The update goes parameter by parameter, as in the store: see layout.ALIGNMENT.
             part = slice(shard.position, shard.position + shard.numel)
             states = {kind: state.held[kind][part] for kind in group.state_kinds}
             update_rules.apply(rule.table.rows[row], weight[part], scratch[part], states)
