@@ -113,7 +113,9 @@ def initialize(
     """
     refused = {"mpu": mpu, "mesh_param": mesh_param}
     if given := [name for name, value in refused.items() if value is not None]:
-        raise ConfigError(f"initialize({given[0]}=...) is not honoured by this version: parallelism is ZeRO-3 only")
+        raise ConfigError(
+            f"initialize({given[0]}=...) is not honoured by this version: it has data parallelism only (ZeRO)"
+        )
     if model is None:
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)

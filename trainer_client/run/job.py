@@ -80,7 +80,7 @@ class Job:
         self._policy = PrecisionPolicy.of(settings)
         # Ranks share a store if their daemons have the same epoch, the random name of a daemon's start.
         epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
-        self._store_ranks = [rank for rank, e in enumerate(collectives.gather_ids(epoch)) if e == epoch]
+        self._store_ranks = [number for number, other in enumerate(collectives.gather_ids(epoch)) if other == epoch]
         self.sharers = len(self._store_ranks)
         placement = PlacementPolicy.of(settings)
         self.gather = self._choose_gather(placement)
@@ -107,26 +107,32 @@ class Job:
         start = find_start(section.job, layout, opened.layouts, groups, store, section.peers, collectives)
         self.resumed_step = None if start is None else start.step
         self.layout = start.layout if start is not None and start.fits else layout
-        self.resumed_state: dict[str, Any] | None = None
-        self.staged_step: int | None = None
+        self.resumed_state, self.staged_step = self._fill(start, opened, initial_values)
+        _move_buffers(user.module, collectives)
+
+    def _fill(
+        self, start: Start | None, opened: pb.OpenJobResponse, initial_values: InitialValues
+    ) -> tuple[dict[str, Any] | None, int | None]:
+        """Give the states the values that the run starts from, and return `resumed_state` and `staged_step`. A
+        collective."""
         if start is None:
-            self.staged_step = 0
             self._begin(initial_values)
-        elif start.fits:
+            return None, 0
+        if start.fits:
             encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
-            self.resumed_state = client_state.decode(encoded)
+            resumed_state = client_state.decode(encoded)
             self._register()
             self._roll_back(start.step)
             for state in self.states:
                 state.load()
             self._take_over()
-        else:
-            # The new layout begins at step + 1, although it has the same values: if a crash leaves the new layout on
-            # some stores only, the higher number shows which layout is newer.
-            self.staged_step = start.step + 1
-            self.resumed_state = self._lay_out(start, self.staged_step)
-            self._take_over()
-        _move_buffers(user.module, collectives)
+            return resumed_state, None
+        # The new layout begins at step + 1, although it has the same values: if a crash leaves the new layout on some
+        # stores only, the higher number shows which layout is newer.
+        staged_step = start.step + 1
+        resumed_state = self._lay_out(start, staged_step)
+        self._take_over()
+        return resumed_state, staged_step
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
         ranks = self._collectives.world_size
