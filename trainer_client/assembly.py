@@ -1,7 +1,7 @@
-"""From an opened job to an engine at its newest step.
+"""The assembly of an engine: from an opened job to an engine at its newest step.
 
-Owns the order in which the parts are made, which is the order of their first calls to the store. Must never leave an
-engine behind after an error.
+Owns the order in which the engine's parts are made, which is the order of their first calls to the store. Must never
+leave an engine behind after an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     """Return an engine at the job's newest step, or at step 0 of a new job. A collective.
 
     Args:
-        resources: what is to be closed with the engine, which takes all of it.
+        resources: closed when the engine leaves. The engine takes all of them over.
     """
     parts = _make_parts(user, rank, job, sizes, resources)
     engine = Engine(user, rank, parts, resources.pop_all())
@@ -55,6 +55,8 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
 
 
 def _make_parts(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, resources: ExitStack) -> EngineParts:
+    """Make the parts of an engine, and install the hooks on the model. The trace and then the reporter call the store
+    when they are made."""
     clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
     early = EarlyUpdates(rank.store)
     gradients = _make_gradients(rank, job, early, clipping)
@@ -73,7 +75,8 @@ def _make_parts(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     clock = Clock()
     residency = _make_residency(rank, job)
     for unit in job.units:
-        # Before the session ends: what a unit shows afterwards would keep the store's memory from being freed.
+        # The units let go of shared memory before the session ends, because memory that a unit still shows cannot be
+        # freed.
         resources.callback(unit.abandon)
     hooks = UnitHooks(
         units=job.units,

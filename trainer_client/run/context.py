@@ -1,6 +1,6 @@
-"""What a run is made of before there is an engine: the user's objects, and this rank's way to the others.
+"""Two records that `initialize` makes before there is an engine: the user's objects, and this rank's connections.
 
-Owns nothing. Must never do anything: these records are handed from `initialize` to the rooms that need them.
+Owns nothing. Must never do anything: the job and the assembly of the engine read these records.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class UserObjects:
     """What the user has passed to `initialize`, or what `initialize` has made of it.
 
     Attributes:
-        parameters: those of `module`, in the model's order.
-        data: the loader whose cursor is in every commit; None: the user's data is not the engine's concern.
+        parameters: the parameters of `module`, in the model's order.
+        data: the loader whose cursor is in every commit; None: the user loads data without the engine.
     """
 
     module: nn.Module

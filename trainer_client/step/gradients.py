@@ -135,8 +135,9 @@ class GradientGroup:
         self._early_updates.withdraw(self.flat_group.name)
 
     @torch.no_grad()
-    def take(self, slot: int) -> None:
-        """Take the gradient of the parameter in `slot` over, and set its `.grad` to None."""
+    def take(self, slot: int, step: int) -> None:
+        """Take the gradient of the parameter in `slot` over, for `step`, and set its `.grad` to None."""
+        self.memory.start(step)
         parameter = self.flat_group.parameters[slot]
         gradient = parameter.tensor.grad
         if gradient is None:
@@ -160,8 +161,9 @@ class GradientGroup:
         self.present.add(slot)
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Add the mean over ranks to this rank's part. A missing gradient counts as zeros. A collective."""
+    def reduce(self, step: int) -> None:
+        """Add the mean over ranks to this rank's part, for `step`. A missing gradient counts as zeros. A collective."""
+        self.memory.start(step)
         if self._collectives.world_size == 1:
             return
         self.begin_change()
@@ -294,8 +296,7 @@ class Gradients:
         group.expect_all()
         if not self._reduces or group.is_frozen:
             return False
-        group.memory.start(step)
-        group.reduce()
+        group.reduce(step)
         group.next_use = next_use or 0
         return group.has_all
 
@@ -316,8 +317,7 @@ class Gradients:
         dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], what)
         for group, is_dirty in zip(self._groups, dirty, strict=True):
             if is_dirty:
-                group.memory.start(step)
-                group.reduce()
+                group.reduce(step)
 
     def chunk_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
         """Return this rank's part [layout.chunk] of a group's gradient so far, if the parameter in `slot` has a

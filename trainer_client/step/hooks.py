@@ -497,8 +497,7 @@ class UnitHooks:
 
     def _take_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, _: torch.Tensor) -> None:
         """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing."""
-        gradient.memory.start(self._step_of_backward())
-        gradient.take(slot)
+        gradient.take(slot, self._step_of_backward())
         if unit.index not in self._almost_over or self._open[unit.index]:
             return
         if self._gradients.unit_is_complete(unit):

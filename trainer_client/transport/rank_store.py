@@ -182,7 +182,7 @@ class RankStore:
         self.fetched = response.fetched_bytes, response.fetch_seconds
 
     def read_as_of(self, step: int) -> None:
-        """From now on, until the next `commit`, reads see what the committed `step` leaves, and nothing later."""
+        """Have reads see the versions of the committed `step`, and nothing later, until the next `commit`."""
         self._as_of_step = step
 
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
