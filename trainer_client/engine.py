@@ -163,7 +163,7 @@ class Engine:
         """End a micro-batch. At the accumulation boundary, make a step and commit it. A collective.
 
         Returns when the store has the gradients, and when the parameters and optimizer states that live on the device
-        are updated. The store makes its updates and the commit meanwhile; if they fail, the next step,
+        are updated. The store goes on with its updates and with the commit; if they fail, the next step,
         `wait_for_commit` or `close` raises the error. A step with a non-finite gradient is skipped on every rank.
 
         Raises:
