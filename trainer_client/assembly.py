@@ -75,7 +75,7 @@ def _make_parts(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     clock = Clock()
     residency = _make_residency(rank, job)
     for unit in job.units:
-        # The units let go of shared memory before the session ends, because memory that a unit still shows cannot be
+        # The units unmap shared memory before the session ends, because memory that a unit still shows cannot be
         # freed.
         resources.callback(unit.abandon)
     hooks = UnitHooks(

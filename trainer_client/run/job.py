@@ -113,8 +113,11 @@ class Job:
     def _fill(
         self, start: Start | None, opened: pb.OpenJobResponse, initial_values: InitialValues
     ) -> tuple[dict[str, Any] | None, int | None]:
-        """Give the states the values that the run starts from, and return `resumed_state` and `staged_step`. A
-        collective."""
+        """Give the states the values that the run starts from. A collective.
+
+        Returns:
+            `resumed_state` and `staged_step`.
+        """
         if start is None:
             self._begin(initial_values)
             return None, 0
