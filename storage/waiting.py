@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -24,3 +24,20 @@ async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:
             cancellation = error
     if cancellation is not None:
         raise cancellation
+
+
+async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Waits for all tasks, also when one fails or the caller is cancelled: their buffers are in use until then."""
+    pending = list(tasks)
+    if not pending:
+        return
+    try:
+        await asyncio.shield(asyncio.gather(*pending))
+    except BaseException:
+        try:
+            await wait_out(pending)
+        finally:
+            for task in pending:
+                if not task.cancelled():
+                    task.exception()
+        raise

@@ -1,0 +1,62 @@
+"""Which jobs there are, in which layouts; and whose bytes a version of a slab holds.
+
+Owns the table, which the registry changes and nothing else. Must never need a tier: what the tiers find damaged is
+looked up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from storage.errors import NotFoundError
+from storage.shard import SlabKey
+from storage.versions import Job
+
+
+class JobTable:
+    """The jobs of one store. `by_name` has each in the layout of its newest commit; `layouts` has the others, too."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Job] = {}
+
+    def job(self, name: str) -> Job:
+        """Raises NotFoundError for a job that is not here."""
+        if name not in self.by_name:
+            # Which ones there are is not for everybody who asks.
+            raise NotFoundError(f"there is no job {name!r}")
+        return self.by_name[name]
+
+    def layouts(self, name: str) -> list[Job]:
+        """The job in each of its layouts, oldest first, the one that is being filled last."""
+        job = self.job(name)
+        filling = job.unfinished_successor
+        return [*job.older, job, *([] if filling is None else [filling])]
+
+    def __iter__(self) -> Iterator[Job]:
+        """All jobs in all their layouts."""
+        return (layout for name in list(self.by_name) for layout in self.layouts(name))
+
+    def has(self, job: Job) -> bool:
+        """Whether this very job, in this layout, is here."""
+        name = job.spec.name
+        return name in self.by_name and any(layout is job for layout in self.layouts(name))
+
+    def holder(self, key: SlabKey) -> Job:
+        """The job in the layout that a slab is of. Raises NotFoundError where it is gone."""
+        for job in self.layouts(key.job_name):
+            if job.spec.identity == key.job:
+                return job
+        raise NotFoundError(f"job {key.job_name!r} is not laid out as it was any more; open it again")
+
+    def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
+        """The parameters whose elements are in those bytes of the version that `label` names."""
+        for job in self:
+            for group in job.groups.values():
+                for slab in group.slabs:
+                    if any(slab.label(version) == label for version in slab.versions):
+                        itemsize = slab.spec.dtype.itemsize
+                        first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
+                        return tuple(
+                            s.fqn for s in group.spec.shards if s.position < end and s.position + s.numel > first
+                        )
+        return ()
