@@ -1,4 +1,4 @@
-"""Makes the tiers of an engine from its configuration. A new tier that is configured is made here.
+"""The assembly of an engine's tiers from its configuration. A new tier that is configured is made here.
 
 Owns nothing. Must never leave a tier open when another one cannot be made.
 """

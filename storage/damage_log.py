@@ -1,4 +1,4 @@
-"""What happens when a tier finds a damaged block: the error learns whose bytes they are, and the catalog the place.
+"""The log of damaged blocks: names the parameters in a tier's error, and records the extents in the catalog.
 
 Owns the catalog's writes under way. Must never raise into the read that found the damage.
 """
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class DamageLog:
-    """Notes damaged blocks; a durable tier is given `note`."""
+    """The receiver of what a durable tier finds damaged; the tier is given `note`."""
 
     def __init__(self, jobs: JobTable, catalog: Catalog, catalog_thread: CatalogThread) -> None:
         self._jobs = jobs

@@ -1,4 +1,7 @@
-"""Which jobs and groups there are, in which layouts. What they need is admitted first; see admission.py."""
+"""The registry, which adds, changes and deletes jobs and groups once what they need is admitted; see admission.py.
+
+Owns no table: the jobs are in job_table.py, which the admission and the damage log read, too.
+"""
 
 from __future__ import annotations
 

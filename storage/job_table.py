@@ -1,7 +1,7 @@
-"""Which jobs there are, in which layouts; and whose bytes a version of a slab holds.
+"""The table of the jobs in all their layouts, in which the owner of a version's bytes is looked up, too.
 
-Owns the table, which the registry changes and nothing else. Must never need a tier: what the tiers find damaged is
-looked up here.
+Owns the table, which the registry alone changes. Must never need a tier, because it is there before the tiers are: the
+damage log, which the NVMe tier is given when it is made, looks up here whose bytes are damaged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All backing tiers of an engine: finds the tier of a region, and the tier that a slab's versions go to.
+"""The backing tiers of one engine, which are asked for the tier of a region and for the tier of a slab's versions.
 
 Owns the watch over the devices of the tiers, and closes the tiers. Must never copy a byte on the way of a transfer.
 """

@@ -68,6 +68,9 @@ class HostTier:
     ) -> None:
         """Allocates the whole budget; see Arena for `slots`, `huge_pages` and `lock_memory`.
 
+        Args:
+            room_maker: evicts copies where an allocation finds no room.
+
         Raises:
             DiskFullError: the machine has not that much shared memory.
             DeviceError: it has none at all, or none can be named `arena_file`.
