@@ -100,6 +100,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     os.umask(0o077)
     if config.numa_node is not None:
         numa.stay_on(config.numa_node)
+    quotas = Quotas(config.quotas)
     engine = await Engine.open(
         EngineConfig(
             state_dir=config.state_dir,
@@ -117,17 +118,19 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             arena_file=config.arena_file.absolute() if config.arena_file else None,
             huge_pages=config.huge_pages,
             lock_memory=config.lock_memory,
+            weight_of=lambda job: quotas.of(job).weight,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.push_async_callback(engine.close)
-        await _serve(config, engine, credentials, tokens, stop, cleanup)
+        await _serve(config, engine, quotas, credentials, tokens, stop, cleanup)
     log.info("stopped")
 
 
 async def _serve(
     config: DaemonConfig,
     engine: Engine,
+    quotas: Quotas,
     credentials: grpc.ServerCredentials | None,
     tokens: TokenFile | None,
     stop: asyncio.Event,
@@ -138,10 +141,10 @@ async def _serve(
     door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
     cleanup.push_async_callback(door.close)
     watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
-    quotas = Quotas(config.quotas)
-    engine.queue.weight_of = weight_of = lambda job: quotas.of(job).weight
-    transfers = Transfers(config.stream_budget, stall_seconds=config.stream_stall_seconds, weight_of=weight_of)
-    traces = Traces(engine.nvme.tracer)
+    transfers = Transfers(
+        config.stream_budget, stall_seconds=config.stream_stall_seconds, weight_of=engine.config.weight_of
+    )
+    traces = Traces(engine.tracer)
 
     def end_session(session_id: str) -> None:
         transfers.end_session(session_id)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from storage.host_cache import HostCache
 from storage.reader import StepReader
@@ -17,9 +18,9 @@ from storage.scratch import ScratchRanges
 from storage.shard import TierName
 from storage.slab import Slab
 from storage.tiers.arena import ArenaRange
-from storage.tiers.extents import without
+from storage.tiers.backing import BackingTiers
+from storage.tiers.contract import BackingTier, Region
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeRegion, NvmeTier
 
 
 class Holder(enum.StrEnum):
@@ -29,7 +30,7 @@ class Holder(enum.StrEnum):
     """The daemon itself, from start to end: the arena's header and the optimizer's buffers."""
 
     JOBS = "jobs"
-    """Versions on NVMe, and copies in host memory that hold bytes or have their home there."""
+    """Versions on backing tiers, and copies in host memory that hold bytes or have their home there."""
 
     READERS = "readers"
     """Versions that a reader holds and that are no job's any more."""
@@ -92,20 +93,34 @@ def host_account(
     return TierAccount(tier=TierName.HOST, used_bytes=host.used_bytes, held_bytes=held)
 
 
-def nvme_account(nvme: NvmeTier, slabs: Iterable[Slab], readers: Iterable[StepReader]) -> TierAccount:
-    """Explain the used bytes of the NVMe tier. A region counts once, for the first of its holders in this order."""
-    holders: dict[NvmeRegion, Holder] = {}
+def backing_accounts(
+    backing: BackingTiers, slabs: Sequence[Slab], readers: Collection[StepReader]
+) -> Iterator[TierAccount]:
+    """Explain the used bytes of each backing tier, in their order."""
+    for tier in backing:
+        damaged_bytes = backing.durable.damaged_bytes if tier is backing.durable else None
+        yield _backing_account(tier, slabs, readers, damaged_bytes)
+
+
+def _backing_account(
+    tier: BackingTier[Any],
+    slabs: Iterable[Slab],
+    readers: Iterable[StepReader],
+    damaged_bytes: Callable[[Iterable[Region]], int] | None,
+) -> TierAccount:
+    """Explain the used bytes of a tier. A region counts once, for the first of its holders in this order."""
+    holders: dict[Region, Holder] = {}
     for regions, holder in (
         ((region for slab in slabs for region in slab.versions.values()), Holder.JOBS),
         ((region for reader in readers for region in reader.regions.values() if region is not None), Holder.READERS),
-        (nvme.new_regions, Holder.UNDER_WAY),
+        (tier.new_regions, Holder.UNDER_WAY),
     ):
         for region in regions:
-            holders.setdefault(region, holder)
+            if region.tier is tier:
+                holders.setdefault(region, holder)
     held: Counter[Holder] = Counter()
     for region, holder in holders.items():
         held[holder] += region.nbytes
-    if nvme.bad:
-        extents = [extent for region in holders for extent in region.extents]
-        held[Holder.DAMAGED] = sum(part.nbytes for extent in nvme.bad for part in without(extent, extents))
-    return TierAccount(tier=TierName.NVME, used_bytes=nvme.used_bytes, held_bytes=held)
+    if damaged_bytes is not None and (damaged := damaged_bytes(holders)):
+        held[Holder.DAMAGED] = damaged
+    return TierAccount(tier=tier.name, used_bytes=tier.used_bytes, held_bytes=held)

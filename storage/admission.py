@@ -6,15 +6,17 @@ tally says what they need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 from storage.errors import BudgetExceededError
+from storage.job_table import JobTable
 from storage.reader import StepReader
+from storage.tiers.backing import BackingTiers
+from storage.tiers.contract import BackingTier
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeTier
 from storage.transform import host_budget_for
 from storage.versions import Job
 
@@ -66,66 +68,58 @@ class HostNeed:
         )
 
 
-class Jobs(Protocol):
-    """The jobs that share the budgets: the registry."""
-
-    @property
-    def jobs(self) -> Mapping[str, Job]:
-        """Those of all names, each in its newest committed layout."""
-
-    def layouts(self, name: str) -> list[Job]:
-        """A job in each of its layouts."""
-
-    def __iter__(self) -> Iterator[Job]:
-        """All jobs in all their layouts."""
-
-
 class Admission:
     """Admits what jobs and readers need, or raises BudgetExceededError."""
 
-    def __init__(self, jobs: Jobs, host: HostTier, nvme: NvmeTier, tile_bytes: int) -> None:
+    def __init__(self, jobs: JobTable, host: HostTier, backing: BackingTiers, tile_bytes: int) -> None:
         """`tile_bytes`: what the optimizer's buffers take of the host budget."""
         # Readers that were closed, and that no session refers to, leave by themselves.
         self.readers: WeakSet[StepReader] = WeakSet()
         self._jobs = jobs
         self._host = host
-        self._nvme = nvme
+        self._backing = backing
         self._tile_bytes = tile_bytes
 
     def reserve(self) -> None:
-        """Makes sure that the next steps of all jobs find room on NVMe. Raises BudgetExceededError otherwise."""
-        self._nvme.reserve(self._nvme_need())
+        """Make sure that the next steps of all jobs find room on the backing tiers, or raise BudgetExceededError."""
+        for tier in self._backing:
+            tier.reserve(self._need(tier))
 
     def reserve_for_reader(self, job: Job) -> None:
         """Makes sure that a step of the job can be kept beside those to come. Raises BudgetExceededError otherwise."""
         # A job without ranks writes no further steps, so only what is in host memory needs new room.
         tally = job.tally
         alone = sum(slab.paged_bytes for slab in tally.unsaved)
-        self._nvme.reserve(self._nvme_need() + (tally.paged_bytes if job.spec.local_ranks else alone))
+        for tier in self._backing:
+            unbacked = tally.by_backing[None] if job.spec.local_ranks else alone
+            backed = tally.by_backing[tier.name] if job.spec.local_ranks else 0
+            tier.reserve(self._need(tier) + backed + (unbacked if tier.is_durable else 0))
 
-    def _nvme_need(self) -> int:
-        """Bytes that the next steps need besides what is in use: all jobs draw on the same free space, each at its own
-        time, and what a reader shares with a slab that is trained, it will soon have alone."""
+    def _need(self, tier: BackingTier[Any]) -> int:
+        """Bytes that the next steps need of a tier besides what is in use: all jobs draw on the same free space, each
+        at its own time, and what a reader shares with a slab that is trained, it will soon have alone."""
         active = [job for job in self._jobs if job.spec.local_ranks]
         shared = [
             region.nbytes
             for reader in self.readers
             if reader.job.spec.local_ranks
             for slab, region in reader.regions.items()
-            if region is not None and region in slab.versions.values()
+            if region is not None and region.tier is tier and region in slab.versions.values()
         ]
-        return sum(shared) + sum(map(_nvme_need, active))
+        return sum(shared) + sum(_need(job, tier) for job in active)
 
     def check_limit(self, job: Job, limit: Limit) -> None:
         """Raises BudgetExceededError where the next steps of the job, and of the others that count with it, need more
         than they may have."""
         if limit.host_bytes is None and limit.nvme_bytes is None:
             return
-        names = [name for name in self._jobs.jobs if limit.covers(name)]
+        names = [name for name in self._jobs.by_name if limit.covers(name)]
         layouts = [layout for name in names for layout in self._jobs.layouts(name)]
         active = [layout for layout in layouts if layout is job or layout.spec.local_ranks]
         host = _host_need([layout for layout in layouts if layout in active or _has_copies(layout)])
-        nvme = sum(map(_nvme_need, active)) + sum(layout.tally.nvme_bytes for layout in layouts)
+        durable = self._backing.durable
+        nvme = sum(_need(layout, durable) for layout in active)
+        nvme += sum(layout.tally.version_bytes(durable.name) for layout in layouts)
         if limit.counts_readers:
             nvme += self._held_by_readers_alone(limit, layouts)
         steps, them = "its steps need", ""
@@ -150,7 +144,9 @@ class Admission:
             for reader in self.readers
             if limit.covers(reader.job.spec.name)
             for slab, region in reader.regions.items()
-            if region is not None and not (reader.job in layouts and region in slab.versions.values())
+            if region is not None
+            and region.tier is self._backing.durable
+            and not (reader.job in layouts and region in slab.versions.values())
         }
         return sum(held.values())
 
@@ -170,16 +166,13 @@ class Admission:
             )
 
 
-def _nvme_need(job: Job) -> int:
-    """Bytes of NVMe that the slabs of a job will need besides the versions they have: for the committed version and the
-    pending one, with ranks on other nodes for the one before, which they may not have passed yet; and for the last
-    snapshot and the one under way."""
+def _need(job: Job, tier: BackingTier[Any]) -> int:
+    """Bytes of a tier that the slabs of a job will need besides the versions they have there: for the committed version
+    and the pending one, with ranks on other nodes for the one before, which they may not have passed yet; and on the
+    durable tier for the last snapshot and the one under way."""
     settling = 1 if job.spec.local_ranks < job.spec.world_size else 0
-    snapshots = 2 if job.spec.durability.every_steps > 1 else 0
-    return sum(
-        max(0, (2 + settling if backed else 0) + snapshots - count) * nbytes
-        for (backed, count), nbytes in job.tally.by_versions.items()
-    )
+    snapshots = 2 if tier.is_durable and job.spec.durability.every_steps > 1 else 0
+    return job.tally.missing_bytes(tier.name, lambda backing: (2 + settling if backing is tier.name else 0) + snapshots)
 
 
 def _host_need(jobs: Sequence[Job]) -> HostNeed:

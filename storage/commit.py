@@ -18,8 +18,9 @@ from storage.failpoints import Failpoint, reach
 from storage.host_cache import HostCache
 from storage.slab import Slab
 from storage.slices import in_slices
-from storage.tiers.nvme import NvmeRegion, NvmeTier
-from storage.tracing import Activity
+from storage.tiers.backing import BackingTiers
+from storage.tiers.contract import Region
+from storage.tracing import Activity, Tracer
 from storage.versions import Job, unneeded_versions
 from storage.waiting import unlogged
 
@@ -36,15 +37,17 @@ class Committer:
 
     def __init__(
         self,
-        nvme: NvmeTier,
+        backing: BackingTiers,
         host_cache: HostCache,
         copies: CopyWrites,
+        tracer: Tracer,
         catalog: Catalog,
         in_catalog_thread: InCatalogThread,
     ) -> None:
-        self._nvme = nvme
+        self._backing = backing
         self._host_cache = host_cache
         self._copies = copies
+        self._tracer = tracer
         self._catalog = catalog
         self._in_catalog_thread = in_catalog_thread
 
@@ -105,7 +108,7 @@ class Committer:
         job.settled = min(job.settled, step)
         self._restore(job, step)
 
-    async def hold(self, job: Job, step: int, held: MutableMapping[Slab, NvmeRegion | None]) -> None:
+    async def hold(self, job: Job, step: int, held: MutableMapping[Slab, Region | None]) -> None:
         """Hold the regions that a reader of a committed step sees, and enter each into `held`; None: never written.
 
         What is on NVMe is held, and what is in host memory only is claimed, before this waits for anything: whatever is
@@ -134,8 +137,8 @@ class Committer:
             for claim in claims:
                 claim.release()
 
-    def _held(self, region: NvmeRegion) -> NvmeRegion:
-        self._nvme.hold(region)
+    def _held(self, region: Region) -> Region:
+        self._backing.hold(region)
         return region
 
     async def settle(self) -> None:
@@ -163,7 +166,7 @@ class Committer:
         for slab in slabs:
             if slab.latest is not None and job.newest is not None and slab.latest > job.newest:
                 if (region := slab.pop_version(slab.latest)) is not None:
-                    self._nvme.free(region)
+                    self._backing.free(region)
                 self._restore_slab(job, slab, job.newest)
 
     def _restore(self, job: Job, step: int | None) -> None:
@@ -190,13 +193,13 @@ class Committer:
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
         for slab, (version, region) in (await _unrecorded(job, record.step)).items():
-            if region.doubtful:
-                slab.add_version(version, await self._nvme.write_again(region))
-                self._nvme.free(region)
+            if region.doubtful or not region.tier.is_durable:
+                slab.add_version(version, await self._backing.copy_to_durable(region))
+                self._backing.free(region)
         written = await _unrecorded(job, record.step)
         kept = _durable_after(job, record.step)
-        with self._nvme.tracer.span(Activity.SYNC, f"{job.spec.identity}/all groups/step {record.step}"):
-            await self._nvme.sync()
+        with self._tracer.span(Activity.SYNC, f"{job.spec.identity}/all groups/step {record.step}"):
+            await self._backing.durable.sync()
         await self._in_catalog_thread(lambda: self._record(job, record, written, sorted(kept)))
         for slab, (version, _) in written.items():
             slab.recorded.add(version)
@@ -244,10 +247,11 @@ class Committer:
         self,
         job: Job,
         record: CommitRecord,
-        written: Mapping[Slab, tuple[int, NvmeRegion]],
+        written: Mapping[Slab, tuple[int, Region]],
         kept: list[int],
     ) -> None:
-        stored = {slab.key: (v, StoredVersion(r.extents, r.checksums.dump())) for slab, (v, r) in written.items()}
+        stored_as = self._backing.durable.stored
+        stored = {slab.key: (v, StoredVersion(*stored_as(region))) for slab, (v, region) in written.items()}
         with self._catalog.transaction():
             if not job.durable:
                 self._catalog.create_job(job.spec, [group.spec for group in job.groups.values()], job.created_at)
@@ -282,7 +286,7 @@ class Committer:
             for slab in changed[start : start + _FREED_AT_ONCE]:
                 for version in unneeded_versions(slab, backed if slab.backed else alone):
                     if (region := slab.pop_version(version)) is not None:
-                        self._nvme.free(region)
+                        self._backing.free(region)
                     reach(Failpoint.DURING_RECLAIM)
                 job.tally.settle(slab, oldest, recorded=recorded)
             yield
@@ -307,13 +311,13 @@ def _is_lost(slab: Slab, step: int) -> bool:
     return slab.latest > step or (slab.current_copy is None and slab.latest not in slab.versions)
 
 
-async def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, NvmeRegion]]:
+async def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, Region]]:
     """What `step` sees and the catalog does not know yet.
 
     What the step sees stays the same between two slices: the step is sealed, and kept. A slab that is not among the
     changed ones at the beginning is settled, so that what the step sees of it is recorded.
     """
-    found: dict[Slab, tuple[int, NvmeRegion]] = {}
+    found: dict[Slab, tuple[int, Region]] = {}
     async for slab in in_slices(list(job.tally.changed)):
         version = slab.version_at(step)
         if version is not None and version not in slab.recorded:

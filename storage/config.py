@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,3 +38,5 @@ class EngineConfig:
     # Huge pages and locked memory for the arena. If the system refuses them, a warning is logged and they are not used.
     huge_pages: bool = False
     lock_memory: bool = False
+    # Gives the weight of a job, by its name, against the other jobs in prefetching. By default all weigh the same.
+    weight_of: Callable[[str], float] = lambda _: 1.0

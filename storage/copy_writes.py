@@ -9,8 +9,9 @@ from __future__ import annotations
 from storage.errors import DataLossError
 from storage.host_cache import HostCache
 from storage.slab import CopyWrite, Slab
+from storage.tiers.backing import BackingTiers
+from storage.tiers.contract import Region
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeRegion, NvmeTier
 
 
 class CopyClaim:
@@ -40,20 +41,20 @@ class CopyClaim:
 class CopyWrites:
     """Writes claimed copies."""
 
-    def __init__(self, host: HostTier, nvme: NvmeTier, host_cache: HostCache) -> None:
+    def __init__(self, host: HostTier, backing: BackingTiers, host_cache: HostCache) -> None:
         self._host = host
-        self._nvme = nvme
+        self._durable = backing.durable
         self._host_cache = host_cache
 
-    async def write(self, claim: CopyClaim) -> NvmeRegion:
+    async def write(self, claim: CopyClaim) -> Region:
         """Write a claimed slab's copy to NVMe, unless another claimant has done so already.
 
         A claimant whose predecessor failed tries again, because the reason may concern the predecessor alone: the
         reader that it was opened for was cancelled, for example.
 
         Returns:
-            Where the version is on NVMe. The claimant calls `NvmeTier.hold` before it releases its claim, because the
-            next commit may free the version.
+            Where the version is on NVMe. The claimant calls `BackingTiers.hold` before it releases its claim, because
+            the next commit may free the version.
 
         Raises:
             DataLossError: a roll-back or the job's deletion discarded the bytes meanwhile.
@@ -71,8 +72,8 @@ class CopyWrites:
             raise _discarded(slab, version)
         self._host_cache.pin(copy)
         try:
-            async with self._nvme.new_version(slab.nbytes, slab.label(version)) as region:
-                await self._nvme.write_from(region, 0, self._host.view(copy.region))
+            async with self._durable.new_version(slab.nbytes, slab.label(version)) as region:
+                await self._durable.write_from(region, 0, self._host.view(copy.region))
                 if slab.latest != version:
                     raise _discarded(slab, version)
                 slab.add_version(version, region)

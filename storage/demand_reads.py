@@ -12,17 +12,17 @@ from storage.errors import StepAbortedError
 from storage.host_cache import HostCache
 from storage.prefetch import PrefetchQueue
 from storage.slab import HostCopy, Slab
+from storage.tiers.backing import BackingTiers
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeTier
 from storage.versions import Job
 
 
 class DemandReads:
     """Demand fetches of all jobs; what a method raises is said at the engine's."""
 
-    def __init__(self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, queue: PrefetchQueue) -> None:
+    def __init__(self, host: HostTier, backing: BackingTiers, host_cache: HostCache, queue: PrefetchQueue) -> None:
         self._host = host
-        self._nvme = nvme
+        self._backing = backing
         self._host_cache = host_cache
         self._queue = queue
 
@@ -31,7 +31,7 @@ class DemandReads:
         write = job.pending.writes.get(slab) if job.pending else None
         if write is None and slab.current_copy is not None:
             return await self._queue.fetch(slab, position)
-        return await self._nvme.watch.unless_stuck(
+        return await self._backing.watch.unless_stuck(
             self._fetch(job, slab, position, as_of), give_back=lambda copy: self._host_cache.unpin(slab, copy)
         )
 
@@ -66,7 +66,7 @@ class DemandReads:
                 # Never written before.
                 view[:] = bytes(len(view))
             else:
-                await self._nvme.read_into(slab.source(version), 0, view)
+                await self._backing.read_into(slab.source(version), 0, view)
         except BaseException:
             self._host_cache.unpin(slab, copy)
             raise

@@ -28,7 +28,8 @@ from storage.catalog.catalog import Catalog
 from storage.errors import ConflictError, DeviceError, NotFoundError
 from storage.tiers.data_file import DataFile
 from storage.tiers.extents import Extent, without
-from storage.tiers.nvme import NvmeTier
+from storage.tiers.nvme import NvmeTier, OnDamage
+from storage.tracing import Tracer
 
 LABEL = "paramserver.json"
 LOCK = "lock"
@@ -47,7 +48,8 @@ async def open_nvme(
     read_threads: int,
     write_threads: int,
     nice: int,
-    stuck_after_seconds: float,
+    tracer: Tracer,
+    on_damage: OnDamage,
 ) -> NvmeTier:
     """Open the NVMe tier with one data file in each of `directories`, or in the state directory if there are none.
 
@@ -92,7 +94,7 @@ async def open_nvme(
             for file in files:
                 room = budget_bytes - sum(other.occupied_bytes for other in files)
                 await file.probe(room // len(files))
-        tier = NvmeTier(files, budget_bytes, bad, stuck_after_seconds=stuck_after_seconds)
+        tier = NvmeTier(files, budget_bytes, bad, tracer=tracer, on_damage=on_damage)
         undo.pop_all()
     return tier
 

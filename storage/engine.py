@@ -9,29 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from storage import syscalls
-from storage.accounts import TierAccount, host_account, nvme_account
+from storage.accounts import TierAccount, backing_accounts, host_account
 from storage.admission import Limit
+from storage.assembly import Tiers, open_tiers
 from storage.catalog.catalog import Catalog
-from storage.catalog.records import BadExtent
+from storage.catalog.thread import CatalogThread
 from storage.commit import Committer
 from storage.config import EngineConfig
 from storage.copy_writes import CopyWrites
+from storage.damage_log import DamageLog
 from storage.demand_reads import DemandReads
-from storage.directories import CATALOG, LOCK, open_nvme
-from storage.errors import ConflictError, DamagedBlockError, StepAbortedError, StorageError
-from storage.failpoints import Failpoint, reach
+from storage.directories import CATALOG, LOCK
+from storage.errors import ConflictError, StepAbortedError, StorageError
 from storage.host_cache import HostCache
 from storage.job_registry import JobRegistry
+from storage.job_table import JobTable
 from storage.pending_steps import PendingSteps
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
@@ -41,14 +42,12 @@ from storage.shard import GroupSpec, JobSpec, Kind
 from storage.slab import NEVER, HostCopy, Slab
 from storage.threads import begin_work
 from storage.tiers.arena import Arena, ArenaRange
-from storage.tiers.extents import Extent
-from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeRegion, NvmeTier
+from storage.tiers.contract import BackingTier, Region, Tier
+from storage.tracing import Tracer
 from storage.transform import Kernel, TilePool, Transformer
 from storage.versions import Job
 
 log = logging.getLogger(__name__)
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,36 +66,61 @@ class Pin:
 class Engine:
     """An open state directory."""
 
-    def __init__(self, config: EngineConfig, lock_fd: int, catalog: Catalog, host: HostTier, nvme: NvmeTier) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        lock_fd: int,
+        tiers: Tiers,
+        jobs: JobTable,
+        tracer: Tracer,
+        catalog: Catalog,
+        catalog_thread: CatalogThread,
+        damage_log: DamageLog,
+    ) -> None:
         """For `open` only."""
         self.config = config
-        self.host = host
-        self.nvme = nvme
-        self.host_cache = HostCache(host)
-        self.queue = PrefetchQueue(host, nvme, self.host_cache, config.prefetch_bytes)
-        self._demand_reads = DemandReads(host, nvme, self.host_cache, self.queue)
+        self.host = tiers.host
+        self.nvme = tiers.nvme
+        self.backing = tiers.backing
+        self.tracer = tracer
+        self.host_cache = HostCache(self.host, tiers.eviction_order)
+        self.queue = PrefetchQueue(
+            self.host,
+            self.backing,
+            self.host_cache,
+            tracer,
+            in_flight_bytes=config.prefetch_bytes,
+            weight_of=config.weight_of,
+        )
+        self._demand_reads = DemandReads(self.host, self.backing, self.host_cache, self.queue)
         self._lock_fd = lock_fd
         self._catalog = catalog
-        self._catalog_thread = ThreadPoolExecutor(1, "catalog")
-        tiles = TilePool(host)
-        self._fixed_bytes = host.arena.header_bytes + tiles.nbytes
-        self.reader = RangeReader(host, nvme, tiles)
-        self._job_registry = JobRegistry(host, nvme, self.host_cache, tiles.nbytes)
+        self._catalog_thread = catalog_thread
+        self._damage_log = damage_log
+        tiles = TilePool(self.host)
+        self._fixed_bytes = self.host.arena.header_bytes + tiles.nbytes
+        self.reader = RangeReader(self.host, self.backing, tiles)
+        self._jobs = jobs
+        self._job_registry = JobRegistry(jobs, self.host, self.backing, self.host_cache, tiles.nbytes)
         self._compute = ThreadPoolExecutor(
             config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
         )
-        transformer = Transformer(host, nvme, self.host_cache, tiles, self._compute)
-        copies = CopyWrites(host, nvme, self.host_cache)
-        self._committer = Committer(nvme, self.host_cache, copies, catalog, self._in_catalog_thread)
-        self._pending_steps = PendingSteps(host, nvme, self.host_cache, transformer, self._committer)
-        self.scratch = ScratchRanges(host)
-        nvme.on_damage = self._on_damage
-        self._notes: set[asyncio.Task[None]] = set()
-        self.scrubber = Scrubber(nvme, self._versions, config.scrub_bytes_per_second)
+        transformer = Transformer(self.host, self.backing, self.host_cache, tiles, self._compute)
+        copies = CopyWrites(self.host, self.backing, self.host_cache)
+        self._committer = Committer(self.backing, self.host_cache, copies, tracer, catalog, catalog_thread.run)
+        self._pending_steps = PendingSteps(
+            self.host, self.backing, self.host_cache, tracer, transformer, self._committer
+        )
+        self.scratch = ScratchRanges(self.host)
+        self.scrubber = Scrubber(self.nvme, self._durable_versions, config.scrub_bytes_per_second)
 
     @classmethod
-    async def open(cls, config: EngineConfig) -> Engine:
+    async def open(cls, config: EngineConfig, volatile: Sequence[BackingTier[Any]] = ()) -> Engine:
         """Opens a state directory, creating it if it is not there, and finds every committed step of every job.
+
+        Args:
+            volatile: tiers beside the two that `config` describes, fastest first, which are not durable. A slab may be
+                placed on one by its name. The engine closes them; where this raises, they stay the caller's.
 
         Raises:
             DeviceError: the directory cannot be made or used.
@@ -113,30 +137,13 @@ class Engine:
             undo.callback(catalog.close)
             stored = catalog.load()
             used = [e for job in stored for steps in job.versions.values() for v in steps.values() for e in v.extents]
-            nvme = await open_nvme(
-                catalog,
-                config.state_dir,
-                config.nvme_dirs,
-                used,
-                budget_bytes=config.nvme_budget_bytes,
-                read_threads=config.io_read_threads,
-                write_threads=config.io_write_threads,
-                nice=config.worker_nice,
-                stuck_after_seconds=config.device_timeout_seconds,
-            )
-            undo.push_async_callback(nvme.close)
-            reach(Failpoint.DURING_RECOVERY)
-            syscalls.sync_directory(config.state_dir)
-            host = HostTier(
-                config.host_budget_bytes,
-                admission_timeout_seconds=config.admission_timeout_seconds,
-                slots=config.arena_slots,
-                arena_file=config.arena_file,
-                huge_pages=config.huge_pages,
-                lock_memory=config.lock_memory,
-            )
-            undo.push_async_callback(host.close)
-            engine = cls(config, lock_fd, catalog, host, nvme)
+            jobs, tracer, catalog_thread = JobTable(), Tracer(), CatalogThread()
+            damage_log = DamageLog(jobs, catalog, catalog_thread)
+            tiers = await open_tiers(config, catalog, used, volatile=volatile, tracer=tracer, on_damage=damage_log.note)
+            undo.push_async_callback(tiers.nvme.close)
+            undo.push_async_callback(tiers.host.close)
+            undo.push_async_callback(tiers.backing.watch.close)
+            engine = cls(config, lock_fd, tiers, jobs, tracer, catalog, catalog_thread, damage_log)
             engine._job_registry.restore(stored)
             undo.pop_all()
         return engine
@@ -144,20 +151,19 @@ class Engine:
     async def close(self) -> None:
         """Finishes what must be finished, abandons the pending steps, and lets go of everything."""
         await self.scrubber.close()
-        for job in list(self._job_registry):
+        for job in list(self._jobs):
             try:
                 await self._quiesce(job)
             except StorageError as error:
                 # Nothing is used again after this, so nothing depends on it.
                 log.error("the unfinished step of job %s could not be given up: %s", job.spec.name, error)
         await self.queue.close()
-        await self.nvme.close()
-        if self._notes:
-            await asyncio.wait(self._notes)
+        await self.backing.close()
+        await self._damage_log.close()
         self._compute.shutdown()
         # SQLite brings its journal into the file here, which a busy disk makes slow.
-        await self._in_catalog_thread(self._catalog.close)
-        self._catalog_thread.shutdown()
+        await self._catalog_thread.run(self._catalog.close)
+        self._catalog_thread.close()
         await self.host.close()
         os.close(self._lock_fd)
 
@@ -166,21 +172,14 @@ class Engine:
         """The memory that clients map."""
         return self.host.arena
 
-    def _on_damage(self, error: DamagedBlockError, extents: Sequence[Extent]) -> None:
-        error.fqns = self._job_registry.fqns_at(error.label, error.offset, error.nbytes)
-        if extents:
-            found = [BadExtent(extent=extent, reason=str(error), found_at=time.time()) for extent in extents]
-            noted = asyncio.ensure_future(self._in_catalog_thread(lambda: self._catalog.add_bad_extents(found)))
-            self._notes.add(noted)
-            noted.add_done_callback(self._on_noted)
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """All tiers, fastest first; what only the host tier or the NVMe tier has is at `host` and `nvme`."""
+        return (self.host, *self.backing)
 
-    def _on_noted(self, noted: asyncio.Task[None]) -> None:
-        self._notes.discard(noted)
-        if not noted.cancelled() and (error := noted.exception()) is not None:
-            log.error("blocks that were found damaged may be used again after a restart: %s", error)
-
-    def _versions(self) -> Iterator[NvmeRegion]:
-        return (region for job in self._job_registry for slab in job.slabs() for region in slab.versions.values())
+    def _durable_versions(self) -> Iterator[Region]:
+        versions = (region for job in self._jobs for slab in job.slabs() for region in slab.versions.values())
+        return (region for region in versions if region.tier is self.backing.durable)
 
     def accounts(
         self, *, leased: Iterable[ArenaRange] = (), quarantined: Iterable[ArenaRange] = ()
@@ -191,7 +190,7 @@ class Engine:
             leased: ranges that sessions have leased.
             quarantined: ranges that processes of ended sessions may still write to.
         """
-        slabs = [slab for job in self._job_registry for slab in job.slabs()]
+        slabs = [slab for job in self._jobs for slab in job.slabs()]
         host = host_account(
             self.host,
             self.host_cache,
@@ -201,18 +200,18 @@ class Engine:
             leased=leased,
             quarantined=quarantined,
         )
-        return [host, nvme_account(self.nvme, slabs, self._job_registry.admission.readers)]
+        return [host, *backing_accounts(self.backing, slabs, self._job_registry.admission.readers)]
 
     # --- jobs
 
     @property
     def jobs(self) -> Mapping[str, Job]:
         """All jobs, by name, in their newest committed layouts."""
-        return self._job_registry.jobs
+        return self._jobs.by_name
 
     def job(self, name: str) -> Job:
         """Raises NotFoundError for a job that is not here."""
-        return self._job_registry.job(name)
+        return self._jobs.job(name)
 
     def layouts(self, name: str) -> list[Job]:
         """The job in each of its layouts, oldest first: those that the newest committed one has replaced and that are
@@ -221,7 +220,7 @@ class Engine:
         Raises:
             NotFoundError: there is no such job.
         """
-        return self._job_registry.layouts(name)
+        return self._jobs.layouts(name)
 
     async def open_job(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
         """The job, created in memory if it has no committed step. Abandons the step that an earlier run left behind.
@@ -236,7 +235,7 @@ class Engine:
         """
         known = self._job_registry.find(spec, may_exist=may_exist, must_exist=must_exist)
         if known is not None:
-            await self.nvme.watch.unless_stuck(self._quiesce_all(known))
+            await self.backing.watch.unless_stuck(self._quiesce_all(known))
             if known.newest is None:
                 await self._job_registry.discard(known)
         return self._job_registry.attach(spec)
@@ -250,7 +249,7 @@ class Engine:
         Raises:
             ConflictError: the job has a layout of that name, was deleted, or is being deleted.
         """
-        await self.nvme.watch.unless_stuck(self._quiesce_all(job))
+        await self.backing.watch.unless_stuck(self._quiesce_all(job))
         return await self._job_registry.lay_out(job, spec, first_step)
 
     async def delete_job(self, name: str) -> None:
@@ -262,12 +261,12 @@ class Engine:
             DeviceStuckError: a device does not answer; the job stays.
         """
         with self._job_registry.deleting(name) as job:
-            await self.nvme.watch.unless_stuck(self._quiesce_all(job))
-            await self._delete(self._job_registry.layouts(name))
+            await self.backing.watch.unless_stuck(self._quiesce_all(job))
+            await self._delete(self._jobs.layouts(name))
 
     async def _delete(self, jobs: Sequence[Job]) -> None:
         if stored := [job.spec.identity for job in jobs if job.durable]:
-            await self._in_catalog_thread(lambda: self._catalog.delete_jobs(stored))
+            await self._catalog_thread.run(lambda: self._catalog.delete_jobs(stored))
         for job in jobs:
             await self._job_registry.discard(job)
 
@@ -281,7 +280,7 @@ class Engine:
         """
         moved = await self._job_registry.register(job, specs, limits)
         if moved and job.durable:
-            await self._in_catalog_thread(lambda: self._catalog.set_placements(moved))
+            await self._catalog_thread.run(lambda: self._catalog.set_placements(moved))
 
     async def detach(self, job: Job) -> None:
         """To be called when no client uses the job any more: its unfinished step is abandoned, and host memory that
@@ -377,25 +376,25 @@ class Engine:
             StepAbortedError: it was abandoned while the bytes were written.
             DeviceStuckError: a device does not answer; they become that version when it does.
         """
-        await self.nvme.watch.unless_stuck(self._publish(pin))
+        await self.backing.watch.unless_stuck(self._publish(pin))
 
     async def _publish(self, pin: Pin) -> None:
         slab = pin.slab
         try:
-            job = self._job_registry.holder(slab.key)
+            job = self._jobs.holder(slab.key)
             step = job.first_step
             pending = job.open_pending(step)
             async with AsyncExitStack() as filling:
-                if slab.backed:
-                    new = self.nvme.new_version(slab.nbytes, slab.label(step))
+                if slab.backing is not None:
+                    new = self.backing.new_version(slab.backing, slab.nbytes, slab.label(step))
                     region = await filling.enter_async_context(new)
-                    await self.nvme.write_from(region, 0, self.host.view(pin.region))
+                    await region.tier.write_from(region, 0, self.host.view(pin.region))
                 # Not before: while the bytes were written a commit may have come, or the end of the step or the job.
                 job.open_pending(step).check_open()
                 if job.pending is not pending:
                     raise StepAbortedError(f"the first step of job {job.spec.name!r} was abandoned; begin it again")
                 if slab.backed and (old := slab.add_version(step, region)) is not None:
-                    self.nvme.free(old)
+                    self.backing.free(old)
             slab.latest = step
             pin.copy.step = step
         finally:
@@ -433,7 +432,7 @@ class Engine:
             raise
         write.add_done_callback(lambda done: self._end_put(staged, done))
         if slab.backed:
-            await self.nvme.watch.unless_stuck(_outcome(write))
+            await self.backing.watch.unless_stuck(_outcome(write))
 
     def _end_put(self, staged: ArenaRange, write: asyncio.Task[None]) -> None:
         if write.cancelled() or write.exception() is not None:
@@ -470,7 +469,7 @@ class Engine:
             DeviceStuckError: a device does not answer.
             StorageError: what `fill` raises.
         """
-        return await self.nvme.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.scratch.free)
+        return await self.backing.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.scratch.free)
 
     async def _load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
         region = await self.scratch.allocate(job.spec.name, nbytes)
@@ -492,7 +491,7 @@ class Engine:
             BudgetExceededError: nvme_budget has no room to keep it beside the steps to come.
             DeviceStuckError: a device does not answer.
         """
-        return await self.nvme.watch.unless_stuck(self._open_reader(job, step), give_back=StepReader.close)
+        return await self.backing.watch.unless_stuck(self._open_reader(job, step), give_back=StepReader.close)
 
     async def _open_reader(self, job: Job, step: int | None) -> StepReader:
         # A step that is being committed overwrites what is in host memory only. When this wakes, the next commit may
@@ -504,7 +503,7 @@ class Engine:
             raise ConflictError(f"job {job.spec.name!r} has no committed step to read yet")
         self._committer.check_retained(job, wanted)
         self._job_registry.admission.reserve_for_reader(job)
-        reader = StepReader(job, job.retained[wanted], self.reader, self.nvme)
+        reader = StepReader(job, job.retained[wanted], self.reader, self.backing)
         # From here on all that is held for the reader is the reader's, and goes with it.
         self._job_registry.admission.readers.add(reader)
         try:
@@ -561,7 +560,7 @@ class Engine:
             ConflictError: it is not the pending step, or is being committed.
             DeviceStuckError: a device does not answer; it is undone when it does.
         """
-        await self.nvme.watch.unless_stuck(self._pending_steps.withdraw(job, step, group))
+        await self.backing.watch.unless_stuck(self._pending_steps.withdraw(job, step, group))
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         """Waits for what the step writes and makes it the newest committed one; returns whether it is durable already.
@@ -575,8 +574,8 @@ class Engine:
             DeviceStuckError: a device does not answer. A commit that had begun goes on when it does: ask for the newest
                 step then.
         """
-        self.nvme.watch.check()
-        return await self.nvme.watch.unless_stuck(self._commit(job, step, client_states, settled))
+        self.backing.watch.check()
+        return await self.backing.watch.unless_stuck(self._commit(job, step, client_states, settled))
 
     async def _commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
         durable = await self._pending_steps.commit(job, step, client_states, settled)
@@ -598,15 +597,11 @@ class Engine:
             DeviceStuckError: a device does not answer; the job goes back when it does.
         """
         self._committer.check_retained(job, step)
-        await self.nvme.watch.unless_stuck(self._pending_steps.roll_back(job, step))
+        await self.backing.watch.unless_stuck(self._pending_steps.roll_back(job, step))
 
     async def abandon_pending(self, job: Job) -> None:
         """Stops the writes of an unfinished step and discards what they wrote. A commit under way is waited for."""
         await self._pending_steps.abandon(job)
-
-    async def _in_catalog_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        # Not cancellable: a transaction that has begun must be known to have ended.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._catalog_thread, work))
 
 
 async def _outcome(write: asyncio.Task[None]) -> None:

@@ -1,4 +1,7 @@
-"""Which jobs and groups there are, in which layouts. What they need is admitted first; see admission.py."""
+"""The registry, which adds, changes and deletes jobs and groups once what they need is admitted; see admission.py.
+
+Owns no table: the jobs are in job_table.py, which the admission and the damage log read, too.
+"""
 
 from __future__ import annotations
 
@@ -11,64 +14,37 @@ from dataclasses import replace
 
 from storage.admission import Admission, Limit
 from storage.catalog.records import StoredJob
-from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError
+from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
 from storage.host_cache import HostCache
-from storage.integrity import Checksums
+from storage.job_table import JobTable
 from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
 from storage.slices import in_slices
+from storage.tiers.backing import BackingTiers
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.versions import Job, check_group, check_layout, check_model
 
 
 class JobRegistry:
-    """The jobs of one store. `jobs` has each in the layout that its newest commit is in; `layouts` has the others."""
+    """Opens, lays out, registers and deletes the jobs of one store."""
 
-    def __init__(self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, tile_bytes: int) -> None:
+    def __init__(
+        self, jobs: JobTable, host: HostTier, backing: BackingTiers, host_cache: HostCache, tile_bytes: int
+    ) -> None:
         """`tile_bytes`: what the optimizer's buffers take of the host budget."""
-        self.jobs: dict[str, Job] = {}
+        self._jobs = jobs
         self._host = host
-        self._nvme = nvme
+        self._backing = backing
         self._host_cache = host_cache
-        self.admission = Admission(self, host, nvme, tile_bytes)
+        self.admission = Admission(jobs, host, backing, tile_bytes)
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:
         """Takes in what the catalog holds, the older layouts of a job first: all as the last durable commit left it."""
-        for job in map(_restore, stored):
-            if job.spec.name in self.jobs:
-                self._replace(self.jobs[job.spec.name], job)
-            self.jobs[job.spec.name] = job
-
-    def job(self, name: str) -> Job:
-        """Raises NotFoundError for a job that is not here."""
-        if name not in self.jobs:
-            # Which ones there are is not for everybody who asks.
-            raise NotFoundError(f"there is no job {name!r}")
-        return self.jobs[name]
-
-    def layouts(self, name: str) -> list[Job]:
-        """The job in each of its layouts, oldest first, the one that is being filled last."""
-        job = self.job(name)
-        filling = job.unfinished_successor
-        return [*job.older, job, *([] if filling is None else [filling])]
-
-    def __iter__(self) -> Iterator[Job]:
-        """All jobs in all their layouts."""
-        return (layout for name in list(self.jobs) for layout in self.layouts(name))
-
-    def _has(self, job: Job) -> bool:
-        """Whether this very job, in this layout, is here."""
-        name = job.spec.name
-        return name in self.jobs and any(layout is job for layout in self.layouts(name))
-
-    def holder(self, key: SlabKey) -> Job:
-        """The job in the layout that a slab is of. Raises NotFoundError where it is gone."""
-        for job in self.layouts(key.job_name):
-            if job.spec.identity == key.job:
-                return job
-        raise NotFoundError(f"job {key.job_name!r} is not laid out as it was any more; open it again")
+        for job in map(self._restored, stored):
+            if job.spec.name in self._jobs.by_name:
+                self._replace(self._jobs.by_name[job.spec.name], job)
+            self._jobs.by_name[job.spec.name] = job
 
     def find(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job | None:
         """The job as it is now, if there is one and the caller may have it; see Engine.open_job for what is raised.
@@ -76,7 +52,7 @@ class JobRegistry:
         A caller that names a layout may have it however it is laid out.
         """
         self._check_not_deleting(spec.name)
-        job = self.jobs.get(spec.name)
+        job = self._jobs.by_name.get(spec.name)
         if job is None or job.newest is None:
             if must_exist:
                 raise NotFoundError(f"job {spec.name!r} has no committed step to resume from, and resume is 'must'")
@@ -89,30 +65,17 @@ class JobRegistry:
         (check_model if spec.layout else check_layout)(job.spec, spec)
         return job
 
-    def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
-        """The parameters whose elements are in those bytes of the version that `label` names."""
-        for job in self:
-            for group in job.groups.values():
-                for slab in group.slabs:
-                    if any(slab.label(version) == label for version in slab.versions):
-                        itemsize = slab.spec.dtype.itemsize
-                        first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
-                        return tuple(
-                            s.fqn for s in group.spec.shards if s.position < end and s.position + s.numel > first
-                        )
-        return ()
-
     def attach(self, spec: JobSpec) -> Job:
         """The job for a new run: as it was committed, or fresh where nothing was."""
         self._check_not_deleting(spec.name)
-        job = self.jobs.get(spec.name)
+        job = self._jobs.by_name.get(spec.name)
         if job is not None and job.newest is None:
             # The engine has discarded what an earlier run left; this one was begun meanwhile, and has next to nothing.
             self._take_out(job)
             self._give_up(job.slabs())
             job = None
         if job is None:
-            self.jobs[spec.name] = job = Job(spec, created_at=time.time())
+            self._jobs.by_name[spec.name] = job = Job(spec, created_at=time.time())
         # The number of ranks on this node may have changed. In another layout it stays as it is, and has no ranks.
         job.spec = replace(spec, layout=job.spec.layout) if _fits(job.spec, spec) else job.spec.without_ranks()
         return job
@@ -121,12 +84,12 @@ class JobRegistry:
         """See Engine.lay_out; no layout is being filled, and nothing is pending."""
         name = spec.name
         self._check_not_deleting(name)
-        if self.jobs.get(name) is not job:
+        if self._jobs.by_name.get(name) is not job:
             raise ConflictError(f"job {name!r} was deleted; open it again")
         if job.newest is None:
             job.first_step = first_step
             return job
-        if any(spec.layout == other.spec.layout for other in self.layouts(name)):
+        if any(spec.layout == other.spec.layout for other in self._jobs.layouts(name)):
             raise ConflictError(f"job {name!r} has a layout {spec.layout!r} already; name the new one differently")
         successor = job.successor = Job(spec, job.created_at, first_step=first_step)
         await self.detach(job)
@@ -134,10 +97,10 @@ class JobRegistry:
 
     def succeed(self, job: Job) -> None:
         """A layout that was being filled has its first commit: it takes the place of the one that it replaces."""
-        before = self.jobs[job.spec.name]
+        before = self._jobs.by_name[job.spec.name]
         if before is not job:
             self._replace(before, job)
-            self.jobs[job.spec.name] = job
+            self._jobs.by_name[job.spec.name] = job
             before.announce()
 
     def _replace(self, before: Job, job: Job) -> None:
@@ -157,7 +120,7 @@ class JobRegistry:
     @contextmanager
     def deleting(self, name: str) -> Iterator[Job]:
         """The job, which nobody can open or delete meanwhile: a run that began while it goes would be lost."""
-        job = self.job(name)
+        job = self._jobs.job(name)
         self._check_not_deleting(name)
         self._deleting.add(name)
         try:
@@ -172,7 +135,7 @@ class JobRegistry:
     async def discard(self, job: Job) -> None:
         """Takes a job, in one layout, out of memory, and frees what it has in all tiers, in slices; not a second time.
         The catalog must not name it any more."""
-        if self._has(job):
+        if self._jobs.has(job):
             self._take_out(job)
             walk = self._giving_up(list(job.slabs()))
             try:
@@ -184,9 +147,9 @@ class JobRegistry:
 
     def _take_out(self, job: Job) -> None:
         """Take a job, in one layout, out of the registry; what it has stays."""
-        current = self.jobs[job.spec.name]
+        current = self._jobs.by_name[job.spec.name]
         if current is job:
-            del self.jobs[job.spec.name]
+            del self._jobs.by_name[job.spec.name]
         elif current.successor is job:
             current.successor = None
         else:
@@ -205,7 +168,7 @@ class JobRegistry:
             self._host_cache.detach(slab)
             for step in list(slab.versions):
                 if (region := slab.pop_version(step)) is not None:
-                    self._nvme.free(region)
+                    self._backing.free(region)
             yield
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> dict[SlabKey, TierName]:
@@ -214,7 +177,7 @@ class JobRegistry:
         # One at a time: a registration takes many slices, and waits for room; another one may name the same groups.
         async with self._registering_until(job, until):
             known = {spec.name: group.spec for spec in specs if (group := job.groups.get(spec.name)) is not None}
-            await asyncio.to_thread(_check_groups, known, specs)
+            await asyncio.to_thread(_check_groups, known, specs, self._backing)
             new: list[Group] = []
             moved: dict[SlabKey, TierName] = {}
             with ExitStack() as undo:
@@ -266,7 +229,7 @@ class JobRegistry:
                 f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another partition; "
                 "resume with the same number of ranks, units and precision, or lay the job out anew (BeginLayout)"
             )
-        group = job.groups[spec.name] = _new_group(job, spec)
+        group = job.groups[spec.name] = self._new_group(job, spec)
         job.tally.add(group)
         return group
 
@@ -293,7 +256,7 @@ class JobRegistry:
         """Give a slab another placement. Its copy goes, because it may be in the wrong home."""
         job.tally.leave(slab)
         slab.spec = spec
-        slab.backed = _is_backed(job.spec, spec)
+        slab.backing = self._backing_of(job.spec, spec)
         job.tally.enter(slab)
         self._host_cache.detach(slab)
 
@@ -305,11 +268,50 @@ class JobRegistry:
                 slab.copy = HostCopy(region, step=None, at_home=True)
                 slab.copy.idle.set()
 
+    def _backing_of(self, job: JobSpec, slab: SlabSpec) -> TierName | None:
+        return self._backing.home_of(slab.placement, every_commit_is_durable=job.durability.every_steps == 1)
 
-def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec]) -> None:
-    """Raises InvalidRequestError for a malformed group, ConflictError for one that is stored in another way."""
+    def _new_group(self, job: Job, spec: GroupSpec) -> Group:
+        identity = job.spec.identity
+        slabs = tuple(
+            Slab(SlabKey(identity, spec.name, slab.kind), slab, spec.numel, self._backing_of(job.spec, slab), job.tally)
+            for slab in spec.slabs
+            if slab.kind is not Kind.GRAD
+        )
+        return Group(spec, slabs)
+
+    def _restored(self, stored: StoredJob) -> Job:
+        job = Job(stored.spec, stored.created_at)
+        job.retained = {commit.step: commit for commit in stored.commits}
+        job.durable = set(job.retained)
+        job.first_step = min(job.retained, default=0)
+        for spec in stored.groups:
+            group = job.groups[spec.name] = self._new_group(job, spec)
+            job.tally.add(group)
+            for slab in group.slabs:
+                for step, v in stored.versions.get(slab.key, {}).items():
+                    label, nbytes = slab.label(step), slab.paged_bytes
+                    slab.add_version(step, self._backing.durable.restored(v.extents, v.checksums, label, nbytes))
+                slab.recorded.update(slab.versions)
+                slab.latest = max(slab.versions, default=None)
+                job.tally.settle(slab, min(job.durable, default=None), recorded=True)
+        job.index.add_at_once(job.groups.values())
+        # Made now: a run that opens the job is not to wait for them, nor all others with it.
+        _ = job.spec.model.digest, job.spec.model.by_name
+        return job
+
+
+def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec], backing: BackingTiers) -> None:
+    """Raises InvalidRequestError for a malformed group, or one for a tier that is not here, ConflictError for one that
+    is stored in another way."""
     for spec in specs:
         spec.validate()
+        for slab in spec.slabs:
+            if slab.placement is not TierName.HOST and slab.placement not in backing:
+                tiers = " or ".join([TierName.HOST, *(tier.name for tier in backing)])
+                raise InvalidRequestError(
+                    f"group {spec.name!r}: this store has no {slab.placement} tier; place the slab on {tiers}"
+                )
         if spec.name in known:
             check_group(known[spec.name], spec)
 
@@ -321,38 +323,3 @@ def _fits(stored: JobSpec, wanted: JobSpec) -> bool:
     except ConflictError:
         return False
     return True
-
-
-def _is_backed(job: JobSpec, slab: SlabSpec) -> bool:
-    return slab.placement is TierName.NVME or job.durability.every_steps == 1
-
-
-def _new_group(job: Job, spec: GroupSpec) -> Group:
-    identity = job.spec.identity
-    slabs = tuple(
-        Slab(SlabKey(identity, spec.name, slab.kind), slab, spec.numel, _is_backed(job.spec, slab), job.tally)
-        for slab in spec.slabs
-        if slab.kind is not Kind.GRAD
-    )
-    return Group(spec, slabs)
-
-
-def _restore(stored: StoredJob) -> Job:
-    job = Job(stored.spec, stored.created_at)
-    job.retained = {commit.step: commit for commit in stored.commits}
-    job.durable = set(job.retained)
-    job.first_step = min(job.retained, default=0)
-    for spec in stored.groups:
-        group = job.groups[spec.name] = _new_group(job, spec)
-        job.tally.add(group)
-        for slab in group.slabs:
-            for step, v in stored.versions.get(slab.key, {}).items():
-                checksums = Checksums(slab.label(step), slab.paged_bytes, v.checksums)
-                slab.add_version(step, NvmeRegion(v.extents, checksums))
-            slab.recorded.update(slab.versions)
-            slab.latest = max(slab.versions, default=None)
-            job.tally.settle(slab, min(job.durable, default=None), recorded=True)
-    job.index.add_at_once(job.groups.values())
-    # Made now: a run that opens the job is not to wait for them, nor all others with it.
-    _ = job.spec.model.digest, job.spec.model.by_name
-    return job

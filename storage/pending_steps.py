@@ -19,9 +19,9 @@ from storage.shard import Kind
 from storage.slab import Group, HostCopy, Slab
 from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
+from storage.tiers.backing import BackingTiers
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeTier
-from storage.tracing import Activity
+from storage.tracing import Activity, Tracer
 from storage.transform import Kernel, Transformer
 from storage.versions import Job, PendingStep
 from storage.waiting import unlogged
@@ -31,11 +31,18 @@ class PendingSteps:
     """Prepares and finishes steps; what a method raises is said at the engine's of the same name."""
 
     def __init__(
-        self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, transformer: Transformer, committer: Committer
+        self,
+        host: HostTier,
+        backing: BackingTiers,
+        host_cache: HostCache,
+        tracer: Tracer,
+        transformer: Transformer,
+        committer: Committer,
     ) -> None:
         self._host = host
-        self._nvme = nvme
+        self._backing = backing
         self._host_cache = host_cache
+        self._tracer = tracer
         self._transformer = transformer
         self._committer = committer
 
@@ -105,9 +112,9 @@ class PendingSteps:
             # As for an update: until the seal the step can be abandoned, and the old bytes are nowhere else.
             await pending.sealed.wait()
         await slab.unclaimed()
-        if slab.backed:
-            async with self._nvme.new_version(slab.nbytes, slab.label(step)) as region:
-                await self._nvme.write_from(region, 0, self._host.view(staged))
+        if slab.backing is not None:
+            async with self._backing.new_version(slab.backing, slab.nbytes, slab.label(step)) as region:
+                await region.tier.write_from(region, 0, self._host.view(staged))
                 slab.add_version(step, region)
         slab.latest = step
         # The staged range takes the place of the copy, whose readers keep what they have.
@@ -125,7 +132,7 @@ class PendingSteps:
         dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
         low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
         reads = frozenset(s.key.kind for s in group.slabs if not (low_precision and s.key.kind is Kind.PARAM))
-        tracer, key = self._nvme.tracer, group.slabs[0].key
+        tracer, key = self._tracer, group.slabs[0].key
         label = f"{key.job}/{key.group}/step {step}"
         with tracer.span(Activity.UPDATE, label):
             await self._transformer.run(
@@ -148,7 +155,7 @@ class PendingSteps:
             pending.sealed.set()
             await self._finish_writes(job, pending)
             record = CommitRecord(step=step, committed_at=time.time(), client_states=dict(client_states))
-            with self._nvme.tracer.span(Activity.COMMIT, f"{job.spec.identity}/all groups/step {step}"):
+            with self._tracer.span(Activity.COMMIT, f"{job.spec.identity}/all groups/step {step}"):
                 durable = await self._committer.commit(job, record, settled)
             job.pending = None
             job.announce()

@@ -19,11 +19,11 @@ from storage.fair_queue import FairQueue, Share
 from storage.host_cache import HostCache
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
+from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
-from storage.tiers.nvme import NvmeTier
-from storage.tracing import Activity
+from storage.tracing import Activity, Tracer
 
 NOTHING_LATER: Mapping[Slab, asyncio.Future[Any]] = {}
 
@@ -52,20 +52,30 @@ class Fetched:
 class PrefetchQueue:
     """One queue for the whole store."""
 
-    def __init__(self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, in_flight_bytes: int) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        backing: BackingTiers,
+        host_cache: HostCache,
+        tracer: Tracer,
+        *,
+        in_flight_bytes: int,
+        weight_of: Callable[[str], float],
+    ) -> None:
+        """Prefetch at most `in_flight_bytes` at once; `weight_of` says what a job weighs against others."""
         self._host = host
-        self._nvme = nvme
+        self._backing = backing
         self._host_cache = host_cache
+        self._tracer = tracer
         self._in_flight_budget = in_flight_bytes
         self._in_flight = 0
-        # What a job weighs against others.
-        self.weight_of: Callable[[str], float] = lambda _: 1.0
+        self._weight_of = weight_of
         self._fetches: dict[Slab, _Fetch] = {}
         # Prefetches that have not started.
         self._waiting: FairQueue[_Fetch] = FairQueue()
         self._windows: dict[str, dict[Slab, float]] = {}
         self._fetched: dict[str, Fetched] = {}
-        host.on_free = self._pump
+        host.when_room_is_made(self._pump)
 
     @property
     def depth(self) -> int:
@@ -147,7 +157,7 @@ class PrefetchQueue:
             self._leave_queue(fetch)
             if fetch.task is None:
                 job = slab.key.job_name
-                self._waiting.push(fetch, (Share(job, self.weight_of(job)),), order=position)
+                self._waiting.push(fetch, (Share(job, self._weight_of(job)),), order=position)
 
     def _want_written(self, owner: str, window: dict[Slab, float], slab: Slab, write: asyncio.Future[Any]) -> None:
         """A slab of a window has its new bytes, unless its update failed."""
@@ -206,7 +216,7 @@ class PrefetchQueue:
         slab = fetch.slab
         activity = Activity.DEMAND_FETCH if fetch.waiters else Activity.PREFETCH
         try:
-            with self._host.counters.fetching, self._nvme.tracer.span(activity, slab.label(slab.latest or 0), nbytes):
+            with self._host.counters.fetching, self._tracer.span(activity, slab.label(slab.latest or 0), nbytes):
                 copy = await self._load(fetch, region)
         except BaseException as error:
             del self._fetches[slab]
@@ -267,7 +277,7 @@ class PrefetchQueue:
             view[:] = bytes(len(view))
             return
         began = time.perf_counter()
-        await self._nvme.read_into(slab.source(step), 0, view, priority)
+        await self._backing.read_into(slab.source(step), 0, view, priority)
         fetched = self.fetched(slab.key.job_name)
         fetched.nbytes += slab.nbytes
         fetched.seconds += time.perf_counter() - began

@@ -13,9 +13,10 @@ from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
 from storage.slab import Slab
 from storage.slices import in_slices
+from storage.tiers.backing import BackingTiers
 from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.contract import Region
 from storage.tiers.host import HostTier
-from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.transform import TilePool
 from storage.versions import Job
 
@@ -26,9 +27,9 @@ ReadBlocks = Callable[[int, memoryview], Awaitable[None]]
 class RangeReader:
     """Reads the newest bytes. Holds at most one tile buffer per read under way."""
 
-    def __init__(self, host: HostTier, nvme: NvmeTier, tiles: TilePool) -> None:
+    def __init__(self, host: HostTier, backing: BackingTiers, tiles: TilePool) -> None:
         self._host = host
-        self._nvme = nvme
+        self._backing = backing
         self._tiles = tiles
 
     async def describe(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> tuple[DType, int]:
@@ -79,7 +80,7 @@ class RangeReader:
         Raises:
             DeviceStuckError: a device does not answer.
         """
-        return await self._nvme.watch.unless_stuck(self._piece(slab, start, end, read))
+        return await self._backing.watch.unless_stuck(self._piece(slab, start, end, read))
 
     async def _piece(self, slab: Slab, start: int, end: int, read: ReadBlocks) -> bytes:
         async with self._tiles.buffer() as buffer:
@@ -89,13 +90,13 @@ class RangeReader:
             await read(first, buffer[:length])
             return bytes(buffer[start - first : min(end, first + length) - first])
 
-    async def read_version(self, slab: Slab, region: NvmeRegion, start: int, buffer: memoryview) -> None:
+    async def read_version(self, slab: Slab, region: Region, start: int, buffer: memoryview) -> None:
         """Whole blocks of the version that a region holds: from host memory, where it is the newest and is there."""
         copy = slab.current_copy
         if copy is not None and copy.step is not None and slab.versions.get(copy.step) is region:
             await self._host.read_into(copy.region, start, buffer)
         else:
-            await self._nvme.read_into(region, start, buffer)
+            await self._backing.read_into(region, start, buffer)
 
     async def _read_newest(self, slab: Slab, start: int, buffer: memoryview) -> None:
         copy = slab.current_copy
@@ -104,7 +105,7 @@ class RangeReader:
         elif copy is not None:
             await self._host.read_into(copy.region, start, buffer)
         else:
-            await self._nvme.read_into(slab.source(slab.latest), start, buffer)
+            await self._backing.read_into(slab.source(slab.latest), start, buffer)
 
 
 class StepReader:
@@ -113,15 +114,15 @@ class StepReader:
     The space of what it holds is free when the last reader has closed.
     """
 
-    def __init__(self, job: Job, record: CommitRecord, ranges: RangeReader, nvme: NvmeTier) -> None:
+    def __init__(self, job: Job, record: CommitRecord, ranges: RangeReader, backing: BackingTiers) -> None:
         """Make a reader of the step of `record` that holds nothing yet; see `Committer.hold`."""
         self.job = job
         self.step = record.step
         # Each region is held, and freed by `close`. None: the slab was never written, and reads as zeros.
-        self.regions: dict[Slab, NvmeRegion | None] = {}
+        self.regions: dict[Slab, Region | None] = {}
         self._client_states = record.client_states
         self._ranges = ranges
-        self._nvme = nvme
+        self._backing = backing
 
     @property
     def nbytes(self) -> int:
@@ -205,4 +206,4 @@ class StepReader:
         regions, self.regions = self.regions, {}
         for region in regions.values():
             if region is not None:
-                self._nvme.free(region)
+                self._backing.free(region)

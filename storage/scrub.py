@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import mmap
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from storage.errors import DamagedBlockError, DeviceError
+from storage.tiers.contract import DurableTier, Region
 from storage.tiers.io_engine import Priority
-from storage.tiers.nvme import NvmeRegion, NvmeTier
 
 # A read of it costs the event loop as much as a small one.
 CHUNK_BYTES = 4 << 20
@@ -24,11 +25,11 @@ PAUSE_SECONDS = 1.0
 class Scrubber:
     """One task that reads at most `bytes_per_second`, behind everybody else."""
 
-    def __init__(self, nvme: NvmeTier, regions: Callable[[], Iterable[NvmeRegion]], bytes_per_second: int) -> None:
-        """`regions` gives all versions that there are; 0 bytes per second: nothing is read."""
+    def __init__(self, tier: DurableTier[Any], regions: Callable[[], Iterable[Region]], bytes_per_second: int) -> None:
+        """`regions` gives all versions on `tier`; 0 bytes per second: nothing is read."""
         self.passes = 0
         self.bytes_read = 0
-        self._nvme = nvme
+        self._tier = tier
         self._regions = regions
         self._bytes_per_second = bytes_per_second
         self._buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))
@@ -47,7 +48,7 @@ class Scrubber:
             self.passes += 1
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _read(self, region: NvmeRegion) -> None:
+    async def _read(self, region: Region) -> None:
         for offset in range(0, region.nbytes, CHUNK_BYTES):
             if not region.holders:
                 # Its step was left behind since the pass began.
@@ -55,6 +56,6 @@ class Scrubber:
             length = min(CHUNK_BYTES, region.nbytes - offset)
             # The tier counts and logs damage; a device's other troubles are reported by everybody who reads.
             with contextlib.suppress(DamagedBlockError, DeviceError):
-                await self._nvme.read_into(region, offset, self._buffer[:length], Priority.SCRUB)
+                await self._tier.read_into(region, offset, self._buffer[:length], Priority.SCRUB)
             self.bytes_read += length
             await asyncio.sleep(length / self._bytes_per_second)

@@ -9,14 +9,14 @@ import asyncio
 import bisect
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from storage.errors import ConflictError, DataLossError, NotFoundError
 from storage.shard import GroupSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.tiers.arena import ArenaRange
 from storage.tiers.base import round_up
-from storage.tiers.nvme import NvmeRegion
+from storage.tiers.contract import Region
 
 NEVER = math.inf
 
@@ -64,9 +64,10 @@ class Tally:
     changed: dict[Slab, None] = field(default_factory=dict)
     # Slabs whose newest bytes are in host memory only.
     unsaved: dict[Slab, None] = field(default_factory=dict)
-    # Bytes, in whole pages, of the slabs that have so many versions on NVMe, by (whether every version goes there, how
-    # many).
-    by_versions: Counter[tuple[bool, int]] = field(default_factory=Counter)
+    # Bytes of slabs, in whole pages, by the backing tier that every version goes to (see Slab.backing).
+    by_backing: Counter[TierName | None] = field(default_factory=Counter)
+    # Those of the slabs that have versions on a backing tier, by (Slab.backing, that tier, how many versions).
+    by_versions: Counter[tuple[TierName | None, TierName, int]] = field(default_factory=Counter)
     # Bytes of slabs at home in the host tier, and of gradients.
     home_bytes: int = 0
     gradient_bytes: int = 0
@@ -86,17 +87,24 @@ class Tally:
     @property
     def has_unbacked(self) -> bool:
         """Whether some slab is in host memory only between snapshots."""
-        return any(nbytes > 0 for (backed, _), nbytes in self.by_versions.items() if not backed)
+        return self.by_backing[None] > 0
 
     @property
     def paged_bytes(self) -> int:
         """Bytes of one version of all slabs."""
-        return sum(self.by_versions.values())
+        return self.by_backing.total()
 
-    @property
-    def nvme_bytes(self) -> int:
-        """Bytes of all versions on NVMe."""
-        return sum(count * nbytes for (_, count), nbytes in self.by_versions.items())
+    def version_bytes(self, tier: TierName) -> int:
+        """Return the bytes of all versions on a backing tier."""
+        return sum(count * nbytes for (_, on, count), nbytes in self.by_versions.items() if on is tier)
+
+    def missing_bytes(self, tier: TierName, wanted: Callable[[TierName | None], int]) -> int:
+        """Return the bytes that a tier still needs for each slab to have `wanted(slab.backing)` versions there."""
+        missing = Counter({backing: wanted(backing) * nbytes for backing, nbytes in self.by_backing.items()})
+        for (backing, on, count), nbytes in self.by_versions.items():
+            if on is tier:
+                missing[backing] -= min(count, wanted(backing)) * nbytes
+        return missing.total()
 
     def add(self, group: Group) -> None:
         """Count a group that is registered."""
@@ -116,11 +124,16 @@ class Tally:
 
     def enter(self, slab: Slab) -> None:
         """Count a slab as it is now; `leave` comes before its placement changes."""
-        self.by_versions[slab.backed, len(slab.versions)] += slab.paged_bytes
+        self._count(slab, 1)
         if slab.at_home_in_host:
             self.home_bytes += slab.paged_bytes
         elif slab.key.kind is Kind.PARAM:
             bisect.insort(self.passing, slab.paged_bytes)
+
+    def _count(self, slab: Slab, sign: int) -> None:
+        self.by_backing[slab.backing] += sign * slab.paged_bytes
+        for tier, count in Counter(region.tier.name for region in slab.versions.values()).items():
+            self.by_versions[slab.backing, tier, count] += sign * slab.paged_bytes
 
     def settle(self, slab: Slab, oldest: int | None, *, recorded: bool) -> None:
         """Have commits look at a slab no more, if it is settled (see Slab.is_settled)."""
@@ -129,7 +142,7 @@ class Tally:
 
     def leave(self, slab: Slab) -> None:
         """Undo `enter`."""
-        self.by_versions[slab.backed, len(slab.versions)] -= slab.paged_bytes
+        self._count(slab, -1)
         if slab.at_home_in_host:
             self.home_bytes -= slab.paged_bytes
         elif slab.key.kind is Kind.PARAM:
@@ -143,8 +156,8 @@ class Slab:
     key: SlabKey
     spec: SlabSpec
     numel: int
-    # Whether every version goes to NVMe. Otherwise the host copy is all there is between snapshots.
-    backed: bool
+    # The backing tier that every version goes to; None: the host copy is all there is between snapshots.
+    backing: TierName | None
     # That of its job.
     tally: Tally = field(default_factory=Tally, repr=False)
     # Which of the versions the catalog names.
@@ -155,7 +168,7 @@ class Slab:
     deleted: bool = False
     # Under way for a snapshot or a reader: the newest bytes must not change in place meanwhile.
     copy_write: CopyWrite | None = None
-    _versions: dict[int, NvmeRegion] = field(default_factory=dict)
+    _versions: dict[int, Region] = field(default_factory=dict)
     _latest: int | None = None
     _copy: HostCopy | None = None
 
@@ -170,32 +183,42 @@ class Slab:
             await self.copy_write.over.wait()
 
     @property
-    def versions(self) -> Mapping[int, NvmeRegion]:
-        """Complete versions on NVMe, by step."""
+    def backed(self) -> bool:
+        """Whether every version goes to a backing tier."""
+        return self.backing is not None
+
+    @property
+    def versions(self) -> Mapping[int, Region]:
+        """Complete versions on backing tiers, by step."""
         return self._versions
 
-    def add_version(self, step: int, region: NvmeRegion) -> NvmeRegion | None:
+    def add_version(self, step: int, region: Region) -> Region | None:
         """Keep a region as the version of a step. Returns the one whose place it takes, for the caller to free."""
         before = self.pop_version(step)
-        self._recount(1)
+        self._recount(region.tier.name, 1)
         self._versions[step] = region
         self._touch()
         return before
 
-    def pop_version(self, step: int) -> NvmeRegion | None:
+    def pop_version(self, step: int) -> Region | None:
         """Give up a version. Returns its region, which is the caller's to free, if there was one."""
         if step not in self._versions:
             return None
-        self._recount(-1)
         self.recorded.discard(step)
+        self._recount(self._versions[step].tier.name, -1)
         region = self._versions.pop(step)
         self._touch()
         return region
 
-    def _recount(self, more: int) -> None:
-        count, by_versions = len(self._versions), self.tally.by_versions
-        by_versions[self.backed, count] -= self.paged_bytes
-        by_versions[self.backed, count + more] += self.paged_bytes
+    def _recount(self, tier: TierName, more: int) -> None:
+        """Count a version more, or less, on a tier."""
+        count, by_versions = 0, self.tally.by_versions
+        for region in self._versions.values():
+            count += region.tier.name is tier
+        if count:
+            by_versions[self.backing, tier, count] -= self.paged_bytes
+        if count + more:
+            by_versions[self.backing, tier, count + more] += self.paged_bytes
 
     @property
     def latest(self) -> int | None:
@@ -266,8 +289,8 @@ class Slab:
         """Names a version, for checksums and errors."""
         return f"{self.key.job}/{self.key.group}/{self.key.kind.value} at step {step}"
 
-    def source(self, step: int) -> NvmeRegion:
-        """Where a version is on NVMe.
+    def source(self, step: int) -> Region:
+        """Where a version is on a backing tier.
 
         Raises:
             DataLossError: it was kept in host memory only.

@@ -25,10 +25,12 @@ from storage.position_lock import PositionLock
 from storage.shard import MAX_OPTIMIZER_STATES, Kind
 from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
+from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
+from storage.tiers.contract import Region, Transfer
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
-from storage.tiers.nvme import NvmeRegion, NvmeTier, Transfer, settle
+from storage.waiting import settle
 
 # Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
 TILE_QUANTUM = BLOCK_BYTES // 2
@@ -72,8 +74,8 @@ class _Stream:
     slab: Slab
     reads: bool
     copy: HostCopy | None  # worked on in place, where there is one
-    source: NvmeRegion | None  # read from, where there is no usable copy
-    target: NvmeRegion | None  # new extents
+    source: Region | None  # read from, where there is no usable copy; held meanwhile
+    target: Region | None  # new extents
     lent: bool = False  # while the update waits, the copy may be dropped
 
 
@@ -135,10 +137,10 @@ class Transformer:
     """Runs kernels over groups: of those that wait, the next tile is of the one that is needed first. Tiles overlap."""
 
     def __init__(
-        self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, tiles: TilePool, executor: Executor
+        self, host: HostTier, backing: BackingTiers, host_cache: HostCache, tiles: TilePool, executor: Executor
     ) -> None:
         self._host = host
-        self._nvme = nvme
+        self._backing = backing
         self._host_cache = host_cache
         self._tiles = tiles
         self._executor = executor
@@ -191,15 +193,16 @@ class Transformer:
         reads = slab.key.kind in kinds_read
         copy = self._copy_to_work_on(slab, position if slab.key.kind is Kind.PARAM else NEVER)
         stream = _Stream(slab=slab, reads=reads, copy=copy, source=None, target=None)
+        undo.callback(self._release_source, stream)
         is_newest = copy is not None and copy.step == slab.latest
         if copy is not None:
             self._host_cache.pin(copy)
             copy.step = None
             undo.callback(self._drop_copy, stream)
         if not is_newest:
-            stream.source = _source(stream)
-        if slab.backed:
-            new = self._nvme.new_version(slab.nbytes, slab.label(step))
+            self._hold_source(stream)
+        if slab.backing is not None:
+            new = self._backing.new_version(slab.backing, slab.nbytes, slab.label(step))
             stream.target = await undo.enter_async_context(new)
         return stream
 
@@ -221,7 +224,22 @@ class Transformer:
                 if stream.copy is not None and stream.slab.copy is stream.copy:
                     self._host_cache.pin(stream.copy)
                 else:
-                    stream.copy, stream.source = None, _source(stream)
+                    stream.copy = None
+                    self._hold_source(stream)
+
+    def _hold_source(self, stream: _Stream) -> None:
+        """Find where the old bytes are, if they are needed and there are any, and hold them there.
+
+        A snapshot that runs beside the update may give their version another region: a durable one for a volatile one.
+        """
+        slab = stream.slab
+        if stream.source is None and stream.reads and slab.latest is not None:
+            stream.source = slab.source(slab.latest)
+            self._backing.hold(stream.source)
+
+    def _release_source(self, stream: _Stream) -> None:
+        if stream.source is not None:
+            self._backing.free(stream.source)
 
     def _drop_copy(self, stream: _Stream) -> None:
         """Drop the half-written copy of an update that failed. A finished stream has no copy left to drop."""
@@ -265,12 +283,12 @@ class Transformer:
         try:
             numel = min(self._tiles.elements, group.spec.numel - start)
             parts = _Parts(start, numel, self._map(region, start, numel, streams), gradient, kernel, self._scratch)
-            await self._nvme.read_raw(parts.reads(0, numel), Priority.UPDATE)
+            await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
             loop, done = asyncio.get_running_loop(), 0
             while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
                 # It may not be the disk's mistake: what is wrong is read once more before that counts.
-                await self._nvme.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
-            await self._nvme.write_raw(parts.writes(), Priority.UPDATE)
+                await self._backing.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
+            await self._backing.write_raw(parts.writes(), Priority.UPDATE)
         finally:
             self._tiles.give(region)
 
@@ -302,12 +320,6 @@ class Transformer:
             self._host_cache.detach(slab)
 
 
-def _source(stream: _Stream) -> NvmeRegion | None:
-    """Where the old bytes are on NVMe, if they are needed and there are any."""
-    slab = stream.slab
-    return slab.source(slab.latest) if stream.reads and slab.latest is not None else None
-
-
 class _Scratch(threading.local):
     """One buffer for each thread that runs kernels: it stays in that one's cache."""
 
@@ -329,7 +341,7 @@ class _Mapped:
         self._offset = offset
         self._itemsize = dtype.itemsize
 
-    def transfer(self, region: NvmeRegion, first: int, end: int | None) -> Transfer:
+    def transfer(self, region: Region, first: int, end: int | None) -> Transfer[Region]:
         """Elements `[first, end)` of the tile as bytes of a region; to the end of the last page without an `end`."""
         start = first * self._itemsize
         stop = None if end is None else end * self._itemsize
@@ -362,12 +374,12 @@ class _Parts:
         """Where the part that begins at element `first` of the tile ends."""
         return min(first + PART_ELEMENTS, self._numel)
 
-    def reads(self, first: int, end: int) -> list[Transfer]:
+    def reads(self, first: int, end: int) -> list[Transfer[Region]]:
         """What elements `[first, end)` of the tile need from NVMe."""
         stop = end if end < self._numel else None
         return [m.transfer(m.source, first, stop) for m in self._mapped if m.source is not None]
 
-    def writes(self, first: int = 0, end: int | None = None) -> list[Transfer]:
+    def writes(self, first: int = 0, end: int | None = None) -> list[Transfer[Region]]:
         """What goes to NVMe of them; by default of all."""
         stop = end if end is not None and end < self._numel else None
         return [m.transfer(m.target, first, stop) for m in self._mapped if m.target is not None]
@@ -378,7 +390,7 @@ class _Parts:
             end = self.end_of(first)
             try:
                 for region, offset, buffer in self.reads(first, end):
-                    region.checksums.verify(offset, buffer)
+                    region.verify(offset, buffer)
             except DamagedBlockError:
                 return first
             tensors = {m.kind: m.tensor[first:end] for m in self._mapped}
@@ -396,6 +408,6 @@ class _Parts:
                 )
             )
             for region, offset, buffer in self.writes(first, end):
-                region.checksums.record(offset, buffer)
+                region.record(offset, buffer)
             first = end
         return self._numel

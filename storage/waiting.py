@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
@@ -35,3 +35,20 @@ def unlogged(future: FutureT) -> FutureT:
     """
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
+
+
+async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait for all tasks, also when one fails or the caller is cancelled, because they use their buffers until then."""
+    pending = list(tasks)
+    if not pending:
+        return
+    try:
+        await asyncio.shield(asyncio.gather(*pending))
+    except BaseException:
+        try:
+            await wait_out(pending)
+        finally:
+            for task in pending:
+                if not task.cancelled():
+                    task.exception()
+        raise

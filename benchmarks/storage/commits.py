@@ -106,7 +106,12 @@ def markdown(result: dict[str, Any]) -> str:
 def _sample(run: Training, commits: int, seconds: Sequence[float]) -> dict[str, Any]:
     path = run.engine.nvme.files[0].path
     data, catalog = path.stat(), path.with_name("catalog.sqlite")
-    used = [e for slab in run.job.slabs() for region in slab.versions.values() for e in region.extents]
+    used = [
+        e
+        for slab in run.job.slabs()
+        for region in slab.versions.values()
+        for e in run.engine.backing.durable.stored(region)[0]
+    ]
     # SQLite's journal exists only while the catalog is open, and only in WAL mode.
     journal = catalog.with_name(f"{catalog.name}-wal")
     return {

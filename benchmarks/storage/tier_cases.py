@@ -21,11 +21,14 @@ import numpy as np
 from benchmarks.common.measure import BenchmarkError, Case, Progress, Sample, Stopwatch, Threads, compete
 from benchmarks.storage import fio
 from benchmarks.storage.fio import Fio, FioJob, FioMode
+from storage.host_cache import EvictionOrder
 from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.contract import Transfer
 from storage.tiers.data_file import DataFile
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
-from storage.tiers.nvme import REQUEST_BYTES, NvmeTier, Transfer
+from storage.tiers.nvme import REQUEST_BYTES, NvmeRegion, NvmeTier
+from storage.tracing import Tracer
 
 MIB = 1 << 20
 # The tier itself splits such a region into requests of REQUEST_BYTES.
@@ -58,7 +61,7 @@ class TierSizes:
 
 async def run(sizes: TierSizes, threads: Threads, directory: Path, rounds: int, progress: Progress) -> dict[str, Any]:
     """Run all cases, group by group, in files below `directory`; return a report by case (see measure.py)."""
-    host = HostTier(sizes.largest_bytes + 2 * PAGE_BYTES)
+    host = HostTier(sizes.largest_bytes + 2 * PAGE_BYTES, EvictionOrder())
     try:
         host.arena.finish_collapse()
         memory = host.view(await host.allocate(sizes.largest_bytes))
@@ -84,7 +87,7 @@ async def _opened(directory: Path, memory: memoryview, threads: Threads) -> Asyn
     directory.mkdir()
     try:
         file = DataFile(0, directory / "data.0", (), read_threads=threads.read, write_threads=threads.write)
-        nvme = NvmeTier([file], 2 * len(memory), (), stuck_after_seconds=60)
+        nvme = NvmeTier([file], 2 * len(memory), (), tracer=Tracer(), on_damage=lambda _error, _extents: None)
         try:
             yield Bench(nvme, memory, fio.find(directory, direct=file.direct), threads)
         finally:
@@ -184,14 +187,14 @@ class Bench:
 
         return [Case(name="mixed", fio=self._run_fio(*jobs), ours=ours)]
 
-    def _write(self, name: str, payload: Payload, items: Sequence[Transfer], job: FioJob) -> Case:
+    def _write(self, name: str, payload: Payload, items: Sequence[Transfer[NvmeRegion]], job: FioJob) -> Case:
         async def ours(number: int) -> Sample:
             payload.renew(number)
             return await self._timed(self.nvme.write_many(items, Priority.UPDATE))
 
         return Case(name=name, fio=self._run_fio(job), ours=ours)
 
-    def _read(self, name: str, payload: Payload, items: Sequence[Transfer], job: FioJob) -> Case:
+    def _read(self, name: str, payload: Payload, items: Sequence[Transfer[NvmeRegion]], job: FioJob) -> Case:
         async def ours(_: int) -> Sample:
             payload.forget()
             sample = await self._timed(self.nvme.read_many(items, Priority.UPDATE))
@@ -208,7 +211,7 @@ class Bench:
             await asyncio.gather(*work)
         return watch.sample(counters.bytes_read + counters.bytes_written - before)
 
-    async def _items(self, sizes: Sequence[int], first: int = 0) -> tuple[Payload, list[Transfer]]:
+    async def _items(self, sizes: Sequence[int], first: int = 0) -> tuple[Payload, list[Transfer[NvmeRegion]]]:
         """Allocate a region of each size, and return transfers to and from the memory that begins at byte `first`."""
         ends = list(itertools.accumulate(sizes, initial=first))
         items = [
@@ -232,5 +235,5 @@ class Bench:
         return (lambda: fio.run(*jobs)) if fio else None
 
 
-def _shuffled(items: Sequence[Transfer]) -> list[Transfer]:
+def _shuffled(items: Sequence[Transfer[NvmeRegion]]) -> list[Transfer[NvmeRegion]]:
     return random.Random(SEED + len(items)).sample(items, len(items))

@@ -88,11 +88,10 @@ def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
 
 def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
     """Return a table of the progress and size of each job."""
-    table = _table(
-        "Jobs",
-        ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "host", "nvme"],
-        left=("job", "durability"),
-    )
+    # A job names every tier of its store; without jobs, those that every store has.
+    tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for job in jobs for entry in job.bytes})
+    columns = ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age"]
+    table = _table("Jobs", [*columns, *map(tier_name, tiers)], left=("job", "durability"))
     for job in jobs:
         size = {entry.tier: entry.bytes for entry in job.bytes}
         committed_at = job.committed_at_unix_seconds
@@ -106,8 +105,7 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
             str(job.committed_step) if job.HasField("committed_step") else "-",
             str(job.durable_step) if job.HasField("durable_step") else "-",
             f"{max(0.0, time.time() - committed_at):.0f} s" if job.HasField("committed_at_unix_seconds") else "-",
-            decimal(size.get(pb.TIER_HOST, 0)),
-            decimal(size.get(pb.TIER_NVME, 0)),
+            *(decimal(size.get(tier, 0)) for tier in tiers),
         )
     return table
 

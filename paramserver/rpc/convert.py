@@ -63,7 +63,7 @@ _URGENCIES = {
     pb.URGENCY_DEMAND: Urgency.DEMAND,
     pb.URGENCY_PREFETCH: Urgency.PREFETCH,
 }
-_TIERS = {pb.TIER_GPU: TierName.GPU, pb.TIER_HOST: TierName.HOST, pb.TIER_NVME: TierName.NVME}
+_TIERS: dict[pb.Tier, TierName] = {getattr(pb, f"TIER_{tier.name}"): tier for tier in TierName}
 
 KIND_TO_WIRE = {value: key for key, value in _KINDS.items()}
 DTYPE_TO_WIRE = {value: key for key, value in _DTYPES.items()}
@@ -264,8 +264,6 @@ def _check_kinds(group: GroupSpec) -> None:
 
 def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
     tier = _lookup(_TIERS, message.placement, f"placement of group {group!r}")
-    if tier is TierName.GPU:
-        raise InvalidRequestError(f"group {group!r}: this store has no gpu tier; place the slab on host or nvme")
     slab = SlabSpec(
         kind=kind(message.kind), dtype=_lookup(_DTYPES, message.dtype, f"dtype of group {group!r}"), placement=tier
     )

@@ -30,6 +30,7 @@ from storage.shard import Kind, Shard, TierName
 from storage.slab import Slab
 from storage.slices import in_slices
 from storage.tiers.base import TierCounters
+from storage.tiers.contract import Tier
 from storage.tiers.data_file import DataFile
 from storage.versions import Job
 
@@ -135,34 +136,8 @@ class StoreAdmin:
         return self._engine.job(name)
 
     def _read_tiers(self) -> admin_pb.GetTiersResponse:
-        engine = self._engine
-        host = admin_pb.TierInfo(
-            tier=pb.TIER_HOST,
-            budget_bytes=engine.host.budget_bytes,
-            used_bytes=engine.host.used_bytes,
-            leased_bytes=engine.host_cache.leased_bytes + engine.scratch.nbytes,
-            evictable_bytes=engine.host_cache.evictable_bytes,
-            quarantined_bytes=self._sessions.quarantine.nbytes,
-            queue_depth=engine.host.queue_depth + engine.queue.depth,
-            detail=engine.host.detail,
-        )
-        nvme = admin_pb.TierInfo(
-            tier=pb.TIER_NVME,
-            budget_bytes=engine.nvme.budget_bytes,
-            used_bytes=engine.nvme.used_bytes,
-            queue_depth=engine.nvme.queue_depth,
-            detail=engine.nvme.detail,
-            problems=engine.nvme.problems,
-            devices=[_describe_device(file) for file in engine.nvme.files],
-            damaged_blocks=engine.nvme.damaged_blocks,
-            bad_bytes=engine.nvme.bad_bytes,
-            scrubbed_bytes=engine.scrubber.bytes_read,
-            scrub_passes=engine.scrubber.passes,
-        )
-        _fill_counters(host, engine.host.counters)
-        _fill_counters(nvme, engine.nvme.counters)
         return admin_pb.GetTiersResponse(
-            tiers=[host, nvme],
+            tiers=[self._describe_tier(tier) for tier in self._engine.tiers],
             epoch=self._epoch,
             state_dir=str(self._state_dir.absolute()),
             sessions=len(self._sessions),
@@ -172,6 +147,30 @@ class StoreAdmin:
             transfer_bytes=self._transfers.used_bytes,
             transfer_budget_bytes=self._transfers.budget_bytes,
         )
+
+    def _describe_tier(self, tier: Tier) -> admin_pb.TierInfo:
+        engine = self._engine
+        info = admin_pb.TierInfo(
+            tier=convert.TIER_TO_WIRE[tier.name],
+            budget_bytes=tier.budget_bytes,
+            used_bytes=tier.used_bytes,
+            queue_depth=tier.queue_depth,
+            detail=tier.detail,
+            problems=engine.backing.problems_of(tier),
+        )
+        _fill_counters(info, tier.counters)
+        if tier is engine.host:
+            info.leased_bytes = engine.host_cache.leased_bytes + engine.scratch.nbytes
+            info.evictable_bytes = engine.host_cache.evictable_bytes
+            info.quarantined_bytes = self._sessions.quarantine.nbytes
+            info.queue_depth += engine.queue.depth
+        elif tier is engine.nvme:
+            info.devices.extend(_describe_device(file) for file in engine.nvme.files)
+            info.damaged_blocks = engine.nvme.damaged_blocks
+            info.bad_bytes = engine.nvme.bad_bytes
+            info.scrubbed_bytes = engine.scrubber.bytes_read
+            info.scrub_passes = engine.scrubber.passes
+        return info
 
     def _describe_session(self, session: Session) -> admin_pb.SessionInfo:
         writing = sum(lease.mode.is_for_writing for lease in session.leases.values())
@@ -195,8 +194,8 @@ class StoreAdmin:
         newest, durable = job.newest, max(job.durable, default=None)
         # All layouts count, because the store has two of them while one replaces the other.
         tallies = [layout.tally for layout in self._engine.layouts(job.spec.name)]
-        nvme = sum(tally.nvme_bytes for tally in tallies)
-        host = sum(tally.copied_bytes for tally in tallies)
+        size = {TierName.HOST: sum(tally.copied_bytes for tally in tallies)}
+        size |= {tier.name: sum(t.version_bytes(tier.name) for t in tallies) for tier in self._engine.backing}
         return admin_pb.JobInfo(
             name=job.spec.name,
             world_size=job.spec.world_size,
@@ -206,8 +205,8 @@ class StoreAdmin:
             committed_step=newest,
             durable_step=durable,
             bytes=[
-                admin_pb.JobInfo.TierBytes(tier=pb.TIER_HOST, bytes=host),
-                admin_pb.JobInfo.TierBytes(tier=pb.TIER_NVME, bytes=nvme),
+                admin_pb.JobInfo.TierBytes(tier=convert.TIER_TO_WIRE[tier], bytes=nbytes)
+                for tier, nbytes in size.items()
             ],
             created_at_unix_seconds=job.created_at,
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
@@ -265,8 +264,8 @@ def _shards_from(
 
 def _describe_shard(slab: Slab, shard: Shard) -> admin_pb.ShardInfo:
     tiers = [TierName.HOST] if slab.current_copy is not None else []
-    if slab.latest in slab.versions:
-        tiers.append(TierName.NVME)
+    if slab.latest is not None and (region := slab.versions.get(slab.latest)) is not None:
+        tiers.append(region.tier.name)
     return admin_pb.ShardInfo(
         fqn=shard.fqn,
         kind=convert.KIND_TO_WIRE[slab.key.kind],

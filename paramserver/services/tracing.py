@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
-from storage.tiers.base import TierCounters
+from storage.tiers.contract import Tier
 from storage.tracing import Span, Tracer
 
 # The most spans that are kept for one session between two calls. They take a third of the largest message.
@@ -75,19 +76,19 @@ class Traces:
 
 def read_counters(engine: Engine) -> pb.ReadCountersResponse:
     """Return one reading of the tiers' counters, over all jobs."""
-    host, nvme = _counters(pb.TIER_HOST, engine.host.counters), _counters(pb.TIER_NVME, engine.nvme.counters)
-    nvme.bytes_per_second = sum(file.bandwidth or 0.0 for file in engine.nvme.files)
-    return pb.ReadCountersResponse(tiers=[host, nvme], monotonic_seconds=time.monotonic())
+    return pb.ReadCountersResponse(tiers=[_counters(tier) for tier in engine.tiers], monotonic_seconds=time.monotonic())
 
 
-def _counters(tier: pb.Tier, counters: TierCounters) -> pb.ReadCountersResponse.TierCounters:
+def _counters(tier: Tier) -> pb.ReadCountersResponse.TierCounters:
+    counters = tier.counters
     return pb.ReadCountersResponse.TierCounters(
-        tier=tier,
+        tier=convert.TIER_TO_WIRE[tier.name],
         bytes_read=counters.bytes_read,
         bytes_written=counters.bytes_written,
         read_seconds=counters.reading.seconds,
         write_seconds=counters.writing.seconds,
         fetch_seconds=counters.fetching.seconds,
+        bytes_per_second=tier.bandwidth,
     )
 
 

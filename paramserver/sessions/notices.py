@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
+from storage.tiers.contract import Tier
 
 # Shorter waits are ordinary, so clients get no notice of them.
 PRESSURE_SECONDS = 1.0
@@ -19,14 +21,15 @@ Notice = Response.Notice
 
 def describe_waits(engine: Engine) -> str:
     """Return what requests wait for now. The text has no names of jobs, because any client may read it."""
-    host, troubles = engine.host, engine.nvme.watch.problems
+    host, troubles = engine.host, engine.backing.watch.problems
     memory = "host memory has room for all requests"
     if host.queue_depth:
         memory = (
             f"{host.queue_depth} requests wait for room in host memory, the first for {host.waiting_seconds:.1f} s "
-            f"(host_budget is {host.budget_bytes} bytes, {host.pinned_bytes()} of them leased, read or updated)"
+            f"(host_budget is {host.budget_bytes} bytes, {host.pinned_bytes} of them leased, read or updated)"
         )
-    return "; ".join([memory, f"{engine.nvme.queue_depth} reads and writes of nvme wait or are under way", *troubles])
+    transfers = [f"{tier.queue_depth} reads and writes of {tier.name} wait or are under way" for tier in engine.backing]
+    return "; ".join([memory, *transfers, *troubles])
 
 
 class NoticeBoard:
@@ -38,9 +41,13 @@ class NoticeBoard:
 
     def look(self) -> Iterator[Notice]:
         """Yield a notice for each trouble that has begun or ended since the last look."""
-        yield from self._compare(
-            pb.TIER_NVME, self._degraded(), Response.EVENT_TIER_RECOVERED, "the nvme tier works again"
-        )
+        for tier in self._engine.tiers:
+            yield from self._compare(
+                convert.TIER_TO_WIRE[tier.name],
+                self._degraded(tier),
+                Response.EVENT_TIER_RECOVERED,
+                f"the {tier.name} tier works again",
+            )
         yield from self._compare(
             pb.TIER_HOST,
             self._pressure(),
@@ -55,14 +62,17 @@ class NoticeBoard:
         elif trouble is None and self.standing.pop(tier, None) is not None:
             yield Notice(text=text, event=relief, tier=tier)
 
-    def _degraded(self) -> Notice | None:
-        nvme = self._engine.nvme
-        if not nvme.problems:
+    def _degraded(self, tier: Tier) -> Notice | None:
+        backing = self._engine.backing
+        if not backing.problems_of(tier):
             return None
         # The notice does not say which versions are damaged, because their names would reveal other clients' jobs.
-        why = "; ".join(nvme.watch.problems) or "some of what it stores is damaged, or was not confirmed by its device"
-        text = f"the nvme tier is degraded: {why} (`paramserver-admin tiers` says more)"
-        return Notice(text=text, event=Response.EVENT_TIER_DEGRADED, tier=pb.TIER_NVME)
+        why = (
+            "; ".join(backing.device_problems_of(tier))
+            or "some of what it stores is damaged, or was not confirmed by its device"
+        )
+        text = f"the {tier.name} tier is degraded: {why} (`paramserver-admin tiers` says more)"
+        return Notice(text=text, event=Response.EVENT_TIER_DEGRADED, tier=convert.TIER_TO_WIRE[tier.name])
 
     def _pressure(self) -> Notice | None:
         host = self._engine.host

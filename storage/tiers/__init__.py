@@ -1,1 +1,1 @@
-"""The tiers behind one contract (`base`): host memory (an arena of shared memory) and NVMe files."""
+"""The tiers behind their contracts (`contract`): host memory (an arena of shared memory) and NVMe files."""

@@ -107,6 +107,16 @@ class DataFile:
         return self._size
 
     @property
+    def device_name(self) -> str:
+        """The file's path, by which operators know its device."""
+        return str(self.path)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the oldest transfer has been at the device."""
+        return self.io.load.stalled_seconds
+
+    @property
     def occupied_bytes(self) -> int:
         """The bytes that the file occupies on its file system."""
         return syscalls.allocated_bytes(self._fd)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from storage.errors import DeviceStuckError
-from storage.tiers.data_file import DataFile
 
 log = logging.getLogger(__name__)
 
@@ -23,18 +22,32 @@ ResultT = TypeVar("ResultT")
 LOOKS = 5
 
 
-class DeviceWatch:
-    """A task that periodically checks the oldest transfer of every file."""
+class Device(Protocol):
+    """What a tier has to wait for: a disk, or another machine."""
 
-    def __init__(self, files: Sequence[DataFile], stuck_after_seconds: float) -> None:
+    @property
+    def device_name(self) -> str:
+        """The device, for operators."""
+        ...
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the oldest transfer has been at the device; 0 where there is none."""
+        ...
+
+
+class DeviceWatch:
+    """A task that periodically checks the oldest transfer of every device of an engine's tiers."""
+
+    def __init__(self, stuck_after_seconds: float) -> None:
         """Start the checks.
 
         A device counts as stuck while its oldest transfer has taken at least `stuck_after_seconds`.
         """
-        self._files = files
+        self._devices: list[Device] = []
         self._stuck_after_seconds = stuck_after_seconds
-        # The files whose devices are stuck, and for how many seconds each.
-        self._stuck: dict[DataFile, float] = {}
+        # The devices that are stuck, and for how many seconds each.
+        self._stuck: dict[Device, float] = {}
         # Done while a device is stuck. The result is the text of the error: the devices, the times and the remedy.
         self._alarm: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._look_again_and_again())
@@ -42,9 +55,19 @@ class DeviceWatch:
     @property
     def problems(self) -> list[str]:
         """One line of text for each device that is stuck."""
+        return self.problems_of(self._stuck)
+
+    def problems_of(self, devices: Iterable[Device]) -> list[str]:
+        """Return one line for each of `devices` that is stuck."""
         return [
-            f"{file.path}: the device has not answered for {seconds:.1f} s" for file, seconds in self._stuck.items()
+            f"{device.device_name}: the device has not answered for {self._stuck[device]:.1f} s"
+            for device in devices
+            if device in self._stuck
         ]
+
+    def follow(self, devices: Sequence[Device]) -> None:
+        """Watch these devices, too."""
+        self._devices += devices
 
     def check(self) -> None:
         """Raise DeviceStuckError if a device is stuck. An operation calls this before it begins anything."""
@@ -93,12 +116,12 @@ class DeviceWatch:
             self._look()
 
     def _look(self) -> None:
-        stalled = {file: file.io.load.stalled_seconds for file in self._files}
-        before, self._stuck = self._stuck, {f: s for f, s in stalled.items() if s >= self._stuck_after_seconds}
-        for file in self._stuck.keys() - before.keys():
-            log.error("%s: the device has not answered for %.1f s", file.path, self._stuck[file])
-        for file in before.keys() - self._stuck.keys():
-            log.warning("%s: the device answers again", file.path)
+        stalled = {device: device.stalled_seconds for device in self._devices}
+        before, self._stuck = self._stuck, {d: s for d, s in stalled.items() if s >= self._stuck_after_seconds}
+        for device in self._stuck.keys() - before.keys():
+            log.error("%s: the device has not answered for %.1f s", device.device_name, self._stuck[device])
+        for device in before.keys() - self._stuck.keys():
+            log.warning("%s: the device answers again", device.device_name)
         if self._stuck and not self._alarm.done():
             self._alarm.set_result("; ".join(self.problems) + ": check it; what was begun goes on when it answers")
         elif not self._stuck and self._alarm.done():

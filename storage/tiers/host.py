@@ -1,16 +1,17 @@
 """The host tier: ranges of the arena under its exact budget, with fair waiting that ends at a deadline.
 
 Owns the arena and the queue of those who wait for room. Which clean copies to drop when room is short is not its to
-decide: it asks `reclaim`, which placement provides.
+decide: it asks its `RoomMaker`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -28,14 +29,36 @@ class _Waiter:
     granted: asyncio.Future[ArenaRange]
 
 
+class RoomMaker(Protocol):
+    """The order in which copies are evicted from the arena: `storage.host_cache.EvictionOrder`.
+
+    The contract is here because the cache of copies is built upon the tier.
+    """
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of copies that stay because a client or the engine uses them."""
+        ...
+
+    def evict(self, later_than: float | None) -> ArenaRange | None:
+        """Take from its slab one clean copy whose next use comes after the position `later_than` (None: any copy).
+
+        Returns its range, which the tier frees; None where there is no such copy.
+        """
+        ...
+
+
 class HostTier:
     """Shared memory that clients on this node map."""
 
     name = TierName.HOST
+    problems: Sequence[str] = ()
+    bandwidth: float | None = None
 
     def __init__(
         self,
         budget_bytes: int,
+        room_maker: RoomMaker,
         *,
         admission_timeout_seconds: float = 60.0,
         slots: int = 0,
@@ -45,6 +68,9 @@ class HostTier:
     ) -> None:
         """Allocates the whole budget; see Arena for `slots`, `huge_pages` and `lock_memory`.
 
+        Args:
+            room_maker: evicts copies where an allocation finds no room.
+
         Raises:
             DiskFullError: the machine has not that much shared memory.
             DeviceError: it has none at all, or none can be named `arena_file`.
@@ -53,11 +79,8 @@ class HostTier:
         self.arena = Arena(budget_bytes, slots=slots, path=arena_file, huge_pages=huge_pages, lock_memory=lock_memory)
         self.counters = TierCounters()
         self._admission_timeout_seconds = admission_timeout_seconds
-        # Drops one clean copy whose next use comes after the given position (None: any); False where there is none.
-        self.reclaim: Callable[[float | None], bool] = lambda _: False
-        # Bytes that stay because somebody uses them; placement knows, and whoever waits in vain is told.
-        self.pinned_bytes: Callable[[], int] = lambda: 0
-        self.on_free: Callable[[], None] = lambda: None
+        self._room_maker = room_maker
+        self._on_room: list[Callable[[], None]] = []
         self._waiters: deque[_Waiter] = deque()
 
     @property
@@ -91,6 +114,15 @@ class HostTier:
         )
         named = f"shared memory {self.arena.path}" if self.arena.path else "shared memory"
         return ", ".join([named, *(name for name, is_so in granted if is_so)])
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of copies that are leased, being read or being updated."""
+        return self._room_maker.leased_bytes
+
+    def when_room_is_made(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever a range is freed or can be evicted, after the requests that wait were served."""
+        self._on_room.append(callback)
 
     def deadline(self) -> float:
         """Return until when a request that begins to wait for room now may wait, on the loop's clock."""
@@ -141,7 +173,8 @@ class HostTier:
     def room_made(self) -> None:
         """To be called when a copy becomes clean and unused: those who wait may go on."""
         self._serve()
-        self.on_free()
+        for callback in self._on_room:
+            callback()
 
     def view(self, region: ArenaRange) -> memoryview:
         """The bytes of a range, whole pages."""
@@ -169,8 +202,11 @@ class HostTier:
 
     def _allocate(self, nbytes: int, *, from_top: bool, later_than: float | None) -> ArenaRange | None:
         while (range_ := self.arena.allocate(nbytes, from_top=from_top)) is None:
-            if not self.reclaim(later_than):
+            if (evicted := self._room_maker.evict(later_than)) is None:
                 return None
+            self.counters.demotions += 1
+            # Straight to the arena: the one who asked for room takes it before those who wait.
+            self.arena.free(evicted)
         return range_
 
     def _give_up(self, waiter: _Waiter) -> None:
@@ -181,7 +217,7 @@ class HostTier:
         waiter.granted.set_exception(
             BudgetExceededError(
                 f"host_budget {self.budget_bytes} had no room for {waiter.nbytes} bytes for "
-                f"{self._admission_timeout_seconds:g} s: {self.used_bytes} bytes are used, {self.pinned_bytes()} of "
+                f"{self._admission_timeout_seconds:g} s: {self.used_bytes} bytes are used, {self.pinned_bytes} of "
                 "them by copies that are leased, being read or being updated; return leases sooner, or raise "
                 "host_budget or admission_timeout_seconds"
             )

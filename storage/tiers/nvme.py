@@ -11,22 +11,20 @@ import asyncio
 import contextlib
 import functools
 import logging
-import mmap
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError, NotFoundError
-from storage.integrity import BLOCK_BYTES, Checksums
+from storage.integrity import Checksums
 from storage.shard import TierName
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
+from storage.tiers.contract import Transfer
 from storage.tiers.data_file import GROWTH_BYTES, DataFile
 from storage.tiers.extents import Extent, overlapping, without
-from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import IoRequest, Priority
 from storage.tracing import Activity, Tracer
-from storage.waiting import wait_out
+from storage.waiting import settle
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +38,7 @@ REQUEST_BYTES = 4 << 20
 class NvmeRegion:
     """Bytes in extents, in order, with what is known of their contents."""
 
+    tier: NvmeTier
     extents: tuple[Extent, ...]
     checksums: Checksums
     # Those who need the bytes: the slab, readers, transfers under way. The last one to leave frees the extents.
@@ -59,24 +58,43 @@ class NvmeRegion:
         space was in short pieces only, a block may lie in several."""
         return all(extent.nbytes % self.checksums.block_bytes == 0 for extent in self.extents[:-1])
 
+    @property
+    def label(self) -> str:
+        """The name of the version."""
+        return self.checksums.label
 
-class Transfer(NamedTuple):
-    """`buffer`, whole blocks (or up to the end) at byte `offset` of the region, page-aligned host memory."""
+    def verify(self, offset: int, buffer: memoryview) -> None:
+        """Check bytes that were read; see `Checksums.verify`."""
+        self.checksums.verify(offset, buffer)
 
-    region: NvmeRegion
-    offset: int
-    buffer: memoryview
+    def record(self, offset: int, buffer: memoryview) -> None:
+        """Take the checksums of bytes that are about to be written; see `Checksums.record`."""
+        self.checksums.record(offset, buffer)
+
+
+OnDamage = Callable[[DamagedBlockError, Sequence[Extent]], None]
 
 
 class NvmeTier:
     """Data files behind one budget."""
 
     name = TierName.NVME
+    is_durable = True
 
     def __init__(
-        self, files: Sequence[DataFile], budget_bytes: int, bad: Iterable[Extent], *, stuck_after_seconds: float
+        self,
+        files: Sequence[DataFile],
+        budget_bytes: int,
+        bad: Iterable[Extent],
+        *,
+        tracer: Tracer,
+        on_damage: OnDamage,
     ) -> None:
         """Takes over the files; `bad` are extents that were found damaged, and are never used again.
+
+        Args:
+            on_damage: completes the error of a damaged block with the parameters whose bytes they are, and keeps the
+                extents that the tier sets aside for the next start.
 
         Raises:
             BudgetExceededError: committed versions alone exceed the budget.
@@ -84,11 +102,10 @@ class NvmeTier:
         self.files = tuple(files)
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
-        self.tracer = Tracer()
+        self._tracer = tracer
+        self._on_damage = on_damage
         self.bad = set(bad)
         self.damaged_blocks = 0
-        # Completes the error with what the engine knows, and keeps what is set aside for the next start.
-        self.on_damage: Callable[[DamagedBlockError, Sequence[Extent]], None] = lambda _error, _extents: None
         self._damaged: dict[NvmeRegion, DamagedBlockError] = {}
         self._file_of = {file.number: file for file in self.files}
         self._unsynced: set[NvmeRegion] = set()
@@ -98,7 +115,6 @@ class NvmeTier:
                 f"nvme_budget {budget_bytes} is less than the {self.used_bytes} bytes of committed versions in "
                 f"{self._paths}; raise nvme_budget or delete jobs"
             )
-        self.watch = DeviceWatch(self.files, stuck_after_seconds)
 
     @property
     def used_bytes(self) -> int:
@@ -121,11 +137,20 @@ class NvmeTier:
         return sum(file.io.load.queued for file in self.files)
 
     @property
+    def bandwidth(self) -> float:
+        """Measured bytes per second of all devices that were measured."""
+        return sum(file.bandwidth or 0.0 for file in self.files)
+
+    @property
+    def devices(self) -> Sequence[DataFile]:
+        """The files, each on its device."""
+        return self.files
+
+    @property
     def problems(self) -> list[str]:
-        """What makes the tier degraded, for operators; empty: nothing."""
-        problems = self.watch.problems
+        """What makes the tier degraded apart from stuck devices, for operators; empty: nothing."""
         damaged = [f"{error.label} is damaged" for error in self._damaged.values()]
-        problems += damaged[:MOST_NAMED] + ([f"{len(damaged)} versions are damaged"] if damaged[MOST_NAMED:] else [])
+        problems = damaged[:MOST_NAMED] + ([f"{len(damaged)} versions are damaged"] if damaged[MOST_NAMED:] else [])
         if doubtful := sum(region.doubtful for region in self._unsynced):
             problems.append(f"{doubtful} versions were not confirmed by the device, and will be written again")
         return problems
@@ -166,7 +191,26 @@ class NvmeTier:
             self._grow(round_up(nbytes))
             extents = self._place(nbytes)
             assert extents is not None
-        return NvmeRegion(extents, Checksums(label, round_up(nbytes)))
+        return NvmeRegion(self, extents, Checksums(label, round_up(nbytes)))
+
+    def stored(self, region: NvmeRegion) -> tuple[tuple[Extent, ...], bytes]:
+        """Return the region's extents and checksums, for the catalog; callable on any thread."""
+        return region.extents, region.checksums.dump()
+
+    def restored(self, extents: tuple[Extent, ...], checksums: bytes, label: str, nbytes: int) -> NvmeRegion:
+        """Return the region that the catalog knows by what `stored` gave.
+
+        Raises:
+            DataLossError: the checksums do not fit `nbytes`, which are whole pages.
+        """
+        return NvmeRegion(self, extents, Checksums(label, nbytes, checksums))
+
+    def damaged_bytes(self, regions: Iterable[NvmeRegion]) -> int:
+        """Return the bytes that were found damaged, are never used again, and are part of none of `regions`."""
+        if not self.bad:
+            return 0
+        extents = [extent for region in regions for extent in region.extents]
+        return sum(part.nbytes for extent in self.bad for part in without(extent, extents))
 
     @contextlib.asynccontextmanager
     async def new_version(self, nbytes: int, label: str) -> AsyncIterator[NvmeRegion]:
@@ -292,7 +336,7 @@ class NvmeTier:
         """Writes `buffer`, whole blocks of the region; see `write_many`."""
         await self.write_many([Transfer(region, offset, buffer)], priority)
 
-    async def read_many(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+    async def read_many(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
         """Fills the buffers, verified; neighbours on a device are read together.
 
         Raises:
@@ -305,14 +349,14 @@ class NvmeTier:
             self._set_aside(error, next(t.region for t in transfers if t.region.checksums.label == error.label))
             raise
 
-    async def read_raw(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+    async def read_raw(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
         """As `read_many`, but the caller verifies the buffers by the regions' checksums before it uses a byte of them.
 
         What it finds wrong it asks `read_many` for, which reads it again and, if need be, sets it aside.
         """
         await self._read(transfers, priority, verified=False)
 
-    async def _read(self, transfers: Sequence[Transfer], priority: Priority, *, verified: bool) -> None:
+    async def _read(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, verified: bool) -> None:
         self.hold(*(transfer.region for transfer in transfers))
         try:
             with self.counters.reading, self._span(Activity.NVME_READ, transfers):
@@ -325,7 +369,7 @@ class NvmeTier:
             for transfer in transfers:
                 self.free(transfer.region)
 
-    async def _verify(self, transfer: Transfer, priority: Priority) -> None:
+    async def _verify(self, transfer: Transfer[NvmeRegion], priority: Priority) -> None:
         verify = functools.partial(transfer.region.checksums.verify, transfer.offset, transfer.buffer)
         try:
             await asyncio.to_thread(verify)
@@ -334,16 +378,16 @@ class NvmeTier:
             await self._move([transfer], priority, write=False, checked=False)
             await asyncio.to_thread(verify)
 
-    async def write_many(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+    async def write_many(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
         """Writes the buffers and takes their checksums; neighbours on a device are written together. Durable only after
         `sync`."""
         await self._write(transfers, priority, recorded=False)
 
-    async def write_raw(self, transfers: Sequence[Transfer], priority: Priority) -> None:
+    async def write_raw(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
         """As `write_many`, but the caller has recorded the bytes in the regions' checksums."""
         await self._write(transfers, priority, recorded=True)
 
-    async def _write(self, transfers: Sequence[Transfer], priority: Priority, *, recorded: bool) -> None:
+    async def _write(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, recorded: bool) -> None:
         self.hold(*(transfer.region for transfer in transfers))
         for transfer in transfers:
             transfer.region.writers += 1
@@ -359,21 +403,6 @@ class NvmeTier:
             for transfer in transfers:
                 transfer.region.writers -= 1
                 self.free(transfer.region)
-
-    async def write_again(self, region: NvmeRegion) -> NvmeRegion:
-        """The same bytes, read and verified, in new extents: for a region that is doubtful.
-
-        Raises:
-            DamagedBlockError: they were lost.
-            DeviceError, BudgetExceededError: they cannot be read, or not be written anywhere else.
-        """
-        buffer = memoryview(mmap.mmap(-1, min(REQUEST_BYTES, round_up(region.nbytes, BLOCK_BYTES))))
-        async with self.new_version(region.nbytes, region.checksums.label) as copy:
-            for offset in range(0, region.nbytes, REQUEST_BYTES):
-                piece = buffer[: min(REQUEST_BYTES, region.nbytes - offset)]
-                await self.read_into(region, offset, piece, Priority.UPDATE)
-                await self.write_from(copy, offset, piece)
-        return copy
 
     async def sync(self) -> None:
         """Returns when the devices have everything that was written before.
@@ -394,11 +423,12 @@ class NvmeTier:
 
     async def close(self) -> None:
         """Finishes all requests and closes the files."""
-        await self.watch.close()
         for file in self.files:
             await file.close()
 
-    async def _move(self, transfers: Sequence[Transfer], priority: Priority, *, write: bool, checked: bool) -> None:
+    async def _move(
+        self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, write: bool, checked: bool
+    ) -> None:
         requests: dict[int, list[IoRequest]] = {file.number: [] for file in self.files}
         for transfer in transfers:
             region = transfer.region
@@ -416,10 +446,10 @@ class NvmeTier:
         else:
             await settle([asyncio.ensure_future(call) for call in calls])
 
-    def _span(self, activity: Activity, transfers: Sequence[Transfer]) -> AbstractContextManager[None]:
+    def _span(self, activity: Activity, transfers: Sequence[Transfer[NvmeRegion]]) -> AbstractContextManager[None]:
         # Transfers that are made together are of one group.
         label = transfers[0].region.checksums.label if transfers else ""
-        return self.tracer.span(activity, label, sum(len(transfer.buffer) for transfer in transfers))
+        return self._tracer.span(activity, label, sum(len(transfer.buffer) for transfer in transfers))
 
     def _set_aside(self, error: DamagedBlockError, region: NvmeRegion) -> None:
         """Never uses the pages of a damaged block again."""
@@ -427,7 +457,7 @@ class NvmeTier:
         new = [extent for extent in extents if extent not in self.bad]
         self.damaged_blocks += 1
         self.bad.update(new)
-        self.on_damage(error, new)
+        self._on_damage(error, new)
         if region not in self._damaged:
             log.error("%s", error)
         self._damaged[region] = error
@@ -437,24 +467,7 @@ class NvmeTier:
         return ", ".join(str(file.path) for file in self.files)
 
 
-async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Waits for all tasks, also when one fails or the caller is cancelled: their buffers are in use until then."""
-    pending = list(tasks)
-    if not pending:
-        return
-    try:
-        await asyncio.shield(asyncio.gather(*pending))
-    except BaseException:
-        try:
-            await wait_out(pending)
-        finally:
-            for task in pending:
-                if not task.cancelled():
-                    task.exception()
-        raise
-
-
-def _pieces(transfer: Transfer) -> Iterator[tuple[Extent, int, memoryview]]:
+def _pieces(transfer: Transfer[NvmeRegion]) -> Iterator[tuple[Extent, int, memoryview]]:
     """Cuts a transfer into requests: where each is on disk, its offset in the region, its part of the buffer."""
     region, offset, buffer = transfer
     if offset + len(buffer) > region.nbytes:

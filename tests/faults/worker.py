@@ -115,7 +115,9 @@ def space_errors(engine: Engine) -> list[str]:
     errors = [f"{account} is not what the jobs explain" for account in engine.accounts() if not account.is_settled]
     regions = [r for job in engine.jobs.values() for slab in job.slabs() for r in slab.versions.values()]
     end = (-1, 0)
-    for extent in sorted((e for r in regions for e in r.extents), key=lambda e: (e.file, e.offset)):
+    for extent in sorted(
+        (e for r in regions for e in engine.backing.durable.stored(r)[0]), key=lambda e: (e.file, e.offset)
+    ):
         if extent.file == end[0] and extent.offset < end[1]:
             errors.append(f"{extent} overlaps the one before it, which ends at {end[1]}")
         end = extent.file, extent.offset + extent.nbytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,9 @@ from storage.engine import Engine
 from storage.shard import DType, Durability, GroupSpec, JobSpec, Kind, ParameterSpec, Shard, SlabSpec, TierName
 from storage.slab import NEVER
 from storage.tiers.base import PAGE_BYTES, round_up
+from storage.tiers.contract import BackingTier, Region
 from storage.tiers.extents import unused_runs
+from storage.tiers.nvme import NvmeRegion
 from storage.transform import Kernel, Tile
 from storage.versions import Job
 
@@ -45,15 +48,25 @@ OPTIMIZER_STATES = {Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq"}
 States = dict[tuple[str, str, Kind], torch.Tensor]
 
 
+def on_nvme(region: Region | None) -> NvmeRegion:
+    """Return the region of a version, which is on NVMe."""
+    assert isinstance(region, NvmeRegion)
+    return region
+
+
 def check_tally(job: Job) -> None:
     """Check that a job's tally, which its slabs keep up to date, equals a count over all slabs."""
     tally, slabs = job.tally, list(job.slabs())
-    counts: dict[tuple[bool, int], int] = {}
+    backing, counts, versions = Counter[TierName | None](), Counter[Any](), Counter[TierName]()
     for slab in slabs:
-        place = slab.backed, len(slab.versions)
-        counts[place] = counts.get(place, 0) + round_up(slab.nbytes)
-    assert {place: nbytes for place, nbytes in tally.by_versions.items() if nbytes} == counts
-    assert tally.nvme_bytes == sum(region.nbytes for slab in slabs for region in slab.versions.values())
+        backing[slab.backing] += round_up(slab.nbytes)
+        for tier, count in Counter(region.tier.name for region in slab.versions.values()).items():
+            counts[slab.backing, tier, count] += round_up(slab.nbytes)
+        for region in slab.versions.values():
+            versions[region.tier.name] += region.nbytes
+    # Counters that differ in zeros only are equal.
+    assert tally.by_backing == backing and tally.by_versions == counts
+    assert all(tally.version_bytes(tier) == versions[tier] for tier in TierName)
     assert tally.home_bytes == sum(round_up(slab.nbytes) for slab in slabs if slab.at_home_in_host)
     copies = [slab.copy for slab in slabs if slab.copy is not None]
     assert (tally.copies, tally.copied_bytes) == (len(copies), sum(copy.region.nbytes for copy in copies))
@@ -365,9 +378,11 @@ def engine_config(state_dir: Path, **changes: Any) -> EngineConfig:
 
 
 @asynccontextmanager
-async def opened(state_dir: Path, **changes: Any) -> AsyncIterator[Engine]:
+async def opened(
+    state_dir: Path, volatile: Sequence[BackingTier[Any]] = (), /, **changes: Any
+) -> AsyncIterator[Engine]:
     """Open an engine; at the end of the block check that nothing leaked, and close it."""
-    engine = await Engine.open(engine_config(state_dir, **changes))
+    engine = await Engine.open(engine_config(state_dir, **changes), volatile)
     try:
         base = engine.host.used_bytes
         yield engine
@@ -391,13 +406,13 @@ def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     """Check that a slab's version or copy explains every used byte, no extents overlap, and no allocation waits."""
     slabs = [slab for name in engine.jobs for layout in engine.layouts(name) for slab in layout.slabs()]
     regions = [region for slab in slabs for region in slab.versions.values()]
-    extents = [extent for region in regions for extent in region.extents]
+    extents = [extent for r in regions if r.tier is engine.nvme for extent in on_nvme(r).extents]
     for file in engine.nvme.files:
         unused_runs(file.size_bytes, [extent for extent in extents if extent.file == file.number])
-    host, nvme = engine.accounts()
-    assert host.is_settled and nvme.is_settled, (host, nvme)
+    host, *backing = accounts = engine.accounts()
+    assert all(account.is_settled for account in accounts), accounts
     assert host.held_bytes[Holder.FIXED] == host_base_bytes
-    assert nvme.held_bytes.get(Holder.READERS, 0) == 0
+    assert all(account.held_bytes.get(Holder.READERS, 0) == 0 for account in backing)
     assert engine.host_cache.leased_bytes == 0
     assert engine.scratch.nbytes == 0
     assert engine.host.queue_depth == 0

@@ -16,7 +16,7 @@ from storage.shard import Kind, TierName
 from storage.slab import HostCopy
 from storage.tiers.base import round_up
 from storage.tiers.extents import Extent
-from tests.unit.storage.builders import MIB, Layout, Training, opened, room_taken
+from tests.unit.storage.builders import MIB, Layout, Training, on_nvme, opened, room_taken
 
 ROOMY = {"host_budget_bytes": 8 * MIB, "nvme_budget_bytes": 32 * MIB}
 
@@ -87,7 +87,7 @@ async def test_what_was_leaked_or_freed_twice_is_unexplained(tmp_path: Path) -> 
         slab.copy = HostCopy(await engine.host.allocate(slab.nbytes), step=None, at_home=False)
         assert accounts(engine)[0].unexplained_bytes == round_up(slab.nbytes)
         engine.host_cache.detach(slab)
-        region = next(iter(training.job.slab("block.0", Kind.PARAM).versions.values()))
+        region = on_nvme(training.job.slab("block.0", Kind.PARAM).versions[0])
         engine.nvme.files[0].free(region.extents[0])
         assert accounts(engine)[1].unexplained_bytes == -region.extents[0].nbytes
         assert engine.nvme.files[0].allocate(region.extents[0].nbytes) == region.extents

@@ -12,7 +12,7 @@ from storage.engine import Engine
 from storage.errors import BudgetExceededError, DataLossError, DeviceError, DiskFullError, StorageError
 from storage.shard import DType, Kind, TierName
 from storage.tiers import threaded_io
-from tests.unit.storage.builders import Fault, Layout, Training, engine_config, opened
+from tests.unit.storage.builders import Fault, Layout, Training, engine_config, on_nvme, opened
 
 ERRORS: list[StorageError] = [DiskFullError("the disk is full"), DeviceError("input/output error")]
 # Two groups of two tiles each: a step makes so few calls that a test can fail each of them.
@@ -138,12 +138,12 @@ async def test_what_a_failed_sync_covered_is_written_again_elsewhere_before_its_
     async with opened(tmp_path, **SMALL) as engine:
         training = await Training(engine, LAYOUT).begin()
         await refuse_by_a_failed_sync(training, monkeypatch)
-        doubtful = {slab: slab.versions[1].extents for slab in training.job.slabs()}
+        doubtful = {slab: on_nvme(slab.versions[1]).extents for slab in training.job.slabs()}
         assert engine.nvme.problems == [
             f"{len(doubtful)} versions were not confirmed by the device, and will be written again"
         ]
         assert await training.commit(1)
-        assert all(slab.versions[1].extents != extents for slab, extents in doubtful.items())
+        assert all(on_nvme(slab.versions[1]).extents != extents for slab, extents in doubtful.items())
         assert engine.nvme.problems == []
         await training.assert_at(1)
     await assert_reopens_at(tmp_path, LAYOUT, 1)
@@ -155,7 +155,7 @@ async def test_bytes_that_were_lost_after_a_failed_sync_are_not_committed(
     async with opened(tmp_path, **SMALL) as engine:
         training = await Training(engine, LAYOUT).begin()
         await refuse_by_a_failed_sync(training, monkeypatch)
-        lost = training.job.slab("block.0", Kind.MASTER).versions[1].extents[0]
+        lost = on_nvme(training.job.slab("block.0", Kind.MASTER).versions[1]).extents[0]
         with engine.nvme.files[0].path.open("r+b") as file:
             file.seek(lost.offset)
             file.write(bytes(lost.nbytes))

@@ -24,7 +24,7 @@ from storage.errors import DamagedBlockError, DataLossError
 from storage.failpoints import Failpoint
 from storage.shard import DType, Kind, TierName
 from storage.tiers.extents import overlapping
-from tests.unit.storage.builders import MIB, TILED, Layout, Training, opened, quiesce, reference_of
+from tests.unit.storage.builders import MIB, TILED, Layout, Training, on_nvme, opened, quiesce, reference_of
 
 FORMAT_1 = Path(__file__).with_name("data") / "format_1.tar.gz"
 PAGE, BLOCK, OLD_BLOCK = 4096, 131072, 16384
@@ -391,7 +391,7 @@ async def test_old_regions_are_read_and_new_ones_have_larger_blocks(format_3: Pa
         training = await Training(engine, MIXED).open()
         for slab in training.job.slabs():
             if slab.latest is not None:
-                region = slab.source(slab.latest)
+                region = on_nvme(slab.source(slab.latest))
                 assert region.checksums.block_bytes == OLD_BLOCK and region.blocks_are_whole
                 assert max(extent.nbytes for extent in region.extents) == 3 * OLD_BLOCK
         await training.hand_over(["trained"])
@@ -415,7 +415,7 @@ async def test_damage_in_an_old_region_is_found_by_its_blocks(format_3: Path) ->
     async with opened(format_3) as engine:
         training = await Training(engine, MIXED).open()
         slab = training.job.slab("idle", Kind.MASTER)
-        (place,) = overlapping(slab.source(0).extents, 5 * OLD_BLOCK + 100, 1)
+        (place,) = overlapping(on_nvme(slab.source(0)).extents, 5 * OLD_BLOCK + 100, 1)
         with engine.nvme.files[0].path.open("r+b") as file:
             file.seek(place.offset)
             byte = file.read(1)

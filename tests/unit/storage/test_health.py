@@ -21,7 +21,7 @@ async def drop_copies(training: Training) -> None:
 
 
 async def recovered(training: Training) -> None:
-    while training.engine.nvme.problems:
+    while training.engine.backing.problems_of(training.engine.nvme):
         await asyncio.sleep(0.01)
 
 
@@ -34,7 +34,8 @@ async def test_a_stuck_read_ends_the_fetch_and_names_the_device(
         with held(monkeypatch, "read_exact"):
             with pytest.raises(DeviceStuckError, match=rf"{tmp_path}/data\.0: the device has not answered for 0\.\d s"):
                 await engine.fetch(training.job, "block.0", Kind.PARAM)
-            assert [problem.split(":")[0] for problem in engine.nvme.problems] == [f"{tmp_path}/data.0"]
+            problems = engine.backing.problems_of(engine.nvme)
+            assert [problem.split(":")[0] for problem in problems] == [f"{tmp_path}/data.0"]
             # This raises at once, because the device is known to be stuck.
             with pytest.raises(DeviceStuckError):
                 await engine.fetch(training.job, "block.1", Kind.PARAM)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.host_cache import HostCache
+from storage.host_cache import EvictionOrder, HostCache
 from storage.shard import DType, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.base import PAGE_BYTES
@@ -221,12 +221,13 @@ async def test_a_pinned_copy_stays_whatever_is_fetched_and_the_rest_is_placed_as
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_long_random_campaign_drops_what_a_search_of_all_copies_finds(seed: int) -> None:
     rng, count = random.Random(seed), 40
-    host = HostTier((count + 1) * PAGE_BYTES)
-    host_cache = HostCache(host)
+    order = EvictionOrder()
+    host = HostTier((count + 1) * PAGE_BYTES, order)
+    host_cache = HostCache(host, order)
     slabs: list[Slab] = []
     for index in range(count):
         spec = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
-        slab = Slab(SlabKey("job", str(index), Kind.PARAM), spec, PAGE_BYTES // 4, backed=True)
+        slab = Slab(SlabKey("job", str(index), Kind.PARAM), spec, PAGE_BYTES // 4, backing=TierName.NVME)
         slab.latest = 0
         slabs.append(slab)
     for turn in range(4000):
@@ -246,8 +247,10 @@ async def test_a_long_random_campaign_drops_what_a_search_of_all_copies_finds(se
         else:
             idle = {s: s.copy.next_use for s in slabs if s.copy is not None and not s.copy.pins}
             farthest = max(idle.values())
-            assert not host.reclaim(farthest)
-            assert host.reclaim(None)
+            assert order.evict(farthest) is None
+            evicted = order.evict(None)
+            assert evicted is not None
+            host.arena.free(evicted)
             (gone,) = (s for s in idle if s.copy is None)
             assert idle[gone] == farthest
     host.arena.close()

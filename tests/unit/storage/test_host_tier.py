@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import BudgetExceededError
-from storage.host_cache import HostCache
+from storage.host_cache import EvictionOrder, HostCache
 from storage.shard import DType, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
@@ -22,9 +22,15 @@ PAGES = 8
 
 
 @pytest.fixture
-def host() -> Iterator[HostTier]:
+def order() -> EvictionOrder:
+    """What makes room in `host`."""
+    return EvictionOrder()
+
+
+@pytest.fixture
+def host(order: EvictionOrder) -> Iterator[HostTier]:
     """A tier with PAGES free pages."""
-    tier = HostTier((PAGES + 1) * PAGE_BYTES)
+    tier = HostTier((PAGES + 1) * PAGE_BYTES, order)
     yield tier
     tier.arena.close()
 
@@ -98,15 +104,16 @@ async def test_prefetches_go_on_when_the_last_waiter_gives_up(host: HostTier) ->
     large = waiting(host, 6)
     await turn()
     pumped = []
-    host.on_free = lambda: pumped.append(host.try_allocate(PAGE_BYTES, later_than=0.0))
+    host.when_room_is_made(lambda: pumped.append(host.try_allocate(PAGE_BYTES, later_than=0.0)))
     large.cancel()
     await asyncio.wait([large])
     assert any(pumped)
 
 
 async def test_a_waiter_whose_deadline_passes_is_told_the_figures_and_those_behind_it_go_on() -> None:
-    host = HostTier((PAGES + 1) * PAGE_BYTES, admission_timeout_seconds=0.1)
-    host_cache = HostCache(host)
+    order = EvictionOrder()
+    host = HostTier((PAGES + 1) * PAGE_BYTES, order, admission_timeout_seconds=0.1)
+    host_cache = HostCache(host, order)
     used = resident(host, host_cache, "used", pages=5)
     assert used.copy is not None
     host_cache.pin(used.copy)
@@ -129,7 +136,7 @@ async def test_a_waiter_whose_deadline_passes_is_told_the_figures_and_those_behi
 
 
 async def test_a_stream_of_small_requests_does_not_make_a_large_one_miss_its_deadline() -> None:
-    host = HostTier((PAGES + 1) * PAGE_BYTES, admission_timeout_seconds=20.0)
+    host = HostTier((PAGES + 1) * PAGE_BYTES, EvictionOrder(), admission_timeout_seconds=20.0)
     pages = [await host.allocate(PAGE_BYTES) for _ in range(PAGES)]
     large = waiting(host, PAGES)
     await turn()
@@ -148,7 +155,7 @@ async def test_a_stream_of_small_requests_does_not_make_a_large_one_miss_its_dea
 
 
 async def test_a_waiter_cancelled_as_its_deadline_passes_leaves_nothing_behind() -> None:
-    host = HostTier((PAGES + 1) * PAGE_BYTES, admission_timeout_seconds=0.01)
+    host = HostTier((PAGES + 1) * PAGE_BYTES, EvictionOrder(), admission_timeout_seconds=0.01)
     everything = await host.allocate(PAGES * PAGE_BYTES)
     for wait_seconds in (0.008, 0.009, 0.01, 0.011, 0.012):
         task = waiting(host, 1)
@@ -188,7 +195,7 @@ async def test_what_can_never_fit_is_refused_with_the_figure_that_would_do(host:
 def resident(host: HostTier, host_cache: HostCache, name: str, pages: int = 2) -> Slab:
     """Return a slab with a clean, unpinned copy of its newest bytes."""
     spec = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
-    slab = Slab(SlabKey("job", name, Kind.PARAM), spec, pages * PAGE_BYTES // 4, backed=True)
+    slab = Slab(SlabKey("job", name, Kind.PARAM), spec, pages * PAGE_BYTES // 4, backing=TierName.NVME)
     slab.latest = 3
     region = host.arena.allocate(slab.nbytes)
     assert region is not None
@@ -198,8 +205,8 @@ def resident(host: HostTier, host_cache: HostCache, name: str, pages: int = 2) -
     return slab
 
 
-async def test_the_copy_whose_next_use_is_farthest_goes_first(host: HostTier) -> None:
-    host_cache = HostCache(host)
+async def test_the_copy_whose_next_use_is_farthest_goes_first(host: HostTier, order: EvictionOrder) -> None:
+    host_cache = HostCache(host, order)
     slabs = {name: resident(host, host_cache, name) for name in ("soon", "never", "late", "later")}
     for name, position in (("soon", 1.0), ("late", 7.0), ("later", 9.0)):
         host_cache.set_next_use(slabs[name], position)
@@ -210,8 +217,8 @@ async def test_the_copy_whose_next_use_is_farthest_goes_first(host: HostTier) ->
     assert host.counters.demotions == 4
 
 
-async def test_a_prefetch_displaces_only_what_is_needed_later_than_itself(host: HostTier) -> None:
-    host_cache = HostCache(host)
+async def test_a_prefetch_displaces_only_what_is_needed_later_than_itself(host: HostTier, order: EvictionOrder) -> None:
+    host_cache = HostCache(host, order)
     for index in range(4):
         host_cache.set_next_use(resident(host, host_cache, str(index)), float(index))
     assert host.try_allocate(2 * PAGE_BYTES, later_than=3.0) is None
@@ -219,8 +226,10 @@ async def test_a_prefetch_displaces_only_what_is_needed_later_than_itself(host: 
     assert host.try_allocate(2 * PAGE_BYTES, later_than=2.5) is None
 
 
-async def test_a_copy_in_use_is_never_dropped_and_one_out_of_date_goes_with_its_last_user(host: HostTier) -> None:
-    host_cache = HostCache(host)
+async def test_a_copy_in_use_is_never_dropped_and_one_out_of_date_goes_with_its_last_user(
+    host: HostTier, order: EvictionOrder
+) -> None:
+    host_cache = HostCache(host, order)
     slab = resident(host, host_cache, "used", pages=PAGES)
     copy = slab.copy
     assert copy is not None
@@ -237,8 +246,8 @@ async def test_a_copy_in_use_is_never_dropped_and_one_out_of_date_goes_with_its_
     assert host_cache.leased_bytes == 0 and slab.copy is None and host.used_bytes == 2 * PAGE_BYTES
 
 
-async def test_a_next_use_named_on_return_is_kept(host: HostTier) -> None:
-    host_cache = HostCache(host)
+async def test_a_next_use_named_on_return_is_kept(host: HostTier, order: EvictionOrder) -> None:
+    host_cache = HostCache(host, order)
     first, second = (resident(host, host_cache, name, pages=4) for name in ("first", "second"))
     for slab, position in ((first, 5.0), (second, NEVER)):
         assert slab.copy is not None

@@ -22,7 +22,7 @@ from storage.shard import DType, Kind, TierName
 from storage.slab import Slab
 from storage.tiers.base import PAGE_BYTES
 from storage.tiers.extents import Extent
-from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, engine_config, opened, quiesce
+from tests.unit.storage.builders import ROOM_FOR_TILED, TILED, Layout, Training, engine_config, on_nvme, opened, quiesce
 
 LAYOUT = Layout(precision=DType.BFLOAT16, numels=TILED)
 
@@ -30,7 +30,7 @@ LAYOUT = Layout(precision=DType.BFLOAT16, numels=TILED)
 def pages(slab: Slab) -> list[int]:
     """Return the offsets in the data file of the pages of the newest version."""
     assert slab.latest is not None
-    extents = slab.versions[slab.latest].extents
+    extents = on_nvme(slab.versions[slab.latest]).extents
     return [offset for e in extents for offset in range(e.offset, e.offset + e.nbytes, PAGE_BYTES)]
 
 

@@ -23,6 +23,7 @@ from storage.tiers.base import PAGE_BYTES
 from storage.tiers.data_file import DataFile
 from storage.tiers.extents import SPLIT_BYTES, Extent
 from storage.tiers.nvme import NvmeTier
+from storage.tracing import Tracer
 
 BUDGET_PAGES = 512
 # The number of pages in a checksum's block.
@@ -33,7 +34,7 @@ PAGES = BLOCK_BYTES // PAGE_BYTES
 async def tier_at(path: Path, *, pages: int = BUDGET_PAGES, used: tuple[Extent, ...] = ()) -> AsyncIterator[NvmeTier]:
     file = DataFile(0, path, used, read_threads=3, write_threads=2)
     try:
-        tier = NvmeTier([file], pages * PAGE_BYTES, (), stuck_after_seconds=30)
+        tier = NvmeTier([file], pages * PAGE_BYTES, (), tracer=Tracer(), on_damage=lambda _error, _extents: None)
     except BaseException:
         await file.close()
         raise

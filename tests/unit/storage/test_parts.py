@@ -13,7 +13,7 @@ from storage.engine import Engine
 from storage.errors import DamagedBlockError
 from storage.shard import DType, Kind, TierName
 from storage.slab import Slab
-from tests.unit.storage.builders import Layout, Training, opened
+from tests.unit.storage.builders import Layout, Training, on_nvme, opened
 
 MOMENTS = [TierName.NVME, TierName.HOST]
 PART_ELEMENTS = 65_536
@@ -68,7 +68,7 @@ async def test_bytes_that_were_wrong_once_are_read_again_and_the_rest_is_not_upd
     async with opened(tmp_path, **LARGE) as engine:
         training = await trained(engine, moments)
         master = states(training, Kind.MASTER)
-        (extent,) = master.source(1).extents
+        (extent,) = on_nvme(master.source(1)).extents
         wrong = WrongReads(monkeypatch, extent.offset + part * PART_BYTES + 5, times=1)
         await training.step()
         assert wrong.left == 0
@@ -80,7 +80,9 @@ async def test_two_wrong_kinds_of_a_part_are_read_again(tmp_path: Path, monkeypa
     async with opened(tmp_path, **LARGE) as engine:
         training = await trained(engine, TierName.NVME)
         wrong = [
-            WrongReads(monkeypatch, states(training, kind).source(1).extents[0].offset + 3 * PART_BYTES, times=1)
+            WrongReads(
+                monkeypatch, on_nvme(states(training, kind).source(1)).extents[0].offset + 3 * PART_BYTES, times=1
+            )
             for kind in (Kind.MASTER, Kind.EXP_AVG_SQ)
         ]
         await training.step()
@@ -95,7 +97,7 @@ async def test_bytes_that_stay_wrong_are_named_set_aside_and_nothing_is_committe
     async with opened(tmp_path, **LARGE) as engine:
         training = await trained(engine, TierName.NVME)
         master = states(training, Kind.MASTER)
-        place = master.source(1).extents[0].offset + part * PART_BYTES
+        place = on_nvme(master.source(1)).extents[0].offset + part * PART_BYTES
         wrong = WrongReads(monkeypatch, place, times=1 << 30)
         with pytest.raises(DamagedBlockError, match=r"master at step 1") as raised:
             await training.step()

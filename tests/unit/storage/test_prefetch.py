@@ -17,7 +17,7 @@ from storage.engine import Engine, Pin
 from storage.errors import BudgetExceededError, NotFoundError
 from storage.shard import Kind
 from storage.tiers import threaded_io
-from tests.unit.storage.builders import Layout, Training, opened
+from tests.unit.storage.builders import Layout, Training, on_nvme, opened
 
 UNITS = tuple("abcdefgh")
 UNIT_BYTES = 64 << 10
@@ -69,7 +69,7 @@ async def stored_units(
         free = engine.host.budget_bytes - engine.host.used_bytes
         filler = await engine.host.allocate(free - units * UNIT_BYTES)
         disk = SlowDisk(monkeypatch)
-        extents = {r.extents[0].offset: s.key.group for s in training.job.slabs() for r in s.versions.values()}
+        extents = {on_nvme(r).extents[0].offset: s.key.group for s in training.job.slabs() for r in s.versions.values()}
         disk.names = extents.__getitem__
         try:
             yield training, disk
@@ -241,15 +241,21 @@ async def test_jobs_share_the_disk_by_their_weights_whatever_their_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight: float
 ) -> None:
     """One job has run for long and has large positions, the other one has just begun."""
-    async with stored_units(tmp_path, monkeypatch, units=16, prefetch_bytes=UNIT_BYTES) as (old, disk):
+    weights = {"new": weight}
+    async with stored_units(
+        tmp_path,
+        monkeypatch,
+        units=16,
+        prefetch_bytes=UNIT_BYTES,
+        weight_of=lambda job: weights.get(job, 1.0),
+    ) as (old, disk):
         engine = old.engine
         new = await Training(engine, replace(LAYOUT, name="new")).begin()
         for slab in new.job.slabs():
             engine.host_cache.detach(slab)
         slabs = [*old.job.slabs(), *new.job.slabs()]
-        names = {r.extents[0].offset: s.key.job[0] + s.key.group for s in slabs for r in s.versions.values()}
+        names = {on_nvme(r).extents[0].offset: s.key.job[0] + s.key.group for s in slabs for r in s.versions.values()}
         disk.names = names.__getitem__
-        engine.queue.weight_of = lambda job: weight if job == "new" else 1.0
         window(old, "abcdefgh", first=1e6, owner="rank of old")
         await reads(disk, 1)
         window(new, "abcdefgh", first=1.0, owner="rank of new")
@@ -270,7 +276,7 @@ async def test_a_job_without_room_does_not_hold_up_another_one(tmp_path: Path, m
         for slab in other.job.slabs():
             engine.host_cache.detach(slab)
         slabs = [*training.job.slabs(), *other.job.slabs()]
-        disk.names = {r.extents[0].offset: s.key.group for s in slabs for r in s.versions.values()}.__getitem__
+        disk.names = {on_nvme(r).extents[0].offset: s.key.group for s in slabs for r in s.versions.values()}.__getitem__
         disk.open()
         window(training, "ab", first=10.0)
         await idle(training)

@@ -10,7 +10,7 @@ import pytest
 from storage.errors import DamagedBlockError
 from storage.integrity import BLOCK_BYTES
 from storage.shard import Kind
-from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, opened
+from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, on_nvme, opened
 
 # Slabs have whole blocks, so that all other space can be allocated after a bad block is set aside.
 LAYOUT = Layout(numels=(120_003, 17, 43_792))
@@ -49,7 +49,7 @@ async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
         training = await Training(engine, LAYOUT).begin()
         await training.step()
         slab = training.job.slab("block.1", Kind.EXP_AVG)
-        extent = slab.versions[1].extents[0]
+        extent = on_nvme(slab.versions[1]).extents[0]
         with engine.nvme.files[0].path.open("r+b") as file:
             file.seek(extent.offset + 5000)
             file.write(b"damage")

@@ -39,7 +39,7 @@ async def test_a_result_that_comes_after_two_cancellations_is_given_back(tmp_pat
                 await go_on.wait()
             return "result"
 
-        watched = asyncio.ensure_future(engine.nvme.watch.unless_stuck(work(), give_back=given_back.append))
+        watched = asyncio.ensure_future(engine.backing.watch.unless_stuck(work(), give_back=given_back.append))
         for _ in range(2):
             await asyncio.sleep(0.01)
             watched.cancel()

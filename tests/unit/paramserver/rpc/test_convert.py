@@ -179,10 +179,6 @@ def test_the_kinds_that_a_client_declares_are_accepted(good: list[pb.KindSpec]) 
         ({"kinds": [pb.KindSpec(kind=pb.KIND_PARAM, placement=pb.TIER_HOST)]}, "dtype of group .* value 0"),
         ({"kinds": [pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32)]}, "placement of group .* value 0"),
         (
-            {"kinds": [pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_GPU)]},
-            "has no gpu tier",
-        ),
-        (
             {
                 "kinds": [
                     *kinds("PARAM"),

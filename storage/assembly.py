@@ -1,0 +1,90 @@
+"""The assembly of an engine's tiers from its configuration. A new tier that is configured is made here.
+
+Owns nothing. Must never leave a tier open when another one cannot be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from storage import syscalls
+from storage.catalog.catalog import Catalog
+from storage.config import EngineConfig
+from storage.directories import open_nvme
+from storage.failpoints import Failpoint, reach
+from storage.host_cache import EvictionOrder
+from storage.tiers.backing import BackingTiers
+from storage.tiers.contract import BackingTier
+from storage.tiers.extents import Extent
+from storage.tiers.health import DeviceWatch
+from storage.tiers.host import HostTier
+from storage.tiers.nvme import NvmeTier, OnDamage
+from storage.tracing import Tracer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """The tiers of one engine.
+
+    Attributes:
+        eviction_order: the one that makes room in `host`.
+        nvme: the durable tier, which is the last of `backing`.
+    """
+
+    host: HostTier
+    eviction_order: EvictionOrder
+    nvme: NvmeTier
+    backing: BackingTiers
+
+
+async def open_tiers(
+    config: EngineConfig,
+    catalog: Catalog,
+    used: Sequence[Extent],
+    *,
+    volatile: Sequence[BackingTier[Any]],
+    tracer: Tracer,
+    on_damage: OnDamage,
+) -> Tiers:
+    """Make the host tier and the NVMe tier, whose extents `used` the catalog names, and join `volatile` to them.
+
+    Where this raises, the tiers in `volatile` stay the caller's.
+
+    Raises:
+        StorageError: see `Engine.open`.
+    """
+    async with AsyncExitStack() as undo:
+        nvme = await open_nvme(
+            catalog,
+            config.state_dir,
+            config.nvme_dirs,
+            used,
+            budget_bytes=config.nvme_budget_bytes,
+            read_threads=config.io_read_threads,
+            write_threads=config.io_write_threads,
+            nice=config.worker_nice,
+            tracer=tracer,
+            on_damage=on_damage,
+        )
+        undo.push_async_callback(nvme.close)
+        reach(Failpoint.DURING_RECOVERY)
+        syscalls.sync_directory(config.state_dir)
+        eviction_order = EvictionOrder()
+        host = HostTier(
+            config.host_budget_bytes,
+            eviction_order,
+            admission_timeout_seconds=config.admission_timeout_seconds,
+            slots=config.arena_slots,
+            arena_file=config.arena_file,
+            huge_pages=config.huge_pages,
+            lock_memory=config.lock_memory,
+        )
+        undo.push_async_callback(host.close)
+        watch = DeviceWatch(config.device_timeout_seconds)
+        undo.push_async_callback(watch.close)
+        tiers = Tiers(host=host, eviction_order=eviction_order, nvme=nvme, backing=BackingTiers(volatile, nvme, watch))
+        undo.pop_all()
+    return tiers

@@ -1,0 +1,49 @@
+"""The log of damaged blocks: names the parameters in a tier's error, and records the extents in the catalog.
+
+Owns the catalog's writes under way. Must never raise into the read that found the damage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from storage.catalog.catalog import Catalog
+from storage.catalog.records import BadExtent
+from storage.catalog.thread import CatalogThread
+from storage.errors import DamagedBlockError
+from storage.job_table import JobTable
+from storage.tiers.extents import Extent
+
+log = logging.getLogger(__name__)
+
+
+class DamageLog:
+    """The receiver of what a durable tier finds damaged; the tier is given `note`."""
+
+    def __init__(self, jobs: JobTable, catalog: Catalog, catalog_thread: CatalogThread) -> None:
+        self._jobs = jobs
+        self._catalog = catalog
+        self._catalog_thread = catalog_thread
+        self._notes: set[asyncio.Task[None]] = set()
+
+    def note(self, error: DamagedBlockError, extents: Sequence[Extent]) -> None:
+        """Name in `error` the parameters whose bytes are damaged, and record extents that must not be used any more."""
+        error.fqns = self._jobs.fqns_at(error.label, error.offset, error.nbytes)
+        if extents:
+            found = [BadExtent(extent=extent, reason=str(error), found_at=time.time()) for extent in extents]
+            noted = asyncio.ensure_future(self._catalog_thread.run(lambda: self._catalog.add_bad_extents(found)))
+            self._notes.add(noted)
+            noted.add_done_callback(self._on_noted)
+
+    async def close(self) -> None:
+        """Wait until all is recorded, or has failed."""
+        if self._notes:
+            await asyncio.wait(self._notes)
+
+    def _on_noted(self, noted: asyncio.Task[None]) -> None:
+        self._notes.discard(noted)
+        if not noted.cancelled() and (error := noted.exception()) is not None:
+            log.error("blocks that were found damaged may be used again after a restart: %s", error)

@@ -1,0 +1,62 @@
+"""The table of the jobs in all their layouts, in which the owner of a version's bytes is looked up, too.
+
+Owns the table, which the registry alone changes. Must never need a tier, because it is there before the tiers are: the
+damage log, which the NVMe tier is given when it is made, looks up here whose bytes are damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from storage.errors import NotFoundError
+from storage.shard import SlabKey
+from storage.versions import Job
+
+
+class JobTable:
+    """The jobs of one store. `by_name` has each in the layout of its newest commit; `layouts` has the others, too."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Job] = {}
+
+    def job(self, name: str) -> Job:
+        """Return a job by its name. Raises NotFoundError for a job that is not here."""
+        if name not in self.by_name:
+            # The message does not list the jobs, because any client may ask.
+            raise NotFoundError(f"there is no job {name!r}")
+        return self.by_name[name]
+
+    def layouts(self, name: str) -> list[Job]:
+        """Return the job in each of its layouts, oldest first, the one that is being filled last."""
+        job = self.job(name)
+        filling = job.unfinished_successor
+        return [*job.older, job, *([] if filling is None else [filling])]
+
+    def __iter__(self) -> Iterator[Job]:
+        """Return all jobs in all their layouts."""
+        return (layout for name in list(self.by_name) for layout in self.layouts(name))
+
+    def has(self, job: Job) -> bool:
+        """Return whether this very job, in this layout, is here."""
+        name = job.spec.name
+        return name in self.by_name and any(layout is job for layout in self.layouts(name))
+
+    def holder(self, key: SlabKey) -> Job:
+        """Return the job in the layout of a slab. Raises NotFoundError where it is gone."""
+        for job in self.layouts(key.job_name):
+            if job.spec.identity == key.job:
+                return job
+        raise NotFoundError(f"job {key.job_name!r} is not laid out as it was any more; open it again")
+
+    def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
+        """Return the parameters whose elements are in those bytes of the version that `label` names."""
+        for job in self:
+            for group in job.groups.values():
+                for slab in group.slabs:
+                    if any(slab.label(version) == label for version in slab.versions):
+                        itemsize = slab.spec.dtype.itemsize
+                        first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
+                        return tuple(
+                            s.fqn for s in group.spec.shards if s.position < end and s.position + s.numel > first
+                        )
+        return ()

@@ -1,0 +1,153 @@
+"""The backing tiers of one engine, which are asked for the tier of a region and for the tier of a slab's versions.
+
+Owns the watch over the devices of the tiers, and closes the tiers. Must never copy a byte on the way of a transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from storage.integrity import BLOCK_BYTES
+from storage.shard import TierName
+from storage.tiers.base import round_up
+from storage.tiers.contract import BackingTier, DurableTier, Region, Tier, Transfer
+from storage.tiers.health import DeviceWatch
+from storage.tiers.io_engine import Priority
+from storage.waiting import settle
+
+# A copy from one tier to another goes through a buffer of so many bytes.
+_COPY_BYTES = 4 << 20
+
+
+class BackingTiers:
+    """The backing tiers of one engine, fastest first; the last one is the durable one."""
+
+    def __init__(self, volatile: Sequence[BackingTier[Any]], durable: DurableTier[Any], watch: DeviceWatch) -> None:
+        """Take over the tiers and the watch, which follows their devices from here on.
+
+        Raises:
+            ValueError: two tiers have one name, or it is the host tier's, or a tier in `volatile` is durable.
+        """
+        self.durable = durable
+        self.watch = watch
+        self._tiers: dict[TierName, BackingTier[Any]] = {tier.name: tier for tier in (*volatile, durable)}
+        if len(self._tiers) != len(volatile) + 1 or TierName.HOST in self._tiers:
+            raise ValueError(f"each backing tier has a name of its own: {[tier.name for tier in (*volatile, durable)]}")
+        if not durable.is_durable or any(tier.is_durable for tier in volatile):
+            raise ValueError("the durable tier, and no other one, says that it is durable")
+        for tier in self:
+            watch.follow(tier.devices)
+
+    def __iter__(self) -> Iterator[BackingTier[Any]]:
+        return iter(self._tiers.values())
+
+    def __contains__(self, name: TierName) -> bool:
+        return name in self._tiers
+
+    def problems_of(self, tier: Tier) -> list[str]:
+        """Return what makes a tier degraded, its stuck devices first, for operators; empty: nothing."""
+        return [*self.device_problems_of(tier), *tier.problems]
+
+    def device_problems_of(self, tier: Tier) -> list[str]:
+        """Return one line for each stuck device of a tier. It names no job, so that any client may read it."""
+        backing = self._tiers.get(tier.name)
+        return [] if backing is None else self.watch.problems_of(backing.devices)
+
+    def home_of(self, placement: TierName, *, every_commit_is_durable: bool) -> TierName | None:
+        """Return the tier that every version of a slab is written to; None: the host copy is all there is.
+
+        Where every commit is durable, the versions go straight to the durable tier, whatever the placement. They do so,
+        too, where this engine has no tier of the placement's name: the job was stored by an engine that had it.
+        """
+        if every_commit_is_durable:
+            return self.durable.name
+        if placement is TierName.HOST:
+            return None
+        return placement if placement in self._tiers else self.durable.name
+
+    def new_version(self, home: TierName, nbytes: int, label: str) -> AbstractAsyncContextManager[Region]:
+        """Allocate a region of the tier `home`, whose block fills it; see `BackingTier.new_version`."""
+        return self._tiers[home].new_version(nbytes, label)
+
+    def hold(self, region: Region) -> None:
+        """Keep a region's bytes until it was freed once more; see `BackingTier.hold`."""
+        region.tier.hold(region)
+
+    def free(self, region: Region) -> None:
+        """Release a region; see `BackingTier.free`."""
+        region.tier.free(region)
+
+    # No method of these four is a coroutine function: the caller awaits the tier itself.
+
+    def read_into(
+        self, region: Region, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
+    ) -> Coroutine[Any, Any, None]:
+        """See `BackingTier.read_into`."""
+        return region.tier.read_into(region, offset, buffer, priority)
+
+    def read_many(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
+        """See `BackingTier.read_many`."""
+        tier = self._only_tier_of(transfers)
+        if tier is not None:
+            return tier.read_many(transfers, priority)
+        return _each([tier.read_many(part, priority) for tier, part in self._by_tier(transfers)])
+
+    def read_raw(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
+        """See `BackingTier.read_raw`."""
+        tier = self._only_tier_of(transfers)
+        if tier is not None:
+            return tier.read_raw(transfers, priority)
+        return _each([tier.read_raw(part, priority) for tier, part in self._by_tier(transfers)])
+
+    def write_raw(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
+        """See `BackingTier.write_raw`."""
+        tier = self._only_tier_of(transfers)
+        if tier is not None:
+            return tier.write_raw(transfers, priority)
+        return _each([tier.write_raw(part, priority) for tier, part in self._by_tier(transfers)])
+
+    async def copy_to_durable(self, region: Region) -> Region:
+        """Copy a region, read and verified, into a new one of the durable tier.
+
+        It is for a region on another tier, and for one of the durable tier that is doubtful.
+
+        Raises:
+            DamagedBlockError: its bytes were lost.
+            DeviceError, BudgetExceededError: they cannot be read, or not be written anywhere else.
+        """
+        buffer = memoryview(mmap.mmap(-1, min(_COPY_BYTES, round_up(region.nbytes, BLOCK_BYTES))))
+        new_version: AbstractAsyncContextManager[Region] = self.durable.new_version(region.nbytes, region.label)
+        async with new_version as copy:
+            for offset in range(0, region.nbytes, _COPY_BYTES):
+                piece = buffer[: min(_COPY_BYTES, region.nbytes - offset)]
+                await region.tier.read_into(region, offset, piece, Priority.UPDATE)
+                await self.durable.write_from(copy, offset, piece)
+        return copy
+
+    async def close(self) -> None:
+        """End the watch, then close all tiers."""
+        await self.watch.close()
+        for tier in self:
+            await tier.close()
+
+    def _only_tier_of(self, transfers: Sequence[Transfer[Region]]) -> BackingTier[Any] | None:
+        """Return the tier of all transfers; None where they are of several tiers."""
+        if len(self._tiers) == 1:
+            return self.durable
+        first = transfers[0].region.tier if transfers else self.durable
+        return first if all(transfer.region.tier is first for transfer in transfers) else None
+
+    def _by_tier(
+        self, transfers: Sequence[Transfer[Region]]
+    ) -> Iterator[tuple[BackingTier[Any], list[Transfer[Region]]]]:
+        for tier in self:
+            if part := [transfer for transfer in transfers if transfer.region.tier is tier]:
+                yield tier, part
+
+
+async def _each(moves: Sequence[Coroutine[Any, Any, None]]) -> None:
+    await settle([asyncio.ensure_future(move) for move in moves])

@@ -1,0 +1,152 @@
+"""A third tier, which only the tests have: one file for each version, in a folder, under a byte budget.
+
+It fulfils `BackingTier` and is not durable. Engines are given it by the name of the GPU tier, which the product does
+not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.errors import BudgetExceededError, NotFoundError
+from storage.shard import TierName
+from storage.tiers.base import TierCounters, round_up
+from storage.tiers.contract import Transfer
+from storage.tiers.health import Device
+from storage.tiers.io_engine import Priority
+
+
+@dataclass(slots=True, eq=False)
+class FolderRegion:
+    """One file."""
+
+    tier: FolderTier
+    path: Path
+    label: str
+    nbytes: int
+    holders: int = 1
+    doubtful: bool = False
+
+    def verify(self, offset: int, buffer: memoryview) -> None:
+        """Accept the bytes, because the tier keeps no checksums."""
+
+    def record(self, offset: int, buffer: memoryview) -> None:
+        """Note nothing, because the tier keeps no checksums."""
+
+
+class FolderTier:
+    """Files in a folder."""
+
+    name = TierName.GPU
+    is_durable = False
+    problems: Sequence[str] = ()
+    devices: Sequence[Device] = ()
+    bandwidth: float | None = None
+
+    def __init__(self, folder: Path, budget_bytes: int) -> None:
+        folder.mkdir(parents=True)
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.queue_depth = 0
+        self.counters = TierCounters()
+        self.is_closed = False
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._new: set[FolderRegion] = set()
+
+    @property
+    def detail(self) -> str:
+        return f"files in {self._folder}"
+
+    @property
+    def new_regions(self) -> Collection[FolderRegion]:
+        return self._new
+
+    def reserve(self, nbytes: int) -> None:
+        if self.used_bytes + round_up(nbytes) > self.budget_bytes:
+            raise BudgetExceededError(f"gpu_budget {self.budget_bytes} is too small: {self.used_bytes} are used")
+
+    async def allocate(self, nbytes: int, label: str = "scratch") -> FolderRegion:
+        self.reserve(nbytes)
+        self.used_bytes += round_up(nbytes)
+        path = self._folder / str(next(self._numbers))
+        path.write_bytes(b"")
+        return FolderRegion(self, path, label, round_up(nbytes))
+
+    @contextlib.asynccontextmanager
+    async def new_version(self, nbytes: int, label: str) -> AsyncIterator[FolderRegion]:
+        region = await self.allocate(nbytes, label)
+        self._new.add(region)
+        try:
+            yield region
+        except BaseException:
+            self.free(region)
+            raise
+        finally:
+            self._new.discard(region)
+
+    def hold(self, *regions: FolderRegion) -> None:
+        if not all(region.holders for region in regions):
+            raise NotFoundError("a region is not stored any more")
+        for region in regions:
+            region.holders += 1
+
+    def free(self, region: FolderRegion) -> None:
+        region.holders -= 1
+        if not region.holders:
+            self.used_bytes -= region.nbytes
+            region.path.unlink()
+
+    async def read_into(
+        self, region: FolderRegion, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
+    ) -> None:
+        await self.read_many([Transfer(region, offset, buffer)], priority)
+
+    async def write_from(
+        self, region: FolderRegion, offset: int, buffer: memoryview, priority: Priority = Priority.UPDATE
+    ) -> None:
+        await self.write_raw([Transfer(region, offset, buffer)], priority)
+
+    async def read_many(self, transfers: Sequence[Transfer[FolderRegion]], priority: Priority) -> None:
+        await self._move(transfers, write=False)
+        self.counters.bytes_read += sum(len(transfer.buffer) for transfer in transfers)
+
+    async def read_raw(self, transfers: Sequence[Transfer[FolderRegion]], priority: Priority) -> None:
+        await self.read_many(transfers, priority)
+
+    async def write_raw(self, transfers: Sequence[Transfer[FolderRegion]], priority: Priority) -> None:
+        await self._move(transfers, write=True)
+        self.counters.bytes_written += sum(len(transfer.buffer) for transfer in transfers)
+
+    async def close(self) -> None:
+        assert not self.queue_depth
+        self.is_closed = True
+
+    async def _move(self, transfers: Sequence[Transfer[FolderRegion]], *, write: bool) -> None:
+        self.hold(*(transfer.region for transfer in transfers))
+        self.queue_depth += len(transfers)
+        moving = asyncio.ensure_future(asyncio.to_thread(_move_all, transfers, write))
+        try:
+            await asyncio.shield(moving)
+        finally:
+            # The buffers are in use until the thread is done, also where the caller is cancelled.
+            await asyncio.wait([moving])
+            self.queue_depth -= len(transfers)
+            for transfer in transfers:
+                self.free(transfer.region)
+
+
+def _move_all(transfers: Sequence[Transfer[FolderRegion]], write: bool) -> None:
+    for region, offset, buffer in transfers:
+        fd = os.open(region.path, os.O_RDWR)
+        try:
+            moved = os.pwrite(fd, buffer, offset) if write else os.preadv(fd, [buffer], offset)
+            assert moved == len(buffer)
+        finally:
+            os.close(fd)
