@@ -20,36 +20,36 @@ class JobTable:
         self.by_name: dict[str, Job] = {}
 
     def job(self, name: str) -> Job:
-        """Raises NotFoundError for a job that is not here."""
+        """Return a job by its name. Raises NotFoundError for a job that is not here."""
         if name not in self.by_name:
-            # Which ones there are is not for everybody who asks.
+            # The message does not list the jobs, because any client may ask.
             raise NotFoundError(f"there is no job {name!r}")
         return self.by_name[name]
 
     def layouts(self, name: str) -> list[Job]:
-        """The job in each of its layouts, oldest first, the one that is being filled last."""
+        """Return the job in each of its layouts, oldest first, the one that is being filled last."""
         job = self.job(name)
         filling = job.unfinished_successor
         return [*job.older, job, *([] if filling is None else [filling])]
 
     def __iter__(self) -> Iterator[Job]:
-        """All jobs in all their layouts."""
+        """Return all jobs in all their layouts."""
         return (layout for name in list(self.by_name) for layout in self.layouts(name))
 
     def has(self, job: Job) -> bool:
-        """Whether this very job, in this layout, is here."""
+        """Return whether this very job, in this layout, is here."""
         name = job.spec.name
         return name in self.by_name and any(layout is job for layout in self.layouts(name))
 
     def holder(self, key: SlabKey) -> Job:
-        """The job in the layout that a slab is of. Raises NotFoundError where it is gone."""
+        """Return the job in the layout of a slab. Raises NotFoundError where it is gone."""
         for job in self.layouts(key.job_name):
             if job.spec.identity == key.job:
                 return job
         raise NotFoundError(f"job {key.job_name!r} is not laid out as it was any more; open it again")
 
     def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
-        """The parameters whose elements are in those bytes of the version that `label` names."""
+        """Return the parameters whose elements are in those bytes of the version that `label` names."""
         for job in self:
             for group in job.groups.values():
                 for slab in group.slabs:

@@ -27,7 +27,7 @@ async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:
 
 
 async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Waits for all tasks, also when one fails or the caller is cancelled: their buffers are in use until then."""
+    """Wait for all tasks, also when one fails or the caller is cancelled, because they use their buffers until then."""
     pending = list(tasks)
     if not pending:
         return
