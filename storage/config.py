@@ -36,5 +36,5 @@ class EngineConfig:
     # Wishes for the arena: where the system does not grant them, it warns and goes on without.
     huge_pages: bool = False
     lock_memory: bool = False
-    # What a job, by its name, weighs against others in prefetching; by default all weigh the same.
+    # Gives the weight of a job, by its name, against the other jobs in prefetching. By default all weigh the same.
     weight_of: Callable[[str], float] = lambda _: 1.0

@@ -19,7 +19,7 @@ from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import Priority
 from storage.waiting import settle
 
-# What is copied from one tier to another goes through a buffer of so many bytes.
+# A copy from one tier to another goes through a buffer of so many bytes.
 _COPY_BYTES = 4 << 20
 
 
@@ -53,7 +53,7 @@ class BackingTiers:
         return [*self.device_problems_of(tier), *tier.problems]
 
     def device_problems_of(self, tier: Tier) -> list[str]:
-        """Return one line for each stuck device of a tier. It names no job, so that any client may be told."""
+        """Return one line for each stuck device of a tier. It names no job, so that any client may read it."""
         backing = self._tiers.get(tier.name)
         return [] if backing is None else self.watch.problems_of(backing.devices)
 

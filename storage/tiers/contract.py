@@ -1,6 +1,6 @@
 """The contracts of the tiers: what the engine asks of each, whatever it is made of.
 
-`Tier` is what operators and clients are told of every tier. `BackingTier` keeps versions of slabs, and `DurableTier` is
+`Tier` is what operators and clients see of every tier. `BackingTier` keeps versions of slabs, and `DurableTier` is
 the one among the backing tiers that a restart finds again. The host tier is no backing tier, because clients and
 kernels work in its memory: versions pass through it on their way. A new tier is a class in a file beside this one that
 fulfils `BackingTier`; `storage/assembly.py` makes it.
@@ -189,9 +189,9 @@ class BackingTier(Tier, Protocol[RegionT]):
         ...
 
     async def read_raw(self, transfers: Sequence[Transfer[RegionT]], priority: Priority) -> None:
-        """As `read_many`, but the caller verifies the buffers (see `Region.verify`) before it uses a byte of them.
+        """Fill the buffers, which the caller verifies (see `Region.verify`) before it uses a byte of them.
 
-        What it finds wrong it asks `read_many` for.
+        The caller asks `read_many` for the blocks that it finds wrong. Otherwise this does as `read_many`.
         """
         ...
 

@@ -49,7 +49,7 @@ States = dict[tuple[str, str, Kind], torch.Tensor]
 
 
 def on_nvme(region: Region | None) -> NvmeRegion:
-    """The region of a version that is on NVMe."""
+    """Return the region of a version, which is on NVMe."""
     assert isinstance(region, NvmeRegion)
     return region
 

@@ -29,7 +29,7 @@ numbers = itertools.count()
 
 @asynccontextmanager
 async def with_folder(directory: Path, **changes: Any) -> AsyncIterator[tuple[Engine, FolderTier]]:
-    """An engine with a third tier, whose folder is a new one each time: nothing of it outlives the engine."""
+    """Open an engine with a third tier, whose folder is a new one each time: none outlives its engine."""
     folder = FolderTier(directory / f"folder.{next(numbers)}", BUDGET)
     async with opened(directory / "state", [folder], **changes) as engine:
         yield engine, folder
@@ -122,7 +122,7 @@ async def test_a_snapshot_copies_what_is_on_a_volatile_tier_while_training_goes_
         await training.assert_at(5)
         used = {account.tier: account for account in engine.accounts()}
         assert used[FOLDER].held_bytes[Holder.JOBS] == folder.used_bytes > 0
-    # What was on the volatile tier only is gone: the job goes on from its last snapshot.
+    # The bytes on the volatile tier alone are gone, so the job goes on from its last snapshot.
     async with with_folder(tmp_path) as (engine, folder):
         training = await Training(engine, wanted).open()
         assert (training.job.newest, folder.used_bytes) == (4, 0)
