@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paramserver.contract import update_rules
-from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind, Shard
+from paramserver.vocabulary import KIND_TO_WIRE
+from storage.shard import OPTIMIZER_STATES, Kind, Shard
 from storage.transform import Tile
-
-_STATES: Mapping[Kind, pb.Kind] = {
-    Kind.EXP_AVG: pb.KIND_EXP_AVG,
-    Kind.EXP_AVG_SQ: pb.KIND_EXP_AVG_SQ,
-    Kind.MOMENTUM_BUFFER: pb.KIND_MOMENTUM_BUFFER,
-    Kind.SUM: pb.KIND_SUM,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +42,7 @@ class OptimizerUpdate:
                 continue
             part = slice(first - tile.start, last - tile.start)
             states = {
-                wire_kind: tile.tensors[kind][part] for kind, wire_kind in _STATES.items() if kind in tile.tensors
+                KIND_TO_WIRE[kind]: tensor[part] for kind, tensor in tile.tensors.items() if kind in OPTIMIZER_STATES
             }
             update_rules.apply(hyper, weight[part], gradient[part], states)
         if low_precision:

@@ -37,7 +37,7 @@ class Kind(enum.StrEnum):
 
 
 # What an optimizer keeps of a parameter beside its weight: fp32, zeros until it is written.
-OPTIMIZER_STATES = frozenset({Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM_BUFFER, Kind.SUM})
+OPTIMIZER_STATES = frozenset(Kind) - {Kind.PARAM, Kind.MASTER, Kind.GRAD}
 # Of one group; a tile has room for so many.
 MAX_OPTIMIZER_STATES = 2
 
@@ -51,20 +51,14 @@ class DType(enum.StrEnum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The same type in torch."""
-        return _TORCH_DTYPES[self]
+        """The same type in torch, which has the same name."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return self.torch.itemsize
-
-
-_TORCH_DTYPES = {
-    DType.FLOAT32: torch.float32,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT16: torch.float16,
-}
 
 
 class TierName(enum.StrEnum):

@@ -19,7 +19,10 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from paramserver.contract.kinds import kind_name
 from paramserver.contract.printable import printable
+from paramserver.contract.tiers import tier_name
+from paramserver.contract.words import word_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
@@ -153,10 +156,10 @@ def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
         _add_row(
             table,
             shard.fqn,
-            pb.Kind.Name(shard.kind).removeprefix("KIND_").lower(),
+            kind_name(shard.kind),
             str(shard.offset),
             str(shard.numel),
-            pb.DType.Name(shard.dtype).removeprefix("DTYPE_").lower(),
+            word_of(pb.DType, shard.dtype),
             str(shard.version) if shard.HasField("version") else "-",
             tier_name(shard.placement),
             " ".join(tier_name(tier) for tier in shard.tiers) or "-",
@@ -177,11 +180,6 @@ def console() -> Console:
         sys.stdout.reconfigure(errors="backslashreplace")
     out = Console()
     return out if out.is_terminal else Console(width=200)
-
-
-def tier_name(tier: pb.Tier) -> str:
-    """ "host", "nvme"."""
-    return pb.Tier.Name(tier).removeprefix("TIER_").lower()
 
 
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from paramserver.contract.hyper_parameter_ranges import find_problem
@@ -11,6 +11,7 @@ from paramserver.contract.update_rules import HyperParameters, state_kinds
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc.urgency import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.vocabulary import DTYPE_FROM_WIRE, DTYPE_TO_WIRE, KIND_FROM_WIRE, TIER_FROM_WIRE
 from storage.errors import InvalidRequestError
 from storage.gathering import TensorRange
 from storage.shard import (
@@ -44,30 +45,11 @@ MAX_BATCH = 1 << 14
 # Random states, a schedule, a data cursor. OpenJob sends those of all retained steps in one message.
 MAX_CLIENT_STATE_BYTES = 2 << 20
 
-_KINDS = {
-    pb.KIND_PARAM: Kind.PARAM,
-    pb.KIND_MASTER: Kind.MASTER,
-    pb.KIND_EXP_AVG: Kind.EXP_AVG,
-    pb.KIND_EXP_AVG_SQ: Kind.EXP_AVG_SQ,
-    pb.KIND_MOMENTUM_BUFFER: Kind.MOMENTUM_BUFFER,
-    pb.KIND_SUM: Kind.SUM,
-    pb.KIND_GRAD: Kind.GRAD,
-}
-_DTYPES = {
-    pb.DTYPE_FLOAT32: DType.FLOAT32,
-    pb.DTYPE_BFLOAT16: DType.BFLOAT16,
-    pb.DTYPE_FLOAT16: DType.FLOAT16,
-}
 _URGENCIES = {
     pb.URGENCY_UNSPECIFIED: Urgency.DEMAND,
     pb.URGENCY_DEMAND: Urgency.DEMAND,
     pb.URGENCY_PREFETCH: Urgency.PREFETCH,
 }
-_TIERS = {pb.TIER_GPU: TierName.GPU, pb.TIER_HOST: TierName.HOST, pb.TIER_NVME: TierName.NVME}
-
-KIND_TO_WIRE = {value: key for key, value in _KINDS.items()}
-DTYPE_TO_WIRE = {value: key for key, value in _DTYPES.items()}
-TIER_TO_WIRE = {value: key for key, value in _TIERS.items()}
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -76,7 +58,7 @@ ItemT = TypeVar("ItemT")
 
 def kind(value: pb.Kind) -> Kind:
     """Raises InvalidRequestError for a value that is no kind."""
-    return _lookup(_KINDS, value, "kind")
+    return _lookup(KIND_FROM_WIRE, value, "kind")
 
 
 def urgency(value: pb.Urgency) -> Urgency:
@@ -135,7 +117,7 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
         ParameterSpec(
             fqn=name(p.fqn, "parameters.fqn"),
             shape=_shape(p),
-            dtype=_lookup(_DTYPES, p.dtype, f"dtype of parameter {p.fqn!r}"),
+            dtype=_lookup(DTYPE_FROM_WIRE, p.dtype, f"dtype of parameter {p.fqn!r}"),
             trainable=p.trainable,
         )
         for p in batch(request.parameters, "parameters", MAX_PARAMETERS)
@@ -263,11 +245,13 @@ def _check_kinds(group: GroupSpec) -> None:
 
 
 def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
-    tier = _lookup(_TIERS, message.placement, f"placement of group {group!r}")
+    tier = _lookup(TIER_FROM_WIRE, message.placement, f"placement of group {group!r}")
     if tier is TierName.GPU:
         raise InvalidRequestError(f"group {group!r}: this store has no gpu tier; place the slab on host or nvme")
     slab = SlabSpec(
-        kind=kind(message.kind), dtype=_lookup(_DTYPES, message.dtype, f"dtype of group {group!r}"), placement=tier
+        kind=kind(message.kind),
+        dtype=_lookup(DTYPE_FROM_WIRE, message.dtype, f"dtype of group {group!r}"),
+        placement=tier,
     )
     if slab.kind in OPTIMIZER_STATES | {Kind.MASTER} and slab.dtype is not DType.FLOAT32:
         raise InvalidRequestError(f"group {group!r}: kind {slab.kind.value} must be float32, not {slab.dtype.value}")
@@ -303,7 +287,7 @@ def optimizer_update(
 
 
 def _check_states(group: GroupSpec, row: HyperParameters) -> None:
-    needed = {_KINDS[kind] for kind in state_kinds(row)}
+    needed = {KIND_FROM_WIRE[kind] for kind in state_kinds(row)}
     if missing := sorted(kind.value for kind in needed - group.slab_of_kind.keys()):
         raise InvalidRequestError(
             f"group {group.name!r} cannot be updated by {row.WhichOneof('optimizer')}: it was registered without "
@@ -333,7 +317,7 @@ def _at_most(value: int, limit: int, field: str) -> int:
     return value
 
 
-def _lookup(table: dict[KeyT, ValueT], value: KeyT, field: str) -> ValueT:
+def _lookup(table: Mapping[KeyT, ValueT], value: KeyT, field: str) -> ValueT:
     if value not in table:
         raise InvalidRequestError(f"{field} has the value {value!r}, which this store does not know")
     return table[value]

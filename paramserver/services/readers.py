@@ -18,6 +18,7 @@ from paramserver.sessions.host_quota import HostQuota
 from paramserver.sessions.leases import Lease
 from paramserver.sessions.sessions import Session, Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE
 from storage.engine import Engine
 from storage.errors import InvalidRequestError, NotFoundError
 from storage.gathering import Gathering
@@ -211,7 +212,7 @@ def _describe_tensor(parameter: ParameterSpec, placed: Sequence[Placed]) -> pb.S
     return pb.StoredTensor(
         parameter=convert.parameter_to_wire(parameter),
         kinds=[
-            pb.StoredTensor.KindDType(kind=convert.KIND_TO_WIRE[slab.kind], dtype=convert.DTYPE_TO_WIRE[slab.dtype])
+            pb.StoredTensor.KindDType(kind=KIND_TO_WIRE[slab.kind], dtype=DTYPE_TO_WIRE[slab.dtype])
             for slab in placed[0].group.spec.slabs
             if slab.kind is not Kind.GRAD
         ],

@@ -21,6 +21,7 @@ from paramserver.sessions.sessions import Session, Sessions, SessionState
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
+from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
 from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -111,7 +112,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         async with answering_errors(context):
             self._gate.require_admin(context)
             job = self._job(request.job)
-            kinds = list(convert.KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
+            kinds = list(KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
             size, start = page_size(request.page_size), Place.of_token(request.page_token)
             listed: list[admin_pb.ShardInfo] = []
             async for place, slab, shard in in_slices(_shards_from(job, start, request.fqn_prefix, kinds)):
@@ -242,7 +243,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
 
 def _describe_account(account: TierAccount) -> admin_pb.TierAccount:
     return admin_pb.TierAccount(
-        tier=convert.TIER_TO_WIRE[account.tier],
+        tier=TIER_TO_WIRE[account.tier],
         used_bytes=account.used_bytes,
         holdings=[
             admin_pb.TierAccount.Holding(holder=holder, bytes=account.held_bytes[holder])
@@ -274,7 +275,7 @@ def _shards_from(
 ) -> Iterator[tuple[Place, Slab | None, Shard]]:
     """Return the shards of a job from a place on, by FQN, kind and offset; None in the place of the slab of a kind that
     a group does not have."""
-    numbered = sorted((convert.KIND_TO_WIRE[kind], kind) for kind in kinds)
+    numbered = sorted((KIND_TO_WIRE[kind], kind) for kind in kinds)
     for fqn in job.index.names_from(start.fqn, prefix):
         first = start if fqn == start.fqn else Place(fqn)
         placed = job.index.of(fqn)
@@ -293,14 +294,14 @@ def _describe_shard(slab: Slab, shard: Shard) -> admin_pb.ShardInfo:
         tiers.append(TierName.NVME)
     return admin_pb.ShardInfo(
         fqn=shard.fqn,
-        kind=convert.KIND_TO_WIRE[slab.key.kind],
+        kind=KIND_TO_WIRE[slab.key.kind],
         offset=shard.offset,
         numel=shard.numel,
-        dtype=convert.DTYPE_TO_WIRE[slab.spec.dtype],
+        dtype=DTYPE_TO_WIRE[slab.spec.dtype],
         group=slab.key.group,
         version=slab.latest,
-        tiers=[convert.TIER_TO_WIRE[tier] for tier in tiers],
-        placement=convert.TIER_TO_WIRE[slab.spec.placement],
+        tiers=[TIER_TO_WIRE[tier] for tier in tiers],
+        placement=TIER_TO_WIRE[slab.spec.placement],
     )
 
 

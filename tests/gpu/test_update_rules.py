@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paramserver.contract import update_rules
-from paramserver.rpc.convert import KIND_TO_WIRE
+from paramserver.vocabulary import KIND_TO_WIRE
 from tests.optimizer_cases import CASES
 
 pytestmark = [

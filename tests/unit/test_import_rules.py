@@ -34,6 +34,7 @@ FLOORS = {
     "paramserver": (
         "__init__ errors v1",
         "contract",
+        "vocabulary",
         "optimizer_kernel process",
         "security",
         "config rpc",

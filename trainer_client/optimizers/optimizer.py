@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from paramserver.contract import update_rules
 from paramserver.contract.hyper_parameter_ranges import find_problem
-from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.contract.kinds import Kind, kind_name
 from trainer_client.config.optimizer_sections import OptimizerSection
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
@@ -70,7 +70,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         original.state.clear()
         self._original = original
         self._update: Callable[[], None] | None = None
-        self._state_kinds: tuple[pb.Kind, ...] | None = None
+        self._state_kinds: tuple[Kind, ...] | None = None
         self._parameters = parameters
         self._index_of = {id(parameter.tensor): parameter.index for parameter in parameters}
         grouped = {id(tensor) for group in original.param_groups for tensor in group["params"]}
@@ -143,7 +143,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._update = None
 
     @property
-    def state_kinds(self) -> tuple[pb.Kind, ...]:
+    def state_kinds(self) -> tuple[Kind, ...]:
         """The states that the optimizer keeps of each parameter; for good, once asked: a job is opened with them."""
         if self._state_kinds is None:
             rows = (self.row(number, 1) for number in range(len(self.param_groups)))
@@ -222,7 +222,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"parameter group {number} of the optimizer: {problem}")
         kept = self._state_kinds
         if missing := [kind for kind in update_rules.state_kinds(row) if kept is not None and kind not in kept]:
-            names = ", ".join(pb.Kind.Name(kind).removeprefix("KIND_").lower() for kind in missing)
+            names = ", ".join(map(kind_name, missing))
             raise ConfigError(
                 f"parameter group {number} needs {names} now, which no group did when the job was opened: give one a "
                 "momentum from the beginning"

@@ -15,11 +15,12 @@ import grpc
 import torch
 from torch import nn
 
+from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
-from trainer_client.model.flat_group import PROTO_DTYPES, FlatGroup
+from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Home, PlacementPolicy
@@ -201,7 +202,7 @@ class Job:
                     pb.Parameter(
                         fqn=p.fqn,
                         shape=p.shape,
-                        dtype=PROTO_DTYPES[self._policy.dtype_of(p)],
+                        dtype=WIRE_DTYPES[self._policy.dtype_of(p)],
                         trainable=self._optimizer.has_states(p),
                     )
                     for p in self._parameters

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paramserver.contract import update_rules
-from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.contract.kinds import PARAM
 from trainer_client.errors import StoreError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.layout import ShardRange
@@ -258,7 +258,7 @@ class Updates:
             states = {kind: state.held[kind][part] for kind in group.state_kinds}
             update_rules.apply(rule.table.rows[row], weight[part], scratch[part], states)
         gradient.finish()
-        if (parameters := state.held.get(pb.KIND_PARAM)) is None:
+        if (parameters := state.held.get(PARAM)) is None:
             state.note_update(weight.to(group.dtype))
             return
         if parameters is not weight:

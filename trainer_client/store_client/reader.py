@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
+from paramserver.contract import kinds
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
 from trainer_client.store_client.connection import Call, Connection, Link, Timeout, release, result_of
@@ -46,7 +47,7 @@ class Part:
     """Elements `[offset, offset + numel)` of a tensor."""
 
     fqn: str
-    kind: pb.Kind
+    kind: kinds.Kind
     offset: int
     numel: int
 
