@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic import ValidationError as PydanticError
 
+from trainer_client.config.home import Home
 from trainer_client.config.optimizer_sections import OPTIMIZERS, OptimizerSection
 from trainer_client.config.section import Agreement, Section
 from trainer_client.config.supported_optimizers import HONOURED, why_refused
@@ -45,9 +46,8 @@ _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 _AUTO_KEYS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-HomeName = Literal["device", "gpu", "host", "nvme"]
 # "nvme" is short for {"nvme": 1.0}.
-HomeShares = Annotated[dict[HomeName, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
+HomeShares = Annotated[dict[Home, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
 DTypeName = Literal["fp32", "bf16", "fp16"]
 
 

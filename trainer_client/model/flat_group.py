@@ -27,11 +27,12 @@ from paramserver.contract import tiers
 from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.contract.kinds import GRAD, MASTER, PARAM, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config.home import Home
 from trainer_client.errors import ReleasedParameterError
 from trainer_client.model.flat_memory import FlatMemory
 from trainer_client.model.layout import ShardRange, flat_layout
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.placement import GroupPlacement, Home, Residence
+from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.model.released import release, restore
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import Slab

@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 
 from paramserver.contract.kinds import PARAM, Kind
+from trainer_client.config.home import Home
 from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.placement import GroupPlacement, Home, Residence
+from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes

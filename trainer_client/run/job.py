@@ -17,13 +17,14 @@ from torch import nn
 
 from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.placement import GroupPlacement, Home, PlacementPolicy
+from trainer_client.model.placement import GroupPlacement, PlacementPolicy
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit

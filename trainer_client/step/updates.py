@@ -20,10 +20,11 @@ import torch
 
 from paramserver.contract import update_rules
 from paramserver.contract.kinds import PARAM
+from trainer_client.config.home import Home
 from trainer_client.errors import StoreError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.layout import ShardRange
-from trainer_client.model.placement import Home, Residence
+from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates
 from trainer_client.optimizers.hyper_parameters import HyperParameters, HyperParameterTable
 from trainer_client.ranks.collectives import Collectives
