@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paramserver.contract import update_rules
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.update import update_shards
 from paramserver.vocabulary import KIND_TO_WIRE
 from storage.shard import OPTIMIZER_STATES, Kind, Shard
 from storage.transform import Tile
@@ -19,7 +20,7 @@ class OptimizerUpdate:
     """
 
     shards: Sequence[Shard]
-    hyper_parameters: Sequence[update_rules.HyperParameters | None]
+    hyper_parameters: Sequence[HyperParameters | None]
     grad_scale: float
     clip_value: float | None = None
 
@@ -27,23 +28,16 @@ class OptimizerUpdate:
         """Updates weight and states of the tile in place, and the low-precision parameter from the master weight."""
         gradient = tile.scratch
         gradient.copy_(tile.gradient)
-        if self.grad_scale != 1.0:
-            gradient.mul_(self.grad_scale)
-        if self.clip_value is not None:
-            gradient.clamp_(-self.clip_value, self.clip_value)
         low_precision = Kind.MASTER in tile.tensors
         weight = tile.tensors[Kind.MASTER if low_precision else Kind.PARAM]
-        end = tile.start + tile.numel
-        # Not the tile as a whole: kernels round the last elements of a call differently (see ELEMENT_ALIGNMENT), so
-        # each parameter must end where the unsharded one ends.
-        for shard, hyper in zip(self.shards, self.hyper_parameters, strict=True):
-            first, last = max(shard.position, tile.start), min(shard.position + shard.numel, end)
-            if hyper is None or first >= last:
-                continue
-            part = slice(first - tile.start, last - tile.start)
-            states = {
-                KIND_TO_WIRE[kind]: tensor[part] for kind, tensor in tile.tensors.items() if kind in OPTIMIZER_STATES
-            }
-            update_rules.apply(hyper, weight[part], gradient[part], states)
+        update_shards(
+            zip(self.shards, self.hyper_parameters, strict=True),
+            weight,
+            gradient,
+            {KIND_TO_WIRE[kind]: state for kind, state in tile.tensors.items() if kind in OPTIMIZER_STATES},
+            grad_scale=self.grad_scale,
+            clip_value=self.clip_value,
+            start=tile.start,
+        )
         if low_precision:
             tile.tensors[Kind.PARAM].copy_(weight)

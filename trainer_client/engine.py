@@ -23,7 +23,6 @@ from trainer_client.model.gather import Gather
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates, placement_bytes
-from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import StepReport
@@ -35,6 +34,7 @@ from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.training_step import TrainingStep
+from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.attachments import Restart
 from trainer_client.transport.rank_store import RankStore
 

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from trainer_client.access import StateAccess
-from trainer_client.config.section import Agreement
 from trainer_client.config.training_config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
@@ -29,7 +28,6 @@ from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
 from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import UnitPolicy, choose_policy
-from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.ranks.agreement import Declaration, require_agreement
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
@@ -41,6 +39,7 @@ from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.job import Job
 from trainer_client.run.local_daemon import LocalDaemon, local_address
 from trainer_client.run.run_state import RunState, Scheduler
+from trainer_client.section import Agreement
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.precision import LossScaler, PrecisionPolicy
@@ -49,6 +48,7 @@ from trainer_client.step.residency import Residency
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import Clipping, TrainingStep
 from trainer_client.step.updates import Updates
+from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.transport.attachments import Survival
 from trainer_client.transport.channel import wait_until_serving
 from trainer_client.transport.credentials import NO_CREDENTIALS

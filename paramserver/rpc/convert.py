@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from paramserver.contract.hyper_parameter_ranges import find_problem
-from paramserver.contract.update_rules import HyperParameters, state_kinds
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.optimizers.registry import find_problem, state_kinds
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc.urgency import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb

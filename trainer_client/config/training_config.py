@@ -28,10 +28,9 @@ from pydantic import (
 from pydantic import ValidationError as PydanticError
 
 from trainer_client.config.home import Home
-from trainer_client.config.optimizer_sections import OPTIMIZERS, OptimizerSection
-from trainer_client.config.section import Agreement, Section
-from trainer_client.config.supported_optimizers import HONOURED, why_refused
 from trainer_client.errors import ConfigError
+from trainer_client.optimizers.registry import OPTIMIZERS, AnyOptimizerSection, why_refused
+from trainer_client.section import Agreement, Section
 from trainer_client.transport.credentials import Credentials
 
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
@@ -202,7 +201,7 @@ class TrainingConfig(Section):
     fp16: Fp16Section = Fp16Section()
     data_types: DataTypesSection = DataTypesSection()
     communication_data_type: DTypeName | None = None
-    optimizer: OptimizerSection | None = Field(default=None, discriminator="type")
+    optimizer: AnyOptimizerSection | None = Field(default=None, discriminator="type")
     zero_optimization: ZeroSection = ZeroSection()
     paramserver: ParamserverSection = ParamserverSection()
 
@@ -327,7 +326,7 @@ def _explain(detail: Any) -> str:
     value = detail["input"]
     if detail["type"].startswith("union_tag"):
         if detail["type"].endswith("not_found"):
-            reason = f"is missing: write one of {', '.join(HONOURED)}"
+            reason = f"is missing: write one of {', '.join(OPTIMIZERS)}"
         else:
             given = detail["ctx"]["tag"]
             reason = f"= {given!r} is refused: {why_refused(given)}"
@@ -352,7 +351,7 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     section: type[BaseModel] = TrainingConfig
     for part in location[:-1]:
         if part in OPTIMIZERS:
-            section = OPTIMIZERS[str(part)]
+            section = OPTIMIZERS[str(part)].section
             continue
         annotation = section.model_fields[str(part)].annotation
         candidates = (annotation, *get_args(annotation))

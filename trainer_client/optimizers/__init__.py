@@ -1,1 +1,2 @@
-"""Optimizers as the training loop sees them: groups, hyper-parameters, and which ones the store runs."""
+"""The optimizers that a training loop can have the store run: one record each, in the registry of those that there
+are, and their parameter groups as rows of hyper-parameters."""

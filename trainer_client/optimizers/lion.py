@@ -1,14 +1,24 @@
-"""Lion, for plain PyTorch and for the store: torch has none."""
+"""Lion, for plain PyTorch and for the store, because torch has none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import overload
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
 
 import torch
+from pydantic import NonNegativeFloat
 from torch.optim.optimizer import ParamsT
 
-from paramserver.contract import update_rules
+from paramserver.contract.optimizers import lion
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.optimizers.torch_optimizer import (
+    ArgumentsSection,
+    Beta,
+    OptimizerSection,
+    ParameterGroup,
+    TorchOptimizer,
+)
 
 
 class Lion(torch.optim.Optimizer):
@@ -60,7 +70,7 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                update_rules.lion(
+                lion.update(
                     parameter,
                     parameter.grad,
                     state["exp_avg"],
@@ -70,3 +80,31 @@ class Lion(torch.optim.Optimizer):
                     weight_decay=float(group["weight_decay"]),
                 )
         return loss
+
+
+class LionSection(ArgumentsSection):
+    """Hyper-parameters of Lion. DeepSpeed's defaults are not the paper's: the first two must be written."""
+
+    lr: NonNegativeFloat
+    betas: tuple[Beta, Beta]
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class LionOptimizer(OptimizerSection):
+    type: Literal["Lion"]
+    params: LionSection
+
+
+def _to_row(group: ParameterGroup, _: Mapping[str, Any], __: int) -> HyperParameters:
+    beta1, beta2 = group["betas"]
+    return HyperParameters(
+        lion=pb.Lion(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+        )
+    )
+
+
+LION = TorchOptimizer(torch_class=Lion, section=LionOptimizer, to_row=_to_row)

@@ -28,13 +28,13 @@ from trainer_client.model.placement import GroupPlacement, PlacementPolicy
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit
-from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.stored_step import Origin
 from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)

@@ -18,15 +18,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paramserver.contract import update_rules
 from paramserver.contract.kinds import PARAM
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.update import update_shards
 from trainer_client.config.home import Home
 from trainer_client.errors import StoreError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.layout import ShardRange
 from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates
-from trainer_client.optimizers.hyper_parameters import HyperParameters, HyperParameterTable
+from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.early_update import EarlyUpdate
 from trainer_client.step.gradients import GradientGroup
@@ -234,7 +235,8 @@ class Updates:
 
     @torch.no_grad()
     def _update_on_device(self, state: PlacedStates, gradient: GradientGroup, rule: UpdateRule) -> None:
-        """What the store's optimizer kernel does, on the whole group where its states are replicated."""
+        """Update a group whose states live on the device: this rank's chunk, or the whole group where states are
+        replicated. The store's optimizer kernel gives the same bits."""
         group = state.group
         replicated = state.placement.residence is Residence.REPLICATED
         values = gradient.chunk.to(group.device)
@@ -244,20 +246,19 @@ class Updates:
             values = whole
         # In place where it has that type already: the gradient is done with.
         scratch = values.float()
-        scratch.mul_(rule.scale)
-        if rule.clip_value is not None:
-            scratch.clamp_(-rule.clip_value, rule.clip_value)
         weight = state.held.get(group.weight_kind)
         if weight is None:
             weight = state.read(group.weight_kind).to(group.device)
         shards = group.layout.whole() if replicated else group.shards
-        for shard, row in zip(shards, rule.rows(group, shards), strict=True):
-            if row < 0:
-                continue
-            # Parameter by parameter, as the store does: see layout.ALIGNMENT.
-            part = slice(shard.position, shard.position + shard.numel)
-            states = {kind: state.held[kind][part] for kind in group.state_kinds}
-            update_rules.apply(rule.table.rows[row], weight[part], scratch[part], states)
+        rows = [rule.table.rows[row] if row >= 0 else None for row in rule.rows(group, shards)]
+        update_shards(
+            zip(shards, rows, strict=True),
+            weight,
+            scratch,
+            {kind: state.held[kind] for kind in group.state_kinds},
+            grad_scale=rule.scale,
+            clip_value=rule.clip_value,
+        )
         gradient.finish()
         if (parameters := state.held.get(PARAM)) is None:
             state.note_update(weight.to(group.dtype))

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch._dynamo  # by torch at the first optimizer otherwise: seconds in which the loop would be blocked
 
-from paramserver.contract.update_rules import HyperParameters
+from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage import syscalls

@@ -12,7 +12,7 @@ import pytest
 import trainer_client
 from paramserver import vocabulary
 from paramserver.contract.dtypes import WIRE_DTYPES
-from paramserver.contract.update_rules import HyperParameters
+from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.contract.words import words_of
 from paramserver.errors import LateError, UnavailableError
 from paramserver.rpc import convert

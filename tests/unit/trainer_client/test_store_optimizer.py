@@ -17,8 +17,8 @@ from trainer_client.config.training_config import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import list_parameters
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
-from trainer_client.optimizers.optimizer import StoreOptimizer, make_optimizer
 from trainer_client.run.client_state import decode, encode
+from trainer_client.store_optimizer import StoreOptimizer, make_optimizer
 
 
 def model() -> nn.Module:

@@ -13,16 +13,15 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, overload
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from paramserver.contract import update_rules
-from paramserver.contract.hyper_parameter_ranges import find_problem
 from paramserver.contract.kinds import Kind, kind_name
-from trainer_client.config.optimizer_sections import OptimizerSection
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.optimizers.registry import find_problem, state_kinds
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.optimizers.hyper_parameters import HyperParameters, ParameterGroup, check_settings, row_maker
-from trainer_client.optimizers.lion import Lion
+from trainer_client.optimizers.hyper_parameters import check_settings
+from trainer_client.optimizers.registry import OPTIMIZERS, find_record
+from trainer_client.optimizers.torch_optimizer import OptimizerSection, ParameterGroup
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +29,6 @@ log = logging.getLogger(__name__)
 _DECOUPLED = "decoupled_weight_decay"
 
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
-
-_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
-    "AdamW": AdamW,
-    "Adam": Adam,
-    "SGD": SGD,
-    "Lion": Lion,
-    "Adagrad": Adagrad,
-}
 
 
 class StoreOptimizer(torch.optim.Optimizer):
@@ -64,7 +55,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         parameters: Sequence[ModelParameter],
         may_thaw: Sequence[str] = (),
     ) -> None:
-        self._make_row = row_maker(original)
+        self._record = find_record(original)
         if any(state.get("step", 1) > 0 for state in original.state.values()):
             raise ConfigError("the optimizer has made steps already: its states cannot be taken over; pass a fresh one")
         original.state.clear()
@@ -147,7 +138,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         """The states that the optimizer keeps of each parameter; for good, once asked: a job is opened with them."""
         if self._state_kinds is None:
             rows = (self.row(number, 1) for number in range(len(self.param_groups)))
-            self._state_kinds = tuple(sorted({kind for row in rows for kind in update_rules.state_kinds(row)}))
+            self._state_kinds = tuple(sorted({kind for row in rows for kind in state_kinds(row)}))
         return self._state_kinds
 
     def groups_of_parameters(self) -> dict[int, int]:
@@ -160,7 +151,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def row(self, group: int, update_count: int) -> HyperParameters:
         """The hyper-parameters of a group for a parameter's `update_count`-th update."""
-        return self._make_row(self.param_groups[group], self.defaults, update_count)
+        return self._record.to_row(self.param_groups[group], self.defaults, update_count)
 
     def settings(self) -> list[ParameterGroup]:
         """What the groups hold, for the client state; the parameters as ranges of their indexes in the model."""
@@ -206,7 +197,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, number: int) -> None:
         group = self.param_groups[number]
-        check_settings(number, group)
+        check_settings(self._record, number, group)
         strangers = [tensor for tensor in group["params"] if id(tensor) not in self._index_of]
         if strangers:
             raise ConfigError(
@@ -221,7 +212,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if problem := find_problem(row):
             raise ConfigError(f"parameter group {number} of the optimizer: {problem}")
         kept = self._state_kinds
-        if missing := [kind for kind in update_rules.state_kinds(row) if kept is not None and kind not in kept]:
+        if missing := [kind for kind in state_kinds(row) if kept is not None and kind not in kept]:
             names = ", ".join(map(kind_name, missing))
             raise ConfigError(
                 f"parameter group {number} needs {names} now, which no group did when the job was opened: give one a "
@@ -257,7 +248,7 @@ def make_optimizer(
     # A list of no parameters is an error to torch, a group of none is not.
     groups = [{"params": chosen}] if model_parameters is None else chosen
     try:
-        original = _CLASSES[section.type](groups, **section.params.arguments())
+        original = OPTIMIZERS[section.type].torch_class(groups, **section.params.arguments())
     except ValueError as error:
         raise ConfigError(f"optimizer.params is refused by {section.type}: {error}") from error
     return StoreOptimizer(original, parameters, may_thaw)
