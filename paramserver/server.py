@@ -16,7 +16,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from paramserver import __version__
-from paramserver.config import DaemonConfig, is_loopback
+from paramserver.config import DaemonConfig
+from paramserver.contract.address import is_loopback
+from paramserver.contract.limits import MAX_FRAME_BYTES, UNITS_SHOWN_AT_ONCE
 from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaDoor, clear_socket
 from paramserver.dataplane.chunk_budget import Transfers
@@ -47,8 +49,6 @@ log = logging.getLogger(__name__)
 
 # Control messages only; a layout of some ten thousand parameters is the largest of them. Tensor bytes go in chunks.
 MAX_MESSAGE_BYTES = 16 << 20
-# HTTP/2's largest frames: a chunk is one of them, not sixty-four.
-MAX_FRAME_BYTES = (1 << 24) - 1
 # A client's machine or network may go without a word. Its session ends with its heartbeats, long before this; then the
 # connection goes, too. The last one is how often clients may ask for a sign of life.
 KEEPALIVE = (
@@ -112,6 +112,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             arena_file=config.arena_file.absolute() if config.arena_file else None,
             huge_pages=config.huge_pages,
             lock_memory=config.lock_memory,
+            units_of_a_rank_alone=UNITS_SHOWN_AT_ONCE,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:

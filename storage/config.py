@@ -35,3 +35,5 @@ class EngineConfig:
     # Wishes for the arena: where the system does not grant them, it warns and goes on without.
     huge_pages: bool = False
     lock_memory: bool = False
+    # The most units of a model that a client maps in place at once where it is the only rank of its job here.
+    units_of_a_rank_alone: int = 3

@@ -81,7 +81,7 @@ class Engine:
         tiles = TilePool(host)
         self._fixed_bytes = host.arena.header_bytes + tiles.nbytes
         self.reader = RangeReader(host, nvme, tiles)
-        self._job_registry = JobRegistry(host, nvme, self.host_cache, tiles.nbytes)
+        self._job_registry = JobRegistry(host, nvme, self.host_cache, tiles.nbytes, config.units_of_a_rank_alone)
         self._compute = ThreadPoolExecutor(
             config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
         )

@@ -25,13 +25,15 @@ from storage.versions import Job, check_group, check_layout, check_model
 class JobRegistry:
     """The jobs of one store. `jobs` has each in the layout that its newest commit is in; `layouts` has the others."""
 
-    def __init__(self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, tile_bytes: int) -> None:
-        """`tile_bytes`: what the optimizer's buffers take of the host budget."""
+    def __init__(
+        self, host: HostTier, nvme: NvmeTier, host_cache: HostCache, tile_bytes: int, units_of_a_rank_alone: int
+    ) -> None:
+        """`tile_bytes` and `units_of_a_rank_alone` are for the Admission, which explains them."""
         self.jobs: dict[str, Job] = {}
         self._host = host
         self._nvme = nvme
         self._host_cache = host_cache
-        self.admission = Admission(self, host, nvme, tile_bytes)
+        self.admission = Admission(self, host, nvme, tile_bytes, units_of_a_rank_alone)
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:

@@ -27,13 +27,14 @@ from pydantic import (
 )
 from pydantic import ValidationError as PydanticError
 
+from paramserver.contract.address import ADDRESS_VARIABLE
+from paramserver.contract.durability import DURABILITY_PATTERN
 from trainer_client.config.home import Home
 from trainer_client.errors import ConfigError
 from trainer_client.optimizers.registry import OPTIMIZERS, AnyOptimizerSection, why_refused
 from trainer_client.section import Agreement, Section
 from trainer_client.transport.credentials import Credentials
 
-ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEFAULT_STATE_DIR = "paramserver-state"
 
 # Keys that belong to the daemon's own config as soon as it is not this job's child.
@@ -179,7 +180,7 @@ class ParamserverSection(Section):
     reattach_timeout_seconds: NonNegativeFloat = 300.0
     kept_gradients: ByteSize = ByteSize(1 << 30)
     data: DataSection = DataSection()
-    durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
+    durability: Annotated[str, Field(pattern=DURABILITY_PATTERN)] = "step"
     may_thaw: tuple[str, ...] = ()
     placement: PlacementSection = PlacementSection()
     gradient_reduction: Literal["auto", "micro_batch", "boundary"] = "auto"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 16
+from paramserver.contract.limits import ELEMENT_ALIGNMENT
 
 # A page of 4 KiB in 16 bits, two in 32; and the elements from which on a chunk consists of such.
 PAGE_ELEMENTS = 2048
@@ -90,9 +90,9 @@ def flat_layout(sizes: Sequence[tuple[str, int]], world_size: int) -> FlatLayout
     position = 0
     for fqn, numel in sizes:
         slots.append(Slot(fqn=fqn, position=position, numel=numel))
-        position += round_up(numel, ALIGNMENT)
+        position += round_up(numel, ELEMENT_ALIGNMENT)
     # A chunk is never empty: parameters without elements are parameters, too.
-    chunk = max(round_up(position, ALIGNMENT * world_size) // world_size, ALIGNMENT)
+    chunk = max(round_up(position, ELEMENT_ALIGNMENT * world_size) // world_size, ELEMENT_ALIGNMENT)
     if world_size > 1 and chunk >= PAGED_CHUNK:
         chunk = round_up(chunk, PAGE_ELEMENTS)
     return FlatLayout(slots=tuple(slots), chunk=chunk, world_size=world_size)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from paramserver.contract.durability import durable_every_steps, parse_durability
 from trainer_client.errors import StoreError
 from trainer_client.model.states import PlacedStates
 from trainer_client.transport.channel import Pending
@@ -41,11 +42,10 @@ class Commits:
         self._store = store
         self._states = states
         self._pending: Pending[None] | None = None
-        name, _, every = durability.partition(":")
         # Steps from one commit to the next; 0: steps make none.
         self._interval = 1
         if not any(state.is_in_store for state in states):
-            self._interval = {"step": 1, "none": 0, "snapshot": int(every or 1)}[name]
+            self._interval = durable_every_steps(parse_durability(durability))
         # While the first commit is being filled there is nothing that it could be told from.
         store.as_of_step = newest if staged is None else None
         self._kept: bytes | None = None  # the client state of the last step, while no commit carries it

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.durability import parse_durability
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
@@ -29,6 +30,7 @@ from trainer_client.model.states import PlacedStates
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.recorder import ROOT_NAME
 from trainer_client.run import client_state
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
@@ -38,8 +40,6 @@ from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
-
-ROOT_NAME = "(root)"
 
 _ID_BYTES = 16
 
@@ -208,7 +208,7 @@ class Job:
                     )
                     for p in self._parameters
                 ],
-                durability=_durability(section.durability),
+                durability=parse_durability(section.durability),
                 resume=_RESUME_POLICIES[section.resume],
                 layout=layout,
             )
@@ -259,16 +259,6 @@ class Job:
         self._collectives.barrier()
         if self._collectives.rank == 0:
             log.info("job %r resumes from step %d", self._settings.paramserver.job, step)
-
-
-def _durability(text: str) -> pb.Durability:
-    durability = pb.Durability()
-    name, _, every = text.partition(":")
-    if name == "snapshot":
-        durability.snapshot.every_steps = int(every)
-    else:
-        getattr(durability, name).SetInParent()
-    return durability
 
 
 def _move_buffers(model: nn.Module, collectives: Collectives) -> None:

@@ -19,8 +19,10 @@ import grpc
 import torch
 
 from paramserver.contract import kinds
+from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
+from trainer_client.model.layout import round_up
 from trainer_client.store_client.connection import Call, Connection, Link, Timeout, release, result_of
 from trainer_client.store_client.types import Kind, StoredTensor, bytes_of, kind_to_proto
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
@@ -38,7 +40,6 @@ _PAGE = 1000
 # What `get_many` reads together: ranges in one lease, each from a multiple of some bytes on (the store's rule), and how
 # large a tensor may be beside others, as a share of a part.
 _BATCHED_RANGES = 4096
-_RANGE_ALIGNMENT = 16
 _BATCHED_SHARE = 4
 
 
@@ -390,7 +391,7 @@ def _batches(parts: Iterable[Part], itemsizes: Mapping[str, int], most_bytes: in
     """Cuts whole tensors into batches of at most so many bytes, as the store lays them out in a lease."""
     batch, end = Batch(), 0
     for part in parts:
-        start, nbytes = -(-end // _RANGE_ALIGNMENT) * _RANGE_ALIGNMENT, part.numel * itemsizes[part.fqn]
+        start, nbytes = round_up(end, GATHER_ALIGNMENT_BYTES), part.numel * itemsizes[part.fqn]
         if batch.parts and (start + nbytes > most_bytes or len(batch.parts) == _BATCHED_RANGES):
             yield batch
             batch, start = Batch(), 0

@@ -14,6 +14,7 @@ import torch
 
 from paramserver.contract import kinds
 from paramserver.contract.dtypes import TORCH_DTYPES, WIRE_DTYPES
+from paramserver.contract.durability import parse_durability
 from paramserver.contract.kinds import KINDS, StoredKind
 from paramserver.contract.tiers import TIERS, Tier
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -165,14 +166,12 @@ def kind_spec(dtype: torch.dtype, placement: str) -> pb.KindSpec:
 
 def durability_to_proto(durability: str) -> pb.Durability:
     """`step`, `snapshot:N` or `none`. Raises ConfigError for anything else."""
-    if durability == "step":
-        return pb.Durability(step=pb.Durability.Step())
-    if durability == "none":
-        return pb.Durability(none=pb.Durability.Volatile())
-    word, _, number = durability.partition(":")
-    if word == "snapshot" and number.isdecimal() and int(number) > 0:
-        return pb.Durability(snapshot=pb.Durability.Snapshot(every_steps=int(number)))
-    raise ConfigError(f"durability {durability!r}: write 'step', 'snapshot:N' with a positive N, or 'none'")
+    try:
+        return parse_durability(durability)
+    except ValueError:
+        raise ConfigError(
+            f"durability {durability!r}: write 'step', 'snapshot:N' with a positive N, or 'none'"
+        ) from None
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paramserver.contract.address import ADDRESS_VARIABLE, is_socket, socket_path
 from paramserver.contract.answered import is_answer
-from paramserver.contract.channel import is_socket, socket_path
+from paramserver.contract.limits import MAX_FRAME_BYTES
 from paramserver.contract.printable import printable
 from paramserver.contract.sockets import with_real_paths
 from trainer_client.errors import (
@@ -48,8 +49,7 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
-    # HTTP/2's largest frames: a chunk is one of them, not sixty-four.
-    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
     # A daemon whose machine or network has gone without a word is noticed within 13 s, before it gives our session up
     # (15 s). No ping is sent while anything comes in: heartbeats are answered each second or two. The time-out is also
     # how long the kernel waits for what it has sent to be acknowledged.
@@ -145,7 +145,7 @@ def wait_until_serving(address: str, timeout_seconds: float, credentials: Creden
                 raise StoreUnavailableError(
                     grpc.StatusCode.UNAVAILABLE,
                     f"no store daemon serves at {address} (waited {timeout_seconds:g} s; {reason}): start one with "
-                    "`paramserver serve`, or correct paramserver.address or $PARAMSERVER_ADDRESS; where it has "
+                    f"`paramserver serve`, or correct paramserver.address or ${ADDRESS_VARIABLE}; where it has "
                     "tls_certificate set, set paramserver.tls",
                 )
             time.sleep(0.05)

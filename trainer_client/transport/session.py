@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,12 +21,12 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from trainer_client.errors import DaemonRestartedError, StoreError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.transport.arena import session_ended
+from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, translate
 
 log = logging.getLogger(__name__)
 
-# Between attempts to take the session up: doubled each time, and spread by a half, for all clients of a daemon lose
-# their streams at once.
+# Between attempts to take the session up.
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
 # The daemon may notice a break later than we do: its grace time ends later, too.
@@ -193,8 +192,8 @@ class Session:
         """
         grace = self._welcome.grace_millis / 1000
         deadline = time.monotonic() + grace + _SLACK_SECONDS
-        pause = _FIRST_PAUSE_SECONDS
-        while not self._closing.wait(random.uniform(pause / 2, pause)):
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        while not self._closing.wait(backoff.next_seconds()):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise cause
@@ -211,7 +210,6 @@ class Session:
             else:
                 log.warning("the session goes on")
                 return
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _why_unknown(self, error: StoreError) -> StoreError:
         """The daemon does not know our session: it has ended it, or is another one."""

@@ -7,7 +7,6 @@ it after the transfer has returned.
 from __future__ import annotations
 
 import queue
-import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from paramserver.contract import chunks
 from paramserver.contract.chunks import MAX_CHUNK_BYTES, Chunk
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import DataLossError, StoreError
+from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import SERVICE_NAME, translate
 
 # The store may send that much before it hears of us again; it hears when a part of it was consumed.
@@ -26,8 +26,6 @@ _CREDIT_BYTES = READ_WINDOW_BYTES // 4
 
 # A broken connection, and what the store answers, or the connection shows, when it ended a transfer that stalled.
 _RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
 
 
 class _Transfer(Protocol):
@@ -80,7 +78,7 @@ class Streams:
 
     def _complete(self, transfer: _Transfer, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
-        pause = _FIRST_PAUSE_SECONDS
+        backoff = Backoff()
         while True:
             before = transfer.moved_bytes
             try:
@@ -89,7 +87,7 @@ class Streams:
             except grpc.RpcError as error:
                 if transfer.is_complete:
                     return
-                if _code(error) not in _RESUMABLE or time.monotonic() + pause > deadline:
+                if _code(error) not in _RESUMABLE or time.monotonic() + backoff.limit_seconds > deadline:
                     raise translate(error) from error
             except ValueError:
                 # What grpc says of a channel that was closed, which it is once the session is over.
@@ -97,9 +95,8 @@ class Streams:
                 raise
             self._check_session()
             if transfer.moved_bytes > before:
-                pause = _FIRST_PAUSE_SECONDS
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                backoff.reset()
+            time.sleep(backoff.next_seconds())
 
 
 class _Reading:
