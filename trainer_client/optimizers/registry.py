@@ -20,7 +20,14 @@ from trainer_client.optimizers.lion import LION
 from trainer_client.optimizers.sgd import SGD
 from trainer_client.optimizers.torch_optimizer import OptimizerSection, TorchOptimizer
 
-OPTIMIZERS = {record.name: record for record in (ADAMW, ADAM, SGD, LION, ADAGRAD)}
+_RECORDS = (
+    ADAMW,
+    ADAM,
+    SGD,
+    LION,
+    ADAGRAD,
+)
+OPTIMIZERS = {record.name: record for record in _RECORDS}
 
 # The section of one of them; `type` tells which one.
 if TYPE_CHECKING:

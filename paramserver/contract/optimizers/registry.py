@@ -21,7 +21,14 @@ from paramserver.contract.optimizers.lion import LION
 from paramserver.contract.optimizers.optimizer import HyperParameters, Optimizer, States
 from paramserver.contract.optimizers.sgd import SGD
 
-OPTIMIZERS: Mapping[str, Optimizer] = {record.name: record for record in (ADAMW, ADAM, SGD, LION, ADAGRAD)}
+_RECORDS = (
+    ADAMW,
+    ADAM,
+    SGD,
+    LION,
+    ADAGRAD,
+)
+OPTIMIZERS: Mapping[str, Optimizer] = {record.name: record for record in _RECORDS}
 
 
 def apply(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
