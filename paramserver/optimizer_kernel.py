@@ -1,4 +1,8 @@
-"""The optimizer as a kernel on tiles: unscales and clips the gradient, updates each parameter, rounds the weight."""
+"""The optimizer as a kernel that the storage engine runs on tiles of a group.
+
+The kernel unscales and clips the gradient, updates weight and states of each shard, and rounds the new weight to the
+parameter's type. Must never know where the bytes of a tile come from.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,12 @@ from storage.transform import Tile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUpdate:
-    """The update of one group. `hyper_parameters` has one entry per shard; None leaves the shard as it is.
+    """The update of one group in one step.
 
-    The gradient is converted to fp32 and multiplied by `grad_scale` first, then clamped to +-`clip_value` if given.
+    Attributes:
+        shards: those of the group, by position.
+        hyper_parameters: one entry per shard; None leaves the shard as it is.
+        grad_scale, clip_value: see `update_shards`, which gets the gradient converted to fp32.
     """
 
     shards: Sequence[Shard]
@@ -25,7 +32,7 @@ class OptimizerUpdate:
     clip_value: float | None = None
 
     def __call__(self, tile: Tile) -> None:
-        """Updates weight and states of the tile in place, and the low-precision parameter from the master weight."""
+        """Update weight and states of a tile in place, and the low-precision parameter from the master weight."""
         gradient = tile.scratch
         gradient.copy_(tile.gradient)
         low_precision = Kind.MASTER in tile.tensors

@@ -17,12 +17,12 @@ from paramserver.contract.sockets import grpc_target
 
 Options = Sequence[tuple[str, int | str]]
 
-# For channels that cannot be made here, such as those of grpc.aio.
+# The options for channels that cannot be made here, such as those of grpc.aio.
 NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
 
 
 class TlsFiles(NamedTuple):
-    """PEM bytes: the authorities of the daemon's certificate, the client's private key and its certificate."""
+    """The PEM bytes of the authorities of the daemon's certificate, of the client's private key and its certificate."""
 
     authorities: bytes
     key: bytes
@@ -30,7 +30,7 @@ class TlsFiles(NamedTuple):
 
 
 def target_of(address: str) -> str:
-    """Return what gRPC calls the address, in this process.
+    """Return gRPC's name of the address in this process.
 
     Raises:
         ValueError: no socket can be at the address.
@@ -46,8 +46,8 @@ def channel_to(
 
     Args:
         options: gRPC's channel arguments besides the proxy's.
-        tls: for TCP; a UNIX socket has its mode instead.
-        token: added to every call.
+        tls: used for TCP. A UNIX socket needs none, because the mode of its file says who may connect.
+        token: added to the metadata of every call.
 
     Raises:
         ValueError, OSError: see `target_of`.

@@ -26,7 +26,7 @@ class AdamSection(ArgumentsSection):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: NonNegativeFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
-    # DeepSpeed has kernels of its own; the store's are torch's.
+    # With false, DeepSpeed would use kernels of its own. The store's kernels are torch's.
     torch_adam: Literal[True] = True
     adam_w_mode: bool = True
 

@@ -18,7 +18,7 @@ class AdamWSection(ArgumentsSection):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: NonNegativeFloat = 1e-8
     weight_decay: NonNegativeFloat = 1e-2
-    # DeepSpeed has kernels of its own; the store's are torch's.
+    # With false, DeepSpeed would use kernels of its own. The store's kernels are torch's.
     torch_adam: Literal[True] = True
 
     def arguments(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Parameter groups as rows of hyper-parameters, which go to the store with the gradients of each step.
 
-Must never change a group: they are the user's, and the schedulers'.
+Must never change a group, because the groups belong to the user and to torch's schedulers.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from paramserver.contract.optimizers.optimizer import HyperParameters
 from trainer_client.errors import ConfigError
 from trainer_client.optimizers.torch_optimizer import ParameterGroup, TorchOptimizer
 
-# They change what an update computes. (`foreach` and `fused` choose a kernel; the store's is the fused one.)
+# These flags change what an update computes. `foreach` and `fused` are not among them: they choose a kernel, and the
+# store always runs the fused one.
 _REFUSED_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def check_settings(optimizer: TorchOptimizer, number: int, group: ParameterGroup) -> None:
-    """Raises ConfigError for settings of a group that the store's kernels do not have."""
+    """Check the settings of a group. Raises ConfigError for settings that the store's kernels do not have."""
     if flags := [flag for flag in _REFUSED_FLAGS if group.get(flag)]:
         raise ConfigError(f"{flags[0]}=True of parameter group {number} is not honoured by this version: remove it")
     if problem := optimizer.find_problem(group):
@@ -24,12 +25,15 @@ def check_settings(optimizer: TorchOptimizer, number: int, group: ParameterGroup
 
 
 class HyperParameterTable:
-    """The distinct rows of a step; most parameters of a model share one.
+    """The distinct rows of hyper-parameters in a step. Most parameters of a model share one.
+
+    Attributes:
+        rows: the rows that were asked for so far.
 
     Args:
-        group_of: the group of each parameter (index in the model) that has one.
-        make_row: from the number of a group and an update count.
-        update_counts: of each parameter of the model, with the update under way.
+        group_of: for each parameter (index in the model) that is in a group, the number of the group.
+        make_row: makes a row from the number of a group and an update count.
+        update_counts: for each parameter of the model, the number of its updates, including the one under way.
     """
 
     def __init__(
@@ -45,7 +49,8 @@ class HyperParameterTable:
         self._known: dict[tuple[int, int], int] = {}
 
     def row_of(self, parameter: int) -> int:
-        """The index of the parameter's row; -1 if it is in no group, and stays as it is."""
+        """Return the index of the parameter's row in `rows`. Returns -1 for a parameter that is in no group, and so is
+        not updated."""
         group = self._group_of.get(parameter)
         if group is None:
             return -1

@@ -22,17 +22,18 @@ from trainer_client.optimizers.torch_optimizer import (
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al., arXiv:2302.06675: the sign of an interpolated first moment, with decoupled weight decay.
+    """Lion of Chen et al., arXiv:2302.06675: a step by the sign of an interpolated moment, with decoupled weight decay.
 
-    Given to `trainer_client.initialize`, the store runs it. On its own it is an optimizer like torch's: elementwise, in
-    the dtype of each parameter, with one state `exp_avg`.
+    The store runs a Lion that is passed to `trainer_client.initialize`. In plain PyTorch it works like torch's own
+    optimizers: elementwise, in the dtype of each parameter, with the one state `exp_avg`.
 
     Args:
         params: parameters or parameter groups.
-        lr: 3-10 times smaller than AdamW's, with a weight decay as much larger.
+        lr: the paper advises a rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
+        betas: the decay that interpolates the moment for the step, and the decay of the moment itself.
 
     Raises:
-        ValueError: a hyper-parameter out of its range.
+        ValueError: a hyper-parameter is out of its range.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter that has a gradient; the closure's loss, if there is a closure."""
+        """Update every parameter that has a gradient. Returns the loss of the closure, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,7 +84,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class LionSection(ArgumentsSection):
-    """Hyper-parameters of Lion. DeepSpeed's defaults are not the paper's: the first two must be written."""
+    """Hyper-parameters of Lion. `lr` and `betas` must be written, because DeepSpeed's defaults are not the paper's."""
 
     lr: NonNegativeFloat
     betas: tuple[Beta, Beta]

@@ -46,7 +46,8 @@ def find_record(optimizer: torch.optim.Optimizer) -> TorchOptimizer:
     """Return the record of an instance's class.
 
     Raises:
-        ConfigError: the store does not run it. Subclasses are refused too: they may compute something else.
+        ConfigError: the store does not run the optimizer. Subclasses of its optimizers are refused, too, because they
+            may compute something else.
     """
     for record in OPTIMIZERS.values():
         if type(optimizer) is record.torch_class:
@@ -55,7 +56,7 @@ def find_record(optimizer: torch.optim.Optimizer) -> TorchOptimizer:
 
 
 def why_refused(name: str) -> str:
-    """Return a sentence on an optimizer that is none of OPTIMIZERS."""
+    """Return a sentence that tells a user why the store does not run an optimizer, which is none of OPTIMIZERS."""
     *names, last = OPTIMIZERS
     instead = f"use {', '.join(names)} or {last}"
     if name.lower().removeprefix("fused") in _NOT_ELEMENTWISE:

@@ -36,7 +36,7 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> H
             momentum=momentum,
             dampening=float(group["dampening"]),
             weight_decay=float(group["weight_decay"]),
-            # As torch does where a scheduler has brought the momentum down to 0.
+            # A scheduler may have brought the momentum down to 0. torch then ignores `nesterov`, too.
             nesterov=bool(group["nesterov"]) and momentum != 0,
             update_count=update_count,
         )
@@ -45,7 +45,8 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> H
 
 def _find_problem(group: ParameterGroup) -> str | None:
     if group.get("dampening") and not group["momentum"]:
-        # torch's buffer begins with the first momentum, ours with the first update; a dampening would tell them apart.
+        # torch makes the buffer at the first update with a momentum, the store at the parameter's first update. With a
+        # dampening, the two would begin with different values.
         return f"has dampening {group['dampening']} and no momentum, without which it has no effect: set it to 0"
     return None
 
