@@ -287,8 +287,7 @@ class StateAccess:
             return [Change(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
         # The two are one weight: the low-precision one always is the rounded master weight.
         weight = part.to(group.dtype) if kind == _PARAM else part
-        kinds = (PARAM, MASTER) if group.has_master else (PARAM,)
-        return [Change(place=place, kind=each, values=weight) for each in kinds]
+        return [Change(place=place, kind=each, values=weight) for each in group.weight_kinds]
 
     def _checked(self, place: _Place, kind: str, value: torch.Tensor, *, local: bool) -> torch.Tensor:
         """This rank's part [n] of a value that a user gives."""

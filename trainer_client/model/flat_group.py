@@ -34,6 +34,7 @@ from trainer_client.model.layout import ShardRange, flat_layout
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.model.released import release, restore
+from trainer_client.transport.group_names import group_name
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import Slab
 
@@ -101,15 +102,19 @@ class FlatGroup:
         return self.trainable and self.dtype != torch.float32
 
     @property
+    def weight_kinds(self) -> tuple[Kind, ...]:
+        """The kinds that hold the weight: the parameter, and the master weight where there is one."""
+        return (PARAM, MASTER) if self.has_master else (PARAM,)
+
+    @property
     def weight_kind(self) -> Kind:
         """The kind that holds the weight which the optimizer updates."""
-        return MASTER if self.has_master else PARAM
+        return self.weight_kinds[-1]
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """What is kept of the group beyond a step: the parameter, the master weight and the optimizer's states."""
-        master = (MASTER,) if self.has_master else ()
-        return (PARAM, *master, *self.state_kinds)
+        return (*self.weight_kinds, *self.state_kinds)
 
     @property
     def chunk_bytes(self) -> int:
@@ -129,7 +134,7 @@ class FlatGroup:
     def name_of(self, rank: int) -> str:
         """The name of a rank's shard group in the store."""
         start, stop = self.layout.chunk_range(rank)
-        return f"{self.unit}[{start}:{stop}]" + ("" if self.trainable else ":frozen") + self._suffix
+        return group_name(self.unit, start, stop, trainable=self.trainable, suffix=self._suffix)
 
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
         return self.layout.shards_of(rank)

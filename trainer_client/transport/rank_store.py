@@ -24,6 +24,7 @@ from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
+from trainer_client.transport.group_names import unit_of
 from trainer_client.transport.journal import (
     Applied,
     GroupUpdate,
@@ -273,7 +274,7 @@ class RankStore:
     def put(self, values: Sequence[Value], step: int) -> None:
         """Makes values the versions of `step` of their slabs. They must not change until the step is committed."""
         entry, began = Put(step=step, values=values), time.monotonic()
-        with self._recorder.waiting(Cause.COMMIT, _unit_of_group(values[0].slab.group) if values else ""):
+        with self._recorder.waiting(Cause.COMMIT, unit_of(values[0].slab.group) if values else ""):
             self._hand_over(step, entry)
         nbytes = sum(value.values.numel() * value.dtype.itemsize for value in values)
         self._recorder.moved(Link.TO_STORE, "", nbytes, began)
@@ -410,12 +411,8 @@ def _return_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
     """The unit of a request, whose groups are named by it and the range that they are of it."""
-    return _unit_of_group(wants[0].slab.group) if wants else ""
+    return unit_of(wants[0].slab.group) if wants else ""
 
 
 def _units_of(updates: Sequence[GroupUpdate]) -> str:
-    return _unit_of_group(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
-
-
-def _unit_of_group(name: str) -> str:
-    return name.rpartition("[")[0]
+    return unit_of(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
