@@ -36,14 +36,14 @@ MAX_NAME_BYTES = 1024
 MAX_ELEMENTS = 1 << 48
 # torch's tensors have at most so many dimensions.
 MAX_DIMENSIONS = 64
-# Steps and positions are also handled as floating-point numbers, and so does JSON. Beyond this number, two different
-# integers would be the same floating-point number.
+# Steps and positions are also kept as floating-point numbers, by the prefetch queue and in JSON. Beyond this limit, two
+# different integers would be the same floating-point number.
 MAX_STEP = (1 << 53) - 1
 # The largest models have some ten thousand parameters, mixtures of experts with a parameter per expert ten times that,
 # and stores of small tensors twice as many again.
 MAX_PARAMETERS = 1 << 18
-# The limits of one rank's groups and shards. A shard is at most one parameter of a unit, and padding is no shard, so a
-# rank has no more shards than the model has parameters.
+# The limits of one rank's groups and shards. A rank that trains has at most one shard of each parameter; padding is no
+# shard.
 MAX_GROUPS = 1 << 16
 MAX_SHARDS = 1 << 18
 # Leases, wants, releases or updates in one request. A request is for one unit or a few, and even those of all units of
