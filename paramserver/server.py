@@ -12,8 +12,8 @@ import sys
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from paramserver import __version__
 from paramserver.config import DaemonConfig
@@ -27,12 +27,13 @@ from paramserver.errors import ConfigError, StartError
 from paramserver.process import numa
 from paramserver.process.descriptors import connections_of_a_listener, raise_limit
 from paramserver.process.loop_watch import LoopWatch, StallLog
-from paramserver.rpc.checked_server import CheckingServer
-from paramserver.rpc.reflection import Reflection
+from paramserver.rpc.checked_server import CheckedServer
+from paramserver.rpc.rights import Right
 from paramserver.security.gate import Gate
 from paramserver.security.quotas import Quotas
 from paramserver.security.tls import CertificateFiles, server_credentials
 from paramserver.security.tokens import TokenFile
+from paramserver.services.access import Access
 from paramserver.services.parameter_store import ParameterStore
 from paramserver.services.store_admin import StoreAdmin
 from paramserver.services.tracing import Traces
@@ -41,7 +42,7 @@ from paramserver.sessions.seats import SeatLimits
 from paramserver.sessions.service import SessionService
 from paramserver.sessions.sessions import SessionLimits, Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import parameter_store_pb2_grpc, store_admin_pb2, store_admin_pb2_grpc
+from paramserver.v1 import store_admin_pb2
 from storage.config import EngineConfig
 from storage.engine import Engine
 
@@ -63,8 +64,10 @@ KEEPALIVE = (
 # far above what trainers and readers use, and bounds what one connection can make the daemon keep.
 MAX_CALLS_OF_A_CONNECTION = 1024
 STOP_GRACE_SECONDS = 5.0
-STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"].full_name
-ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"].full_name
+STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"]
+ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"]
+HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
+REFLECTION_SERVICE = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 
 async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
@@ -155,6 +158,7 @@ async def _serve(
                 per_address=config.sessions_per_address,
             ),
         ),
+        quotas,
         on_end=end_session,
     )
     cleanup.push_async_callback(sessions.close)
@@ -165,8 +169,6 @@ async def _serve(
     if tokens is not None:
         following = asyncio.ensure_future(tokens.follow())
         cleanup.callback(following.cancel)
-    streams = Streams(engine, transfers, config.stream_window)
-    store = ParameterStore(engine, sessions, session_service, streams, gate, quotas, traces)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -177,23 +179,24 @@ async def _serve(
             *_connection_limits(config),
         ]
     )
-    checking = CheckingServer(server, lambda: describe_waits(engine))
-    parameter_store_pb2_grpc.add_ParameterStoreServicer_to_server(store, checking)
-    server.add_registered_method_handlers(STORE_SERVICE, store.raw_handlers())
-    store_admin_pb2_grpc.add_StoreAdminServicer_to_server(
-        StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir, gate), checking
-    )
+    access = Access(gate, sessions)
+    streams = Streams(engine, transfers, config.stream_window)
     health_service = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_service, checking)
-    described = [STORE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(gate, described), checking)
+    services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
+    checked = CheckedServer(server, access.admission, lambda: describe_waits(engine))
+    checked.add(STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, access, quotas, traces))
+    checked.add(ADMIN_SERVICE, StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir, gate))
+    checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
+    # Reflection describes the services, so it answers only callers who hold a token.
+    described = reflection.aio.ReflectionServicer([service.full_name for service in services])
+    checked.add(REFLECTION_SERVICE, described, library_right=Right.TOKEN)
     _bind(server, grpc_target(config.socket_path), f"socket {config.socket_path}")
     config.socket_path.chmod(0o600)
     if config.listen is not None:
         _bind(server, config.listen, f"listen address {config.listen}", credentials)
         _tell_who_is_trusted(config)
     await server.start()
-    for service in ("", STORE_SERVICE, ADMIN_SERVICE):
+    for service in ("", STORE_SERVICE.full_name, ADMIN_SERVICE.full_name):
         await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
     log.info("serving on %s%s", config.socket_path, f" and {config.listen}" if config.listen else "")
     try:

@@ -21,6 +21,7 @@ from storage.slices import in_slices
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 from storage.tracing import Activity
 from storage.versions import Job, unneeded_versions
+from storage.waiting import unlogged
 
 log = logging.getLogger(__name__)
 
@@ -218,9 +219,8 @@ class Committer:
         # Before anything else runs: an update that begins later must find the claim, and wait for the slab's write.
         claims = [CopyClaim(slab, slab.latest) for slab in job.tally.unsaved if slab.latest is not None]
         job.snapshot_step = record.step
-        job.snapshot = asyncio.ensure_future(self._snapshot(job, record, claims))
-        # Whoever waits for it next raises its failure; until then asyncio must not call it unhandled.
-        job.snapshot.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # The next commit that waits for the snapshot raises its failure.
+        job.snapshot = unlogged(asyncio.ensure_future(self._snapshot(job, record, claims)))
         return job.snapshot
 
     async def _snapshot(self, job: Job, record: CommitRecord, claims: list[CopyClaim]) -> None:

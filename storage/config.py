@@ -1,4 +1,4 @@
-"""What an engine is told at its start."""
+"""The settings of an engine."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Where the engine keeps its files, and how much of everything it may use."""
+    """The directories of the engine's files, its budgets, its threads and its timeouts."""
 
     state_dir: Path
     host_budget_bytes: int
     nvme_budget_bytes: int
-    # Where the data files are, best one on each device; none: in the state directory.
+    # The directories of the data files, one for each device; empty: one data file in the state directory.
     nvme_dirs: tuple[Path, ...] = ()
+    # The number of threads for each data file.
     io_read_threads: int = 4
     io_write_threads: int = 2
+    # The number of threads that compute updates.
     optimizer_threads: int = 1
-    # How far the threads above yield to others: 0 not at all, 19 as far as the system allows.
+    # The niceness of all threads above, from 0 to 19. Threads with 19 yield the most to other processes.
     worker_nice: int = 0
-    # A device that takes longer for one request is stuck.
+    # A device counts as stuck when one request takes longer than this.
     device_timeout_seconds: float = 30.0
-    # What background verification may read; 0: it is off.
+    # The most bytes per second that background verification reads; 0: it is off.
     scrub_bytes_per_second: int = 0
-    # Bytes of prefetches under way at once.
+    # The most bytes of prefetches under way at once.
     prefetch_bytes: int = 256 << 20
-    # How long a request waits for room in host memory before it is refused.
+    # The time after which a request that waits for room in host memory is refused.
     admission_timeout_seconds: float = 60.0
-    # How many processes may map the arena at once, each with a slot in its header.
+    # The number of processes that may map the arena at once. Each has a slot in the arena's header.
     arena_slots: int = 0
-    # A name for the arena, on a tmpfs; none: it has no name.
+    # The arena's name on a tmpfs; None: the arena has no name.
     arena_file: Path | None = None
-    # Wishes for the arena: where the system does not grant them, it warns and goes on without.
+    # Huge pages and locked memory for the arena. If the system refuses them, a warning is logged and they are not used.
     huge_pages: bool = False
     lock_memory: bool = False
     # The most units of a model that a client maps in place at once where it is the only rank of its job here.

@@ -1,12 +1,13 @@
-"""Opens the NVMe tier over its directories, and knows which data file belongs in which.
+"""Opens the NVMe tier over its directories, and finds the data file that belongs in each directory.
 
-File 0 is in the state directory. Every other directory carries a label, a small JSON file that says which file of which
-store it is for: paths change with mounts, labels do not. The catalog knows a file before its label is written.
+File 0 is in the state directory. Every other directory has a label, a small JSON file with the identity of its store
+and the number of its data file, because paths change with mounts. The catalog records a file before its label is
+written.
 
-A store that has data files outside of its state directory can be copied by half: a copy of the state directory (a
-backup, a clone) has a catalog that names the original's data files. Two stores must never write into one data file, so
-each directory is locked while it is in use, and its label names the one catalog that it belongs to, by the inode of the
-catalog's file: a copy has another one. `adopt` gives the directories to a copy.
+A copy of the state directory (a backup, a clone) has a catalog that names the original's data files in the other
+directories. Two stores must never write into one data file, so each directory is locked while it is in use, and its
+label has the inode number of the one catalog file that it belongs to. A copy of the catalog has another inode number.
+`adopt` gives the directories to a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from storage.tiers.nvme import NvmeTier
 LABEL = "paramserver.json"
 LOCK = "lock"
 CATALOG = "catalog.sqlite"
-# The label's key for the inode of the catalog's file.
+# The label's key for the inode number of the catalog's file.
 INODE = "catalog_inode"
 
 
@@ -48,14 +49,25 @@ async def open_nvme(
     nice: int,
     stuck_after_seconds: float,
 ) -> NvmeTier:
-    """The tier over `directories`, or the state directory where there are none; `used` is what the catalog names.
+    """Open the NVMe tier with one data file in each of `directories`, or in the state directory if there are none.
+
+    Args:
+        catalog: the open catalog, which knows the number and the last directory of each data file.
+        state_dir: the state directory, which the caller has locked.
+        directories: the directories of the data files.
+        used: the extents of all versions in the catalog. All other bytes of the files are free.
+        budget_bytes: the most bytes that all data files together may occupy.
+        read_threads: the number of reading threads of each file.
+        write_threads: the number of writing threads of each file.
+        nice: the niceness of these threads.
+        stuck_after_seconds: the time after which a device that does not answer counts as stuck.
 
     Raises:
-        ConflictError: a directory is in use, or belongs to another store or to the original of this copied one, or one
-            with committed bytes is missing.
+        ConflictError: a directory is in use, belongs to another store or to the original of this copied store, or a
+            directory with committed bytes is missing.
         DeviceError: a directory cannot be used.
-        DataLossError: a file does not fit the catalog.
-        BudgetExceededError: committed versions alone exceed the budget.
+        DataLossError: a data file does not match the catalog.
+        BudgetExceededError: the committed versions alone exceed the budget.
     """
     async with AsyncExitStack() as undo:
         places = await _find_files(catalog, state_dir, directories or [state_dir], used, undo)
@@ -86,11 +98,11 @@ async def open_nvme(
 
 
 async def adopt(state_dir: Path, directories: Sequence[Path]) -> None:
-    """Give the data directories of a store to a copy of its state directory, whose original must not be used again.
+    """Give the data directories of a store to a copy of its state directory. The original must not be used again.
 
     Raises:
-        NotFoundError: there is no catalog in the state directory.
-        ConflictError: a daemon uses one of the directories, or one has no label of this store.
+        NotFoundError: the state directory has no catalog.
+        ConflictError: a daemon uses one of the directories, or a directory has no label of this store.
         DeviceError: a directory cannot be used.
         DataLossError: the catalog is damaged.
     """
@@ -110,16 +122,20 @@ async def adopt(state_dir: Path, directories: Sequence[Path]) -> None:
 
 
 class _Lock:
-    """The lock of a directory, which `locks` releases unless it was kept."""
+    """The lock of a directory, which the exit stack `locks` releases unless `keep` was called."""
 
     def __init__(self, directory: Path, locks: ExitStack | AsyncExitStack) -> None:
-        """Raises ConflictError where another process has it."""
+        """Lock the directory.
+
+        Raises:
+            ConflictError: another process has locked it.
+        """
         self._fd = syscalls.lock_file(directory / LOCK)
         self._kept = False
         locks.callback(self._release)
 
     def keep(self) -> int:
-        """The descriptor that holds the lock; the caller closes it."""
+        """Return the descriptor that holds the lock. From now on the caller must close it."""
         self._kept = True
         return self._fd
 
@@ -135,7 +151,10 @@ async def _find_files(
     used: Iterable[Extent],
     locks: AsyncExitStack,
 ) -> dict[int, tuple[Path, _Lock | None]]:
-    """The directory of each file and its lock, by the file's number; the state directory is locked already."""
+    """Lock the directories, and return the directory of each file and its lock, by the file's number.
+
+    The state directory has None in place of a lock, because the engine has locked it already.
+    """
     known, holding = catalog.files(), {extent.file for extent in used}
     places: dict[int, tuple[Path, _Lock | None]] = {}
     seen: set[Path] = set()
@@ -164,12 +183,12 @@ async def _find_files(
 
 
 async def _number_of(catalog: Catalog, directory: Path, known: Mapping[int, str], holding: Iterable[int]) -> int:
-    """Which file belongs in a directory, by its label; a new one is labelled."""
+    """Return the number of the file that belongs in a directory, by its label. A new directory gets a label."""
     label = await _read_label(directory)
     if label is not None:
         _check_store(catalog, directory, label, known)
         if INODE not in label:
-            # Written by an earlier version, which took any copy of the catalog for the original.
+            # An earlier version wrote this label, without the inode number of the catalog.
             await _write_label(directory, {**label, **_owner(catalog)})
         elif label[INODE] != _owner(catalog)[INODE]:
             raise ConflictError(
@@ -179,7 +198,8 @@ async def _number_of(catalog: Catalog, directory: Path, known: Mapping[int, str]
                 "--nvme-dir of each data directory; to use both, give this one other --nvme-dir"
             )
         return int(label["file"])
-    # A crash may have come between the catalog's entry and the label: the entry is taken up again.
+    # An earlier start may have crashed after it recorded the file in the catalog and before it wrote the label. Then
+    # that record is used.
     number = next((n for n, where in known.items() if where == str(directory) and n not in set(holding)), None)
     if number is None:
         if str(directory) in known.values():
@@ -200,7 +220,7 @@ def _check_store(catalog: Catalog, directory: Path, label: Mapping[str, Any], kn
 
 
 def _owner(catalog: Catalog) -> dict[str, int]:
-    """What a label says of the catalog that its directory belongs to."""
+    """Return the part of a label that identifies the catalog to which the directory belongs."""
     return {INODE: syscalls.inode_of(catalog.path)}
 
 
@@ -218,7 +238,7 @@ async def _read_label(directory: Path) -> dict[str, Any] | None:
 
 
 async def _write_label(directory: Path, label: Mapping[str, Any]) -> None:
-    """Whole or not at all, and on the device when this returns."""
+    """Write a label atomically and sync it to the device."""
     path, unfinished = directory / LABEL, directory / f"{LABEL}.unfinished"
     try:
         async with aiofiles.open(unfinished, "w") as file:

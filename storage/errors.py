@@ -1,4 +1,4 @@
-"""What can go wrong in the engine, by what the caller can do about it. Every message names the thing and the remedy."""
+"""The engine's errors, one class for each reaction of the caller. Every message names its subject and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class StorageError(Exception):
 
 
 class InvalidRequestError(StorageError):
-    """The request is malformed, whatever the state of the store."""
+    """The request is malformed; it would be refused in any state of the store."""
 
 
 class NotFoundError(StorageError):
@@ -20,11 +20,11 @@ class AlreadyExistsError(StorageError):
 
 
 class ConflictError(StorageError):
-    """The request does not fit the present state: another layout, another run, out of order."""
+    """The request conflicts with the store's present state, such as another layout, another run, or a wrong order."""
 
 
 class BudgetExceededError(StorageError):
-    """A byte budget cannot hold what is asked for, now or ever, as the message says."""
+    """A byte budget cannot hold the requested bytes. The message says whether that is so now or always."""
 
 
 class DiskFullError(BudgetExceededError):
@@ -36,13 +36,17 @@ class StepAbortedError(StorageError):
 
 
 class DataLossError(StorageError):
-    """Bytes that were stored cannot be given back."""
+    """Stored bytes are lost or damaged."""
 
 
 class DamagedBlockError(DataLossError):
-    """A block on NVMe is not what was written: `nbytes` at byte `offset` of the version that `label` names.
+    """A block on NVMe does not have the bytes that were written.
 
-    `fqns`: whose parameters' bytes they are, where that is known.
+    Attributes:
+        label: the name of the slab and version.
+        offset: the byte of the version at which the block begins.
+        nbytes: the size of the block.
+        fqns: the parameters whose elements are in the block; empty if they are not known.
     """
 
     def __init__(self, label: str, offset: int, nbytes: int) -> None:
@@ -54,7 +58,7 @@ class DamagedBlockError(DataLossError):
 
     def __str__(self) -> str:
         whose = f" ({', '.join(self.fqns)})" if self.fqns else ""
-        # In a label, the name of a job's layout stands on a line of its own.
+        # In a label, a line feed separates the name of the job from that of its layout.
         version = self.label.replace("\n", ", layout ")
         return (
             f"{version}: bytes {self.offset} to {self.offset + self.nbytes}{whose} on nvme are damaged, stale or of "
@@ -63,8 +67,8 @@ class DamagedBlockError(DataLossError):
 
 
 class DeviceError(StorageError):
-    """The operating system refused an operation on a file or on memory."""
+    """The operating system refused an operation on a file, on memory or on a thread."""
 
 
 class DeviceStuckError(DeviceError):
-    """A device has not answered for too long. What was begun goes on by itself when it does."""
+    """A device has not answered for too long. The operation continues in the background if the device answers again."""

@@ -1,6 +1,6 @@
-"""Named instants at which a crash is most likely to show a mistake. Fault campaigns kill the process there.
+"""Named instants at which a crash is most likely to reveal a mistake. The fault campaigns kill the process there.
 
-Without a handler, which is how the engine always runs, reaching one costs a comparison.
+In production no handler is installed, so `reach` costs one comparison.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Failpoint(enum.Enum):
-    """Instants in the life of a version, in their order."""
+    """The instants, in the order in which a version reaches them."""
 
     DATA_WRITTEN = "data written"
     FILE_GROWN = "file grown"
@@ -25,12 +25,12 @@ _handler: Callable[[Failpoint], None] | None = None
 
 
 def install(handler: Callable[[Failpoint], None] | None) -> None:
-    """Sets what happens at each failpoint, on whatever thread reaches it; None: nothing."""
-    global _handler  # noqa: PLW0603 - one process has one life to lose
+    """Set the function that each failpoint calls, on the thread that reaches it; None removes it."""
+    global _handler  # noqa: PLW0603 - a failpoint kills the whole process, so one handler per process is right
     _handler = handler
 
 
 def reach(failpoint: Failpoint) -> None:
-    """Marks the instant."""
+    """Call the installed handler, if any. The code calls this at the instant that `failpoint` names."""
     if _handler is not None:
         _handler(failpoint)

@@ -1,9 +1,11 @@
-"""Who is next, where several share something that is short: weighted fair queueing by virtual time.
+"""A weighted fair queue: it decides which of several waiting items is served next.
 
-Items belong to flows, and flows to flows: a session's chunks to the session, the session to its job. Of the flows that
-want something, the one is next that has had the least for its weight (start-time fair queueing: Goyal, Vin and Cheng,
-SIGCOMM 1996); a flow that was idle begins where the others are, and cannot save up. Inside the innermost flow, order
-and then arrival decide. Knows nothing of what the items are, and must never start or wait for one.
+Items belong to flows, and flows to outer flows. For example, chunks belong to a session and the session to its job.
+The next flow is the waiting one that has been served the least for its weight (start-time fair queueing by virtual
+time: Goyal, Vin and Cheng, SIGCOMM 1996). A flow that was idle starts level with the others, so it cannot save up
+service. Items of one innermost flow are served by their order and then by their arrival.
+
+Knows nothing of what the items are, and must never start or wait for one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A flow among those of its parent, and its weight (> 0) there."""
+    """A flow within its outer flow, and its weight (> 0) there."""
 
     flow: Hashable
     weight: float = 1.0
@@ -29,26 +31,30 @@ class Share:
 class _Flow(Generic[ItemT]):
     key: Hashable = None
     weight: float = 1.0
-    # In the parent's virtual time: where its next item begins, and where it may begin again after a pause.
+    # Virtual times of the outer flow: the start of this flow's next item, and the end of its last one, before which the
+    # flow may not start again.
     start: float = 0.0
     finish: float = 0.0
-    # Items in it and in the flows inside it. Flows that wait in a heap without any are skipped, and leave it then.
+    # The number of items in this flow and its inner flows. A flow in a heap may have none left; then `_next` removes it
+    # from the heap.
     waiting: int = 0
+    # True while the flow is in its outer flow's heap.
     in_heap: bool = False
-    # Of the flows inside it: their virtual time, all that have had something, and those that wait.
+    # The inner flows: their virtual time, all known ones by key, and those that wait, a heap of (start, arrival, flow).
     now: float = 0.0
     flows: dict[Hashable, _Flow[ItemT]] = field(default_factory=dict)
     heap: list[tuple[float, int, _Flow[ItemT]]] = field(default_factory=list)
-    # Of the innermost: order, arrival.
+    # Only of an innermost flow: a heap of (order, arrival, item).
     items: list[tuple[float, int, ItemT]] = field(default_factory=list)
 
 
 class FairQueue(Generic[ItemT]):
-    """Each item is in it once."""
+    """A queue of distinct items: an item must not be pushed again while it is in the queue."""
 
     def __init__(self) -> None:
         self._root: _Flow[ItemT] = _Flow()
-        # The flows of an item, outermost first, and its arrival: what `items` has of another arrival was removed.
+        # For each item its flows, outermost first, and its arrival number. An entry of `_Flow.items` with another
+        # arrival number is stale, because its item was removed.
         self._entries: dict[ItemT, tuple[tuple[_Flow[ItemT], ...], int]] = {}
         self._arrivals = itertools.count()
 
@@ -59,7 +65,7 @@ class FairQueue(Generic[ItemT]):
         return item in self._entries
 
     def push(self, item: ItemT, path: Sequence[Share], order: float = 0.0) -> None:
-        """Queues an item at the end of a path of flows, outermost first."""
+        """Add an item to the innermost flow of a path of flows, which is given outermost first."""
         parent, flows = self._root, []
         self._root.waiting += 1
         for share in path:
@@ -78,12 +84,12 @@ class FairQueue(Generic[ItemT]):
         self._entries[item] = ((self._root, *flows), arrival)
 
     def remove(self, item: ItemT) -> None:
-        """Takes an item out that is not wanted any more; it costs its flows nothing."""
+        """Remove an item without serving it, at no cost to its flows."""
         path = self._leave(item)
         self._reset_idle(path)
 
     def peek(self, excluding: Collection[Hashable] = ()) -> ItemT | None:
-        """The next item, which stays; None if there is none but in the outermost flows that are excluded."""
+        """Return the next item without removing it; None if all items are in the excluded outermost flows."""
         if not self._root.waiting:
             return None
         flow = self._root
@@ -99,7 +105,7 @@ class FairQueue(Generic[ItemT]):
         return flow.items[0][2]
 
     def take(self, item: ItemT, cost: float) -> None:
-        """Takes out an item that `peek` gave; it costs its flows that much."""
+        """Remove the item that `peek` returned, and charge `cost` to its flows."""
         path = self._leave(item)
         heapq.heappop(path[-1].items)
         for parent, flow in itertools.pairwise(path):
@@ -122,7 +128,7 @@ class FairQueue(Generic[ItemT]):
         return path
 
     def _reset_idle(self, path: tuple[_Flow[ItemT], ...]) -> None:
-        """Where nobody waits any more, all are equal again."""
+        """Reset the virtual time of each flow in which no item waits, so that its inner flows are equal again."""
         for flow in path:
             if not flow.waiting:
                 flow.now = 0.0
@@ -150,6 +156,9 @@ class FairQueue(Generic[ItemT]):
         return item in self._entries and self._entries[item][1] == arrival
 
     def _forget_idle(self, parent: _Flow[ItemT]) -> None:
-        """Drops flows that wait for nothing and have no more behind them than a new one; costs little on average."""
+        """Drop idle inner flows whose `finish` has passed. A new flow of the same key would be served in the same way.
+
+        The scan runs only when idle flows outnumber waiting ones, so it costs little on average.
+        """
         if len(parent.flows) > 2 * len(parent.heap) + 16:
             parent.flows = {key: f for key, f in parent.flows.items() if f.in_heap or f.finish > parent.now}

@@ -1,6 +1,6 @@
-"""Where ranges of tensors lie: in which slabs, and for many small ranges at once, in which windows of these slabs.
+"""Maps ranges of tensors to slabs, and many small ranges to windows of these slabs.
 
-A slab's blocks are read once for all ranges that lie in them. Reads nothing itself.
+A window is read once for all ranges that lie in it. This module reads nothing itself; `reader.py` does.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from storage.slices import in_slices
 from storage.tiers.base import round_up
 from storage.versions import Job
 
-# Each range of a gathering begins at a multiple of this, which every element type's size divides.
+# In the buffer of a gathering, each range begins at a multiple of this. It is a multiple of all element sizes.
 GATHER_ALIGNMENT = 16
-# What lies farther apart than a block is read apart, and no window is longer than this but for one range.
+# A window ends before a gap of more than one block. It is at most this long, unless a single range is longer.
 _MOST_WINDOW_BYTES = 8 * BLOCK_BYTES
 
 
 class TensorRange(NamedTuple):
-    """Elements `[offset, offset + numel)` of one kind of a flattened tensor; `numel` > 0."""
+    """The elements `[offset, offset + numel)` of one kind of a flattened tensor; `numel` > 0."""
 
     fqn: str
     kind: Kind
@@ -33,7 +33,7 @@ class TensorRange(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Bytes `[start, stop)` of a slab, which go to byte `at` of the buffer."""
+    """The bytes `[start, stop)` of a slab, which are copied to byte `at` of the buffer."""
 
     start: int
     stop: int
@@ -42,14 +42,20 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Pieces of one slab that are read together: all of them are in bytes `[start, stop)`."""
+    """Pieces of one slab that are read together. All of them are in bytes `[start, stop)` of the slab."""
 
     start: int
     stop: int
     pieces: Sequence[_Piece]
 
     async def copy(self, first: int, data: bytes, view: memoryview) -> None:
-        """Copy what the pieces need of `data`, the slab's bytes from byte `first` on, to its places in `view`."""
+        """Copy the parts of the pieces that are in `data` to their places in `view`.
+
+        Args:
+            first: the slab's byte at which `data` begins.
+            data: some consecutive bytes of the slab.
+            view: the whole buffer of the gathering.
+        """
         end = first + len(data)
         async for start, stop, at in in_slices(self.pieces):
             lower, upper = max(start, first), min(stop, end)
@@ -58,21 +64,27 @@ class Window:
 
 
 class Gathering:
-    """Many ranges of a job's tensors, to be read into one buffer of `nbytes`, in their order, each from a multiple of
-    GATHER_ALIGNMENT on. `dtype`: the element type of the first."""
+    """Many ranges of a job's tensors, which are read into one buffer.
+
+    The buffer has the ranges in their order, each from a multiple of GATHER_ALIGNMENT on.
+
+    Attributes:
+        dtype: the element type of the first range.
+        nbytes: the size of the buffer.
+    """
 
     def __init__(self, dtype: DType) -> None:
-        """For `of`."""
+        """Make an empty gathering; only `of` calls this."""
         self.dtype = dtype
         self.nbytes = 0
         self._pieces: dict[Slab, list[_Piece]] = {}
 
     @classmethod
     async def of(cls, job: Job, ranges: Sequence[TensorRange]) -> Gathering:
-        """Find the ranges, of which there is at least one.
+        """Return the gathering of at least one range.
 
         Raises:
-            NotFoundError: this store does not have all of them.
+            NotFoundError: this store does not have all elements of the ranges.
         """
         first = next(parts_of(job, *ranges[0]))[0]
         gathering = cls(first.spec.dtype)
@@ -85,16 +97,19 @@ class Gathering:
         return gathering
 
     def windows(self) -> Iterator[tuple[Slab, Window]]:
-        """Return what to read of each slab."""
+        """Return all windows to read, each with its slab."""
         return ((slab, window) for slab, pieces in self._pieces.items() for window in _windows(sorted(pieces)))
 
 
 def parts_of(job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> Iterator[tuple[Slab, int, int]]:
-    """Return the slabs that hold elements `[offset, offset + numel)` of a tensor, in order, and of each the position
-    and the number of the elements there.
+    """Find the slabs that hold elements `[offset, offset + numel)` of one kind of a tensor.
+
+    Yields:
+        For each slab, in the order of the elements: the slab, the position of its first wanted element, and the number
+        of wanted elements there.
 
     Raises:
-        NotFoundError: this store does not have all of them.
+        NotFoundError: this store does not have all of the elements.
     """
     end = offset + numel
     while offset < end:
@@ -108,7 +123,7 @@ def parts_of(job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> Iterato
 
 
 def _windows(pieces: Iterable[_Piece]) -> Iterator[Window]:
-    """Cut ascending pieces into windows."""
+    """Group pieces, which are sorted by `start`, into windows."""
     together: list[_Piece] = []
     start = stop = 0
     for piece in pieces:

@@ -1,8 +1,8 @@
-"""Checksums of what is on NVMe: a flipped bit, a torn write, a misdirected or stale block is found before it is used.
+"""Checksums of the bytes on NVMe, which find a flipped bit, a torn write, or a misdirected or stale block before use.
 
-Every region carries one checksum per block, seeded with a fingerprint of what the block is (slab, version, place), so
-that good bytes at the wrong place, or of another version, are as wrong as damaged ones. The catalog keeps the
-checksums: they become valid in the transaction that commits the version.
+Every region has one checksum per block. Its seed is a fingerprint of the block's slab, version and index, so that good
+bytes in the wrong place, or of another version, do not match either. The catalog keeps the checksums, and they become
+valid in the transaction that commits the version.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import xxhash
 
 from storage.errors import DamagedBlockError, DataLossError
 
-# The unit of verification, and so of reads. Larger ones are not faster: XXH3-64 runs at its full speed, without the
-# interpreter's lock from 100,000 bytes on, and the loop over blocks costs little beside it.
+# The bytes that one checksum covers, and so the unit of reads. It is above the 100,000 bytes from which on XXH3-64 runs
+# without the interpreter's lock. Larger blocks would not be faster: it runs at full speed, and the loop over blocks is
+# cheap.
 BLOCK_BYTES = 128 << 10
-# In regions that were written before format 4.
+# The bytes of a block in regions that were written before format 4.
 OLD_BLOCK_BYTES = 16 << 10
 
 _xxh3 = xxhash.xxh3_64_intdigest
@@ -24,17 +25,21 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class Checksums:
-    """One checksum per block of a region of `nbytes`; the last block may be short.
+    """The checksums of a region of `nbytes`, one for each block. The last block may be short.
 
     Attributes:
-        label: says whose bytes they are: it is part of the checksum, and of the error when it does not match.
-        block_bytes: BLOCK_BYTES, or less in older regions.
+        label: the name of the region's slab and version. It is a part of each checksum, and errors name it.
+        block_bytes: the size of a block: BLOCK_BYTES, or OLD_BLOCK_BYTES in older regions.
     """
 
     __slots__ = ("_fingerprint", "block_bytes", "label", "nbytes", "values")
 
     def __init__(self, label: str, nbytes: int, stored: bytes | None = None) -> None:
-        """`stored` is what `dump` gave. Raises DataLossError if it does not fit the region."""
+        """Make checksums to be recorded, or load the ones that `dump` returned (`stored`).
+
+        Raises:
+            DataLossError: the number of stored checksums does not fit the region.
+        """
         self.label = label
         self.nbytes = nbytes
         self.block_bytes = BLOCK_BYTES
@@ -47,16 +52,16 @@ class Checksums:
         self._fingerprint = xxhash.xxh3_64_intdigest(label.encode())
 
     def record(self, offset: int, buffer: memoryview) -> None:
-        """Takes the checksums of bytes that are about to be written at `offset`."""
+        """Compute and keep the checksums of bytes that are about to be written at byte `offset` of the region."""
         values, size = self.values, self.block_bytes
         for i, start in enumerate(range(0, len(buffer), size), self._first_block(offset, len(buffer))):
             values[i] = _xxh3(buffer[start : start + size], self._fingerprint + i & _SEED_MASK)
 
     def verify(self, offset: int, buffer: memoryview) -> None:
-        """Checks bytes that were read at `offset`.
+        """Check bytes that were read at byte `offset` of the region.
 
         Raises:
-            DamagedBlockError: they are not the bytes that were written.
+            DamagedBlockError: they are not the bytes that were recorded.
         """
         values, size = self.values, self.block_bytes
         for i, start in enumerate(range(0, len(buffer), size), self._first_block(offset, len(buffer))):
@@ -64,7 +69,7 @@ class Checksums:
                 raise DamagedBlockError(self.label, offset + start, min(size, len(buffer) - start))
 
     def dump(self) -> bytes:
-        """What the catalog stores."""
+        """Return the checksums as the catalog stores them: 8 bytes each."""
         return self.values.tobytes()
 
     def _first_block(self, offset: int, length: int) -> int:

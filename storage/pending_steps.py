@@ -24,6 +24,7 @@ from storage.tiers.nvme import NvmeTier
 from storage.tracing import Activity
 from storage.transform import Kernel, Transformer
 from storage.versions import Job, PendingStep
+from storage.waiting import unlogged
 
 
 class PendingSteps:
@@ -92,9 +93,8 @@ class PendingSteps:
     def _begin(
         self, job: Job, step: int, slabs: Sequence[Slab], writing: Coroutine[Any, Any, None]
     ) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(writing)
-        # `commit` raises the first failure; asyncio must not call the others unhandled.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # `commit` raises the first failure.
+        task = unlogged(asyncio.ensure_future(writing))
         job.open_pending(step).writes.update(dict.fromkeys(slabs, task))
         return task
 

@@ -1,4 +1,4 @@
-"""Who is next where one at a time may go on: the one with the lowest position, then the one that came first."""
+"""A lock that goes to the waiter with the lowest position, and among equal positions to the one that came first."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ class PositionLock:
 
     @asynccontextmanager
     async def at(self, position: float) -> AsyncIterator[GiveWay]:
-        """Waits for the turn, and has it within the context, but while it gives way: what comes is a function that lets
-        those with a lower position go first, and returns when it is this one's turn again. Only if there are any, it
-        awaits what it is given, once they may go."""
+        """Hold the lock within the context. Waiters with a lower position get it first.
+
+        The context yields a function `give_way(meanwhile)`. If tasks with a lower position wait, it passes the lock to
+        them, awaits `meanwhile()`, and returns when this task holds the lock again. If none waits, it returns at once:
+
+            async with lock.at(position=7) as give_way:
+                for tile in tiles:
+                    await work_on(tile)
+                    await give_way(lend_buffers)
+        """
         place, has_turn = (position, next(self._arrivals)), False
 
         async def give_way(meanwhile: Callable[[], Awaitable[None]]) -> None:
@@ -61,7 +68,7 @@ class PositionLock:
             raise
 
     def _pass_on(self) -> None:
-        """To the next one; it stays taken meanwhile, for nobody to come in between."""
+        """Pass the lock to the next waiter. It stays taken meanwhile, so that no new task can get it in between."""
         while self._waiting:
             _, turn = heapq.heappop(self._waiting)
             if not turn.done():

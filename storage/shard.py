@@ -1,8 +1,9 @@
-"""Identity: what a shard is, how shards are grouped, and what their bytes mean.
+"""Shards, groups, kinds, slabs and jobs: the names and layouts by which the store identifies bytes.
 
-A *group* is the set of shards that one rank keeps of one unit; it exists in several *kinds* (parameter, master weight,
-moments, gradient). The bytes of one kind of one group are a *slab*: what the tiers store, move and lease as one run.
-Groups are named by the unit and the element range that they cover, never by a rank.
+A *unit* is a part of the model that the trainer gathers at once. A *group* is the set of shards that one rank keeps of
+one unit; it exists in several *kinds* (parameter, master weight, moments, gradient). The bytes of one kind of one group
+are a *slab*, which the tiers store, move and lease as one run. Groups are named by the unit and the element range that
+they cover, never by a rank.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from storage.errors import InvalidRequestError
 # 16 elements of their parameter give every partition the bits of the unsharded parameter.
 ELEMENT_ALIGNMENT = 16
 
-# Between the name of a job and that of its layout, in its identity.
+# A job's identity is its name, or its name and its layout's name with this between them.
 LAYOUT_SEPARATOR = "\n"
 
 
 class Kind(enum.StrEnum):
-    """What the bytes of a slab are."""
+    """The meaning of a slab's bytes."""
 
     PARAM = "param"
     MASTER = "master"
@@ -36,9 +37,9 @@ class Kind(enum.StrEnum):
     GRAD = "grad"
 
 
-# What an optimizer keeps of a parameter beside its weight: fp32, zeros until it is written.
+# The kinds that an optimizer keeps of a parameter besides its weight. They are fp32, and zeros until they are written.
 OPTIMIZER_STATES = frozenset(Kind) - {Kind.PARAM, Kind.MASTER, Kind.GRAD}
-# Of one group; a tile has room for so many.
+# The most optimizer states that one group may have, because a tile of the update has room for this many.
 MAX_OPTIMIZER_STATES = 2
 
 
@@ -51,18 +52,18 @@ class DType(enum.StrEnum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The same type in torch, which has the same name."""
+        """The torch dtype, which has the same name."""
         dtype: torch.dtype = getattr(torch, self.value)
         return dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """The size of one element in bytes."""
         return self.torch.itemsize
 
 
 class TierName(enum.StrEnum):
-    """Where bytes can live, fastest first."""
+    """The tiers in which a slab can be at home, fastest first."""
 
     GPU = "gpu"
     HOST = "host"
@@ -81,7 +82,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabSpec:
-    """One kind of a group: its element type and the tier where its newest version is at home."""
+    """One kind of a group: its element type, and the tier in which its newest version stays (`placement`)."""
 
     kind: Kind
     dtype: DType
@@ -90,7 +91,7 @@ class SlabSpec:
 
 @dataclass(frozen=True, slots=True)
 class SlabKey:
-    """Names a slab; `job` is the identity of its job."""
+    """The name of a slab; `job` is the identity of its job."""
 
     job: str
     group: str
@@ -98,7 +99,7 @@ class SlabKey:
 
     @property
     def job_name(self) -> str:
-        """The name of the job, whatever its layout."""
+        """The name of the job, without its layout's name."""
         return self.job.partition(LAYOUT_SEPARATOR)[0]
 
     def __str__(self) -> str:
@@ -107,7 +108,10 @@ class SlabKey:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """Shards that are stored, moved and leased together, `numel` elements with the padding between them."""
+    """Shards that are stored, moved and leased together.
+
+    `numel` is the number of elements of each kind, with the padding between the shards.
+    """
 
     name: str
     numel: int
@@ -116,15 +120,19 @@ class GroupSpec:
 
     @cached_property
     def slab_of_kind(self) -> dict[Kind, SlabSpec]:
-        """The group's kinds."""
+        """The specs of the group's slabs by kind."""
         return {slab.kind: slab for slab in self.slabs}
 
     def slab_bytes(self, kind: Kind) -> int:
-        """Bytes of one kind, without padding to pages."""
+        """Return the bytes of one kind, without padding to pages."""
         return self.numel * self.slab_of_kind[kind].dtype.itemsize
 
     def validate(self) -> None:
-        """Raises InvalidRequestError, naming group and field, unless shards lie in order, aligned and inside."""
+        """Check that the group is well-formed: its kinds are valid, its shards are in order, aligned and inside of it.
+
+        Raises:
+            InvalidRequestError: it is not; the message names the group and the field.
+        """
         if not self.name:
             raise InvalidRequestError("a shard group has an empty name; name it by its unit and element range")
         if self.numel <= 0 or self.numel % ELEMENT_ALIGNMENT:
@@ -158,7 +166,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter of the model: `dtype` is that of Kind.PARAM."""
+    """One parameter of the model; `dtype` is the element type of its slab of Kind.PARAM."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -167,8 +175,11 @@ class ParameterSpec:
 
 
 class Parameters(tuple[ParameterSpec, ...]):
-    """The parameters of a model, in its order. They compare by a digest, and are found by name: digest and names, which
-    take 0.2 s for 100,000 parameters, are made once."""
+    """The parameters of a model, in the model's order.
+
+    Equality compares digests. The digest and the index by name are computed once and kept, because they take 0.2 s for
+    100,000 parameters.
+    """
 
     @cached_property
     def by_name(self) -> dict[str, ParameterSpec]:
@@ -177,7 +188,7 @@ class Parameters(tuple[ParameterSpec, ...]):
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all that they say."""
+        """A digest of all fields of all parameters."""
         state = hashlib.blake2b(digest_size=32)
         for p in self:
             state.update(repr((p.fqn, p.shape, p.dtype.value, p.trainable)).encode())
@@ -197,12 +208,12 @@ class Parameters(tuple[ParameterSpec, ...]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durability:
-    """When a commit survives kill -9 and power loss: every `every_steps`-th one; 0: none does."""
+    """The durability of a job: every `every_steps`-th commit survives kill -9 and power loss; with 0 none does."""
 
     every_steps: int
 
     def covers(self, step: int) -> bool:
-        """Whether the commit of `step` is to be made durable."""
+        """Return whether the commit of `step` must be durable."""
         return self.every_steps > 0 and step % self.every_steps == 0
 
     def __str__(self) -> str:
@@ -211,10 +222,12 @@ class Durability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What a job is: its model, on how many ranks, and how durable.
+    """A job: its model, its number of ranks and its durability.
 
-    `local_ranks` of the `world_size` ranks are attached to this store now; 0: none. `layout` names its partition into
-    groups, as its client calls it: a job that goes on with another partition has another one from then on.
+    Attributes:
+        local_ranks: the number of the `world_size` ranks that are attached to this store now.
+        layout: the client's name for the partition of the model into groups. A job that is continued with another
+            partition gets another layout.
     """
 
     name: str
@@ -232,15 +245,15 @@ class JobSpec:
 
     @property
     def model(self) -> Parameters:
-        """The parameters, as they are compared and looked up."""
+        """The parameters as the type that has the digest and the index by name."""
         assert isinstance(self.parameters, Parameters)
         return self.parameters
 
     @property
     def identity(self) -> str:
-        """Tells this layout of the job from its others, here and in the catalog."""
+        """The unique name of this layout of the job, in memory and in the catalog."""
         return f"{self.name}{LAYOUT_SEPARATOR}{self.layout}" if self.layout else self.name
 
     def without_ranks(self) -> JobSpec:
-        """The same job while nobody is attached to it."""
+        """Return the spec of the same job with no rank attached."""
         return replace(self, local_ranks=0)

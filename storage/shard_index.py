@@ -1,7 +1,7 @@
-"""Where the elements of each tensor of a job are: its shards by name and offset, and the names in order.
+"""The index of a job's shards: which group holds an element of a tensor, and the names of the tensors in order.
 
-Every look-up takes a bisection, and a page of a listing takes no longer when it is the last of many. Owns no shard: the
-groups do. Shards are taken away only where a registration fails: a job that is laid out anew is another job.
+A look-up is a bisection, and the last page of a listing takes no longer than the first. Owns no shards: the groups own
+them. Shards are removed only when a registration fails, because a new layout of a job is a job of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from storage.shard import Shard
 from storage.slab import Group
 from storage.slices import in_slices
 
-# Names are kept in sorted runs of this many: one sort of all of them would hold up the event loop for 0.3 s where a job
-# has 200,000, and listings merge the runs as they go.
+# Names are kept in sorted runs of at most this many, and listings merge the runs. One sort of all names would block the
+# event loop for 0.3 s if the job has 200,000 of them.
 _RUN_NAMES = 8192
 
 
@@ -32,9 +32,12 @@ class ShardIndex:
     """The shards of one job, in one layout."""
 
     def __init__(self) -> None:
+        # The shards of each tensor, by its name, ascending by offset.
         self._placed: dict[str, list[Placed]] = {}
-        # Only of tensors whose shards overlap: for each shard, which one reaches furthest of it and those before it.
+        # Only for tensors whose shards overlap: `_furthest[fqn][i]` is the index of the shard with the highest end
+        # among shards 0 to i.
         self._furthest: dict[str, list[int]] = {}
+        # The names of all tensors, in sorted runs of at most _RUN_NAMES.
         self._runs: list[list[str]] = []
 
     def __len__(self) -> int:
@@ -42,11 +45,11 @@ class ShardIndex:
         return len(self._placed)
 
     def of(self, fqn: str) -> Sequence[Placed]:
-        """Return the shards of a tensor by offset; none where this store has no element of it."""
+        """Return the shards of a tensor ascending by offset; empty if this store has no element of it."""
         return self._placed.get(fqn, ())
 
     def locate(self, fqn: str, offset: int) -> Placed | None:
-        """Return the shard that holds element `offset` of a tensor; None where this store does not have it."""
+        """Return the shard that holds element `offset` of a tensor; None if this store does not have that element."""
         placed = self._placed.get(fqn, ())
         i = bisect_right(placed, offset, key=_offset) - 1
         if i < 0:
@@ -65,17 +68,17 @@ class ShardIndex:
         return takewhile(lambda fqn: fqn.startswith(prefix), heapq.merge(*runs))
 
     async def add(self, groups: Iterable[Group]) -> None:
-        """Add the shards of some groups, in slices; calls for one job must not overlap."""
+        """Add the shards of some groups, and let the event loop run in between. Calls for one job must not overlap."""
         async for _ in in_slices(self._adding(groups)):
             pass
 
     def add_at_once(self, groups: Iterable[Group]) -> None:
-        """Add the shards of some groups while nothing else needs the event loop: when a store is opened."""
+        """Add the shards of some groups without a pause. Use this only when a store is opened and serves no calls."""
         for _ in self._adding(groups):
             pass
 
     def remove(self, groups: Sequence[Group]) -> None:
-        """Take the shards of some groups away, whether `add` had come to them or not."""
+        """Remove the shards of some groups. `add` may have been cancelled before it added all of them."""
         gone = set(map(id, groups))
         for fqn in {shard.fqn for group in groups for shard in group.spec.shards} & self._placed.keys():
             self._furthest.pop(fqn, None)
@@ -99,7 +102,7 @@ class ShardIndex:
             yield
         for start in range(0, len(new), _RUN_NAMES):
             names = new[start : start + _RUN_NAMES]
-            # Short runs are joined: a listing looks into each of them.
+            # Short runs are joined, because a listing searches every run.
             if self._runs and len(self._runs[-1]) + len(names) <= _RUN_NAMES:
                 names += self._runs.pop()
             self._runs.append(sorted(names))
@@ -115,7 +118,7 @@ class ShardIndex:
             grown.add(placed.shard.fqn)
 
     def _order(self, fqn: str) -> None:
-        """Bring the shards of a tensor that has got more of them into order, and find out whether they overlap."""
+        """Sort the shards of a tensor whose shards have changed, and index their ends if they overlap."""
         placed = self._placed[fqn]
         placed.sort(key=_offset)
         furthest, reach, overlap = [], 0, False

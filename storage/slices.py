@@ -1,10 +1,10 @@
-"""Long walks on the event loop, cut into slices: the loop serves everybody else between two of them.
+"""Long loops on the event loop's thread, cut into slices between which the event loop runs its other tasks.
 
-The one helper for this. State may change between two slices: a walk that must see or change all of it at once is not
-for this, and has to be made proportional to what has changed.
+This is the only helper for it. Other tasks may change state between two slices. A loop that must see or change all of
+its state at once must not use this; its work has to be proportional to the changes instead.
 
-All walks of a loop share its time: in one turn of the loop they have SLICE_SECONDS together, however many clients have
-begun one.
+All walks (loops over `in_slices`) on one event loop share its time: in one turn of the event loop they run for
+SLICE_SECONDS together, however many clients have begun one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import AsyncIterator, Iterable
 from typing import ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
-# A twentieth of the stall that the daemon's loop watch reports.
+# The daemon's loop watch reports stalls of twenty times this.
 SLICE_SECONDS = 0.005
 
 ItemT = TypeVar("ItemT")
 
 
 async def in_slices(items: Iterable[ItemT]) -> AsyncIterator[ItemT]:
-    """Yield the items, and let the event loop go on whenever the walks of this turn have had their time."""
+    """Yield the items, and let the event loop run other tasks whenever the walks have used up their time."""
     turn = _Turn.of(asyncio.get_running_loop())
     for item in items:
         if turn.is_over():
@@ -32,7 +32,7 @@ async def in_slices(items: Iterable[ItemT]) -> AsyncIterator[ItemT]:
 
 
 class _Turn:
-    """The present turn of one event loop, and the walks that wait for a later one, in the order in which they came."""
+    """The present turn of one event loop, and the walks that wait for a later turn, in order of arrival."""
 
     _of_loop: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]] = WeakKeyDictionary()
 
@@ -49,7 +49,7 @@ class _Turn:
         return turn
 
     def is_over(self) -> bool:
-        """Whether the walks of this turn have had their time; the first one that asks begins it."""
+        """Return whether the walks have used up this turn's time. The first walk that asks begins the turn."""
         now = time.monotonic()
         if self._began is None:
             self._began = now
@@ -57,20 +57,20 @@ class _Turn:
         return now - self._began > SLICE_SECONDS
 
     async def next(self) -> None:
-        """Wait for a later turn, which is then the caller's to begin."""
+        """Wait for a later turn, and begin it."""
         mine = asyncio.get_running_loop().create_future()
         self._waiting.append(mine)
         await mine
         self._began = time.monotonic()
 
     def _end(self) -> None:
-        """End the turn: the loop calls this in its next one. Only one of the walks that wait goes on."""
+        """End the turn, and let the first waiting walk go on. The event loop calls this in its next iteration."""
         self._began = None
         while self._waiting:
             mine = self._waiting.popleft()
             if not mine.done():
                 mine.set_result(None)
-                # After the walk, which is next in the loop's queue.
+                # The walk's task is in the event loop's queue already, so the next `_end` runs after it.
                 self._began = time.monotonic()
                 self._call_soon(self._end)
                 return

@@ -1,7 +1,7 @@
-"""The only door to the kernel for files and shared memory.
+"""System calls of the engine on files, shared memory and threads, with the engine's errors.
 
-Every operation either does all that it was asked to or raises: partial reads and writes are continued here, and
-errors become the engine's, with the path and the remedy.
+Every operation either completes or raises: partial reads and writes are continued here. An OSError becomes one of the
+engine's errors, whose message names the path and the remedy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _MOUNTS = Path("/proc/self/mountinfo")
-# struct flock: type, whence, start, length, pid, padded to its alignment.
+# The fields of C's `struct flock`: type, whence, start, length, pid; `0q` pads its end to the alignment of a long.
 _FLOCK = "hhqqi0q"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -38,19 +38,21 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_COLLAPSE = 25
-# In one call: each makes all processors drain their lists of pages first, which takes as long as some MiB (measured for
-# 1 GiB: 2.8 s in pieces of 2 MiB, 0.3 s in pieces of 16 or 64).
+# The bytes that one call of madvise collapses. Each call first makes all processors drain their lists of pages, so
+# small pieces are slow (measured for 1 GiB: 2.8 s in pieces of 2 MiB, 0.3 s in pieces of 16 or 64 MiB).
 _COLLAPSE_BYTES = 32 << 20
 _PR_SET_NAME = 15
 _MAX_THREAD_NAME_BYTES = 15
 
 
 def create_shared_memory(name: str, size: int) -> int:
-    """An anonymous shared-memory file with all `size` bytes allocated, so that no later touch ends in SIGBUS.
+    """Create an anonymous shared-memory file and return its descriptor.
+
+    All `size` bytes are allocated at once, so no later access to a page can end in SIGBUS.
 
     Raises:
-        DiskFullError: the machine has not that much memory to give.
-        DeviceError: the kernel gives none at all, or does not tell how much there is.
+        DiskFullError: the machine does not have that much memory available.
+        DeviceError: the kernel refuses to create the file, or does not report how much memory is available.
     """
     _check_available(size)
     try:
@@ -65,13 +67,16 @@ def create_shared_memory(name: str, size: int) -> int:
 
 
 def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: int) -> int:
-    """The same as a file of mode 0600 on a tmpfs, known by `mark` at byte `mark_at`, its first byte locked (POSIX) for
-    as long as this process lives. Takes the place of one that was left behind.
+    """Create shared memory with a name: a file of mode 0600 on a tmpfs. Return its descriptor.
+
+    The file has `mark` at byte `mark_at`, by which a later call recognizes it as an arena. This process holds a POSIX
+    lock on its first byte as long as it lives. A file with the mark that no process locks was left behind by a process
+    that died, and is replaced.
 
     Raises:
-        DiskFullError: the machine or the tmpfs has not that much memory to give.
-        DeviceError: `path` is not on a tmpfs, is something else, or cannot be made.
-        ConflictError: a living process has locked the file that is there.
+        DiskFullError: the machine or the tmpfs does not have that much memory available.
+        DeviceError: `path` is not on a tmpfs, cannot be created, or exists without the mark.
+        ConflictError: `path` exists, and a living process has locked it.
     """
     if (kind := _file_system_of(path.parent)) != "tmpfs":
         raise DeviceError(
@@ -80,7 +85,7 @@ def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: i
         )
     _check_available(size)
     try:
-        # Without a name until it is whole: nobody ever sees half of one, and nothing is left when this fails.
+        # The file has no name until it is complete, so no process can see a partial one, and a failure leaves nothing.
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise DeviceError(f"arena_file: cannot create {path}: {error.strerror}; choose another path") from error
@@ -103,8 +108,9 @@ def create_named_shared_memory(path: Path, size: int, mark: bytes, *, mark_at: i
 
 
 def _give_name(fd: int, path: Path) -> None:
-    """As open(2) describes for O_TMPFILE."""
-    # Python follows the link, and does not give it another name, only when it is asked to with directories.
+    """Link an O_TMPFILE descriptor to a path, in the way that open(2) describes."""
+    # `os.link` follows the symbolic link in /proc only if it gets directory descriptors. Otherwise it would link the
+    # symbolic link itself.
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=True)
@@ -116,7 +122,7 @@ def _remove_abandoned(path: Path, mark: bytes, mark_at: int) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode) or os.pread(fd, len(mark), mark_at) != mark:
-            raise DeviceError(f"arena_file: {path} is there and is no arena; choose another path, or remove it")
+            raise DeviceError(f"arena_file: {path} exists and is not an arena; choose another path, or remove it")
         if is_locked_elsewhere(fd, 0):
             raise ConflictError(f"arena_file: {path} is in use by another daemon; choose another path")
         path.unlink()
@@ -125,21 +131,21 @@ def _remove_abandoned(path: Path, mark: bytes, mark_at: int) -> None:
 
 
 def unlink_shared_memory(path: Path, fd: int) -> None:
-    """Takes the name away from the open file `fd`, if it still has it."""
+    """Unlink `path` if it still names the open file `fd`."""
     with suppress(FileNotFoundError):
         if os.path.samestat(path.stat(), os.fstat(fd)):
             path.unlink()
 
 
 def is_locked_elsewhere(fd: int, offset: int) -> bool:
-    """Whether another process has a POSIX record lock on the byte at `offset`."""
+    """Return whether another process holds a POSIX record lock on the byte at `offset`."""
     wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
     found: int = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, wanted))[0]
     return found != fcntl.F_UNLCK
 
 
 def _check_available(size: int) -> None:
-    # Asked first: the kernel does not refuse such an allocation, it kills processes until it fits.
+    # The kernel would not refuse an allocation that is too large. It would kill processes until there is room.
     available = available_memory()
     if size > available:
         raise DiskFullError(
@@ -149,7 +155,11 @@ def _check_available(size: int) -> None:
 
 
 def _allocate(fd: int, size: int, where: str) -> None:
-    """All bytes of the file now; closes it where they are not to be had."""
+    """Allocate all bytes of the file now; close it if that fails.
+
+    Raises:
+        DiskFullError: there is not enough memory.
+    """
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -161,7 +171,7 @@ def _allocate(fd: int, size: int, where: str) -> None:
 
 
 def _file_system_of(directory: Path) -> str:
-    """The type of the file system that holds a directory."""
+    """Return the type of the file system that holds a directory, such as "tmpfs"."""
     try:
         number = directory.stat().st_dev
         mounts = _MOUNTS.read_text().splitlines()
@@ -173,10 +183,12 @@ def _file_system_of(directory: Path) -> str:
 
 
 def create_huge_shared_memory(name: str, size: int) -> int:
-    """The same in pages of HUGE_PAGE_BYTES, which `size` is a multiple of, from those that the system has set aside.
+    """Create anonymous shared memory in huge pages that the administrator has reserved. Return its descriptor.
+
+    `size` must be a multiple of HUGE_PAGE_BYTES.
 
     Raises:
-        DeviceError: there are not as many.
+        DeviceError: not enough huge pages are reserved.
     """
     fd = -1
     try:
@@ -187,22 +199,23 @@ def create_huge_shared_memory(name: str, size: int) -> int:
             os.close(fd)
         pages = max(1, size // HUGE_PAGE_BYTES)
         raise DeviceError(
-            f"huge_pages: cannot allocate {size} bytes in pages of 2 MiB ({error.strerror}); set {pages} of them aside "
+            f"huge_pages: cannot allocate {size} bytes in pages of 2 MiB ({error.strerror}); reserve {pages} of them "
             f"(sysctl vm.nr_hugepages={pages}), or set huge_pages to false"
         ) from error
     return fd
 
 
 def map_shared_memory(fd: int, size: int) -> memoryview:
-    """All `size` bytes of shared memory, at a multiple of HUGE_PAGE_BYTES; it stays mapped as long as somebody has a
-    view of it.
+    """Map all `size` bytes of shared memory, and return a view of them.
 
-    Only there the processor sees a huge page as one. In ordinary pages of 4 KiB, an update of states that other work
-    has pushed out of the processor's caches takes twice as long, for the addresses of their pages have to be fetched,
-    too (AdamW, 151 million parameters: 0.50 and 0.24 CPU seconds, measured).
+    The memory stays mapped as long as a view of it exists. It begins at an address that is a multiple of
+    HUGE_PAGE_BYTES, because only then the processor uses one address translation for a whole huge page. In ordinary
+    pages of 4 KiB, an update of states that are not in the processor's caches takes twice as long, because it also
+    misses the translations of their pages (measured for AdamW, 151 million parameters: 0.50 s of a CPU, and 0.24 s in
+    huge pages).
 
     Raises:
-        DeviceError: there are not as many free addresses.
+        DeviceError: the process has no free address range of this size.
     """
     try:
         reserved = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
@@ -215,14 +228,18 @@ def map_shared_memory(fd: int, size: int) -> memoryview:
 
 
 def collapse_pages(fd: int, size: int) -> Iterator[int]:
-    """Moves shared memory into huge pages, in place and piece by piece: the contents stay, and may be in use.
+    """Move shared memory into huge pages, in place and piece by piece. The contents stay and may be in use meanwhile.
 
-    Direct I/O then gets a buffer in a few segments, not in one for each page: devices take a large request in one go,
-    not in several. `map_shared_memory` says what the processor has of it. Yields the bytes of each piece for which it
-    was done: not where the kernel is too old (6.1 is the first that can), or its pages are under I/O just now.
+    Direct I/O of a buffer in huge pages has a few segments instead of one per page, so a device takes a large request
+    at once instead of in several. `map_shared_memory` says why huge pages also make the processor faster.
+
+    Yields:
+        For each piece the number of bytes that are in huge pages now. It is 0 if the kernel is too old (6.1 is the
+        first that can do this), or if pages of the piece are under I/O at this moment.
     """
     reserved = _map(None, _COLLAPSE_BYTES + HUGE_PAGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    # The kernel collapses what is mapped at a multiple of a huge page; the mapping can go again, the huge page stays.
+    # The kernel collapses pages only where they are mapped at a multiple of a huge page. They stay huge when this
+    # temporary mapping is removed.
     window = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     whole = size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     try:
@@ -245,10 +262,10 @@ def _map(address: int | None, size: int, protection: int, flags: int, fd: int, o
 
 
 def lock_memory(memory: memoryview) -> None:
-    """Keeps the pages of a mapping from being swapped out, until it goes.
+    """Lock the pages of a mapping in memory, so that they are not swapped out while it exists.
 
     Raises:
-        DeviceError: this process may not lock that much.
+        DeviceError: this process may not lock that many bytes.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(memory))) == 0:
@@ -262,10 +279,10 @@ def lock_memory(memory: memoryview) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without pushing anybody out: of the machine, and of the container if it has a limit.
+    """Return the bytes of memory that a process can allocate without swapping, on the machine and in its container.
 
     Raises:
-        DeviceError: the kernel does not tell.
+        DeviceError: /proc/meminfo cannot be read.
     """
     try:
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
@@ -279,7 +296,7 @@ def available_memory() -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What the memory limits (cgroup v2) of this process's group, and of those around it, leave."""
+    """Yield the bytes that each memory limit (cgroup v2) of this process's group and of its parents leaves."""
     try:
         own = next(line for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::/"))
     except (OSError, StopIteration):
@@ -293,18 +310,18 @@ def _left_in_cgroups() -> Iterator[int]:
             used = int((directory / "memory.current").read_text())
             stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         except OSError:
-            # The root has no limit, and a container does not see the directories around its own.
+            # The root group has no limit, and a container does not see the groups that contain its own.
             continue
         if limit != "max":
-            # The cache of files counts as used, and goes when memory is asked for.
+            # The kernel counts the cache of files as used, and drops it when memory is needed.
             yield max(0, int(limit) - used + int(stat["active_file"]) + int(stat["inactive_file"]))
 
 
 def make_directory(path: Path) -> None:
-    """Makes the directory and its parents, for this user alone, where they are not there.
+    """Create a directory and its parents, with access for this user only, unless it exists.
 
     Raises:
-        DeviceError: it cannot be made.
+        DeviceError: it cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -316,9 +333,13 @@ def make_directory(path: Path) -> None:
 
 
 def open_data_file(path: Path) -> tuple[int, bool]:
-    """Opens or creates a file for page-aligned I/O; returns the descriptor and whether it bypasses the page cache.
+    """Open or create a file for page-aligned I/O. Return its descriptor, and whether it bypasses the page cache.
 
-    A file system that refuses O_DIRECT, at opening or at the first read, gets a buffered descriptor.
+    If the file system refuses O_DIRECT, at opening or at the first read, the descriptor is buffered.
+
+    Raises:
+        DiskFullError: the file system has no room for the first page.
+        DeviceError: the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
@@ -326,7 +347,7 @@ def open_data_file(path: Path) -> tuple[int, bool]:
         try:
             size = os.fstat(fd).st_size
             if size < _PAGE_BYTES:
-                # There must be something to read.
+                # `_open_direct` reads the first page, so the file must have one.
                 os.posix_fallocate(fd, 0, _PAGE_BYTES)
             direct = _open_direct(path)
             if size < _PAGE_BYTES:
@@ -343,7 +364,7 @@ def open_data_file(path: Path) -> tuple[int, bool]:
 
 
 def _open_direct(path: Path) -> int | None:
-    """A descriptor that bypasses the page cache, proved by a read of one page; None where the file system refuses."""
+    """Open a file with O_DIRECT and read one page of it. Return its descriptor; None if the file system refuses."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
@@ -362,13 +383,17 @@ def _open_direct(path: Path) -> int | None:
 
 
 def allocated_bytes(fd: int) -> int:
-    """Bytes of the disk that an open file occupies, by its allocated blocks, and at least its length."""
+    """Return the bytes of disk that an open file occupies: its allocated blocks, or its length if that is more."""
     status = os.fstat(fd)
     return max(status.st_blocks * 512, status.st_size)
 
 
 def truncate(fd: int, size: int, path: Path) -> None:
-    """Makes a file `size` bytes long, and gives the blocks behind back to the file system."""
+    """Make a file `size` bytes long, and free its blocks behind that.
+
+    Raises:
+        DeviceError: the file system refuses.
+    """
     try:
         os.ftruncate(fd, size)
     except OSError as error:
@@ -376,23 +401,32 @@ def truncate(fd: int, size: int, path: Path) -> None:
 
 
 def file_size(fd: int) -> int:
-    """Bytes of an open file."""
+    """Return the length of an open file in bytes."""
     return os.fstat(fd).st_size
 
 
 def extend(fd: int, size: int, length: int, path: Path) -> None:
-    """Makes a file of `size` bytes `length` longer, with all blocks promised by the file system."""
+    """Extend a file of `size` bytes by `length` bytes, and allocate all their blocks now.
+
+    Raises:
+        DiskFullError: the file system does not have that much room. The file is as long as before.
+        DeviceError: the file system refuses for another reason. The file is as long as before.
+    """
     try:
         os.posix_fallocate(fd, size, length)
     except OSError as error:
-        # A part may have been allocated: give it back.
+        # Some blocks may have been allocated before the error. This frees them.
         os.ftruncate(fd, size)
         raise _device_error(f"reserve {length} bytes in", path, error) from error
     reach(Failpoint.FILE_GROWN)
 
 
 def read_exact(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-    """Fills `buffers`, one after the other, from the file at `offset`."""
+    """Fill `buffers`, one after the other, with the file's bytes from `offset` on.
+
+    Raises:
+        DeviceError: the file cannot be read, or ends too early.
+    """
     while buffers:
         try:
             count = os.preadv(fd, buffers, offset)
@@ -405,7 +439,11 @@ def read_exact(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) 
 
 
 def write_exact(fd: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-    """Writes all of `buffers`, one after the other, to the file at `offset`."""
+    """Write all of `buffers`, one after the other, to the file from `offset` on.
+
+    Raises:
+        DiskFullError, DeviceError: the file system refuses. Some of the bytes may have been written.
+    """
     while buffers:
         try:
             count = os.pwritev(fd, buffers, offset)
@@ -421,7 +459,7 @@ def _length(buffers: Sequence[memoryview]) -> int:
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """What a call that moved `done` bytes has left over."""
+    """Return the buffers without their first `done` bytes."""
     for i, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[i + 1 :]]
@@ -430,7 +468,11 @@ def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
 
 
 def sync_data(fd: int, path: Path) -> None:
-    """Returns when the device has the file's data. A failure is final: the kernel may have dropped the dirty pages."""
+    """Sync the file's data to the device.
+
+    Raises:
+        DeviceError: the sync failed. A second call proves nothing, because the kernel may have dropped the dirty pages.
+    """
     try:
         os.fdatasync(fd)
     except OSError as error:
@@ -439,7 +481,7 @@ def sync_data(fd: int, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Returns when the directory's entries are on the device."""
+    """Sync the directory's entries to the device."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -450,11 +492,13 @@ def sync_directory(path: Path) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Takes the exclusive lock `path` for this process and writes its pid there; the lock ends with the descriptor.
+    """Lock the file `path` exclusively and write this process's pid into it. Return its descriptor.
+
+    The lock is released when the descriptor is closed.
 
     Raises:
-        ConflictError: another process holds it; the message names its directory and its pid.
-        DeviceError: the directory cannot be written to.
+        ConflictError: another process holds the lock; the message names the directory and the pid.
+        DeviceError: the file cannot be opened or created.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -475,10 +519,10 @@ def lock_file(path: Path) -> int:
 
 
 def inode_of(path: Path) -> int:
-    """The number by which the file system knows a file: a copy has another one, a file that was renamed its own.
+    """Return the inode number of a file. It survives a rename, and a copy of the file has another one.
 
     Raises:
-        DeviceError: the file cannot be looked at.
+        DeviceError: the file's status cannot be read.
     """
     try:
         return os.stat(path).st_ino
@@ -495,12 +539,12 @@ def _device_error(verb: str, path: Path, error: OSError) -> DeviceError | DiskFu
 
 
 def name_thread(name: str) -> None:
-    """Gives the calling thread the name that `top -H` and /proc show; the kernel keeps its first 15 bytes."""
+    """Set the name of the calling thread that `top -H` and /proc show. The kernel keeps its first 15 bytes."""
     _libc.prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:_MAX_THREAD_NAME_BYTES]), 0, 0, 0)
 
 
 def renice_thread(nice: int) -> None:
-    """Makes the calling thread yield to others at least as far as `nice` (0: not at all, 19: as far as possible) says.
+    """Raise the calling thread's niceness to `nice` (0 to 19, where 19 yields the most), unless it is higher already.
 
     Raises:
         DeviceError: the kernel refuses.

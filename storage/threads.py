@@ -1,6 +1,6 @@
-"""How a worker thread of an engine begins: it gets its name for operators, and yields to those that compute.
+"""Start-up of the engine's worker threads: a thread's name for operators, and its niceness.
 
-Owns no threads. Must never be called on a thread that is not a worker's: niceness cannot be taken back.
+Owns no threads. Must never be called on any other thread, because a thread's niceness cannot be lowered again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def begin_work(nice: int) -> None:
-    """To be called first on a worker's thread, which was given its name at its construction.
+    """Show the calling worker thread's name to the kernel, and make its niceness at least `nice`.
 
-    Its niceness becomes at least `nice`. That is the calling thread's alone: on Linux it is no attribute of the process
-    (man 7 sched). Where the system does not grant it, the thread warns and goes on without.
+    A worker thread calls this first. Other threads keep their niceness, because on Linux it is an attribute of the
+    thread and not of the process (man 7 sched). If the system refuses, a warning is logged and the thread keeps its
+    niceness.
     """
     name = threading.current_thread().name
     syscalls.name_thread(name)

@@ -1,6 +1,6 @@
-"""Tells whoever listens what the engine has done and when; by default nobody does, and it costs next to nothing.
+"""Trace spans: the engine reports each finished operation to one listener. Without a listener it costs almost nothing.
 
-Owns no memory: what is kept of a trace, and for whom, is the listener's. Must never raise into what it looks at.
+Owns no memory, because the listener decides which spans it keeps. Must never raise into the traced operation.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ ArgumentT = TypeVar("ArgumentT")
 
 
 class Activity(enum.Enum):
-    """What the engine does; the value is for people."""
+    """The operations that are traced. The values are shown to people."""
 
     NVME_READ = "nvme read"
     NVME_WRITE = "nvme write"
-    DEMAND_FETCH = "demand fetch"  # somebody waits for it
+    # A read of a slab for which a client waits.
+    DEMAND_FETCH = "demand fetch"
     PREFETCH = "prefetch"
-    UPDATE = "update"  # of a group: reads, kernels and writes
-    OPTIMIZER = "optimizer"  # a kernel at work on a tile
+    # The whole update of a group, with its reads, kernels and writes.
+    UPDATE = "update"
+    # One call of an optimizer kernel, for one tile.
+    OPTIMIZER = "optimizer"
     COMMIT = "commit"
-    SYNC = "sync"  # of the devices, within a commit
+    # The sync of all devices within a commit.
+    SYNC = "sync"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that has ended.
+    """A finished operation.
 
     Attributes:
-        label: as Slab.label gives it: identity of the job, group, and what it is about, with slashes between them.
-        began_seconds, ended_seconds: of time.monotonic().
-        nbytes: that were moved; 0: it moves none.
+        label: the job's identity, the group and the rest of the operation's subject, separated by slashes. For bytes of
+            a slab it is Slab.label.
+        began_seconds, ended_seconds: the values of time.monotonic() at its begin and its end.
+        nbytes: the number of bytes that it moved; 0 if it moves none.
     """
 
     activity: Activity
@@ -52,15 +57,15 @@ class Span:
 
     @property
     def subject(self) -> str:
-        """What it is about, within the job."""
+        """The label without the job: the group, and the rest after it."""
         return "/".join(self.label.rsplit("/", 2)[1:])
 
 
 class Tracer:
-    """One for a store.
+    """The tracer of a store.
 
     Attributes:
-        listener: is told each span when it has ended, on any thread; None: nobody listens.
+        listener: the function that is called with each span when it has ended, on any thread; None: tracing is off.
     """
 
     def __init__(self) -> None:
@@ -68,7 +73,7 @@ class Tracer:
 
     @contextmanager
     def span(self, activity: Activity, label: str, nbytes: int = 0) -> Iterator[None]:
-        """Something that lasts as long as the context."""
+        """Trace an operation that lasts as long as the context."""
         if self.listener is None:
             yield
             return
@@ -76,13 +81,13 @@ class Tracer:
         try:
             yield
         finally:
-            # Read once more: it may have gone meanwhile.
+            # The attribute is read again, because the listener may have been removed meanwhile.
             if (listener := self.listener) is not None:
                 ended = time.monotonic()
                 listener(Span(activity=activity, label=label, began_seconds=began, ended_seconds=ended, nbytes=nbytes))
 
     def traced(self, activity: Activity, label: str, work: Callable[[ArgumentT], None]) -> Callable[[ArgumentT], None]:
-        """The same work, each call of which is a span."""
+        """Return a function that does `work` and reports each call as a span."""
         return work if self.listener is None else functools.partial(self._run, activity, label, work)
 
     def _run(self, activity: Activity, label: str, work: Callable[[ArgumentT], None], argument: ArgumentT) -> None:

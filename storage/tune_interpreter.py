@@ -1,4 +1,4 @@
-"""Settings of the Python interpreter that suit a process which runs an engine. They are the process's to make."""
+"""Settings of the Python interpreter that suit an engine. The process calls this, because they affect all of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ GC_THRESHOLDS = (50_000, 5, 400)
 
 
 def tune_interpreter() -> None:
-    """To be called once, before the engine is opened.
+    """Set the switch interval and the thresholds of garbage collection. Call this once, before the engine is opened.
 
-    A thread whose system call is over waits for the interpreter as long as another one computes, up to the switch
-    interval: with the default of 5 ms the device idles (measured: large writes 0.75 to 0.8 as fast). And a step of ten
-    thousand slabs has as many live tasks, over which the default thresholds collect garbage again and again (1.15 to
-    1.2 times the time of an update). The middle generation is small, because a collection stops all threads: with a
-    quarter of a million objects for some 20 ms, which a job of 200,000 tensors makes four times while it is opened.
+    Switch interval: a thread that returns from a system call waits up to this long for the interpreter's lock while
+    another thread computes. With the default of 5 ms the device idles (measured: large writes 0.75 to 0.8 as fast).
+
+    Thresholds: a step of ten thousand slabs has as many live tasks, and with the default thresholds the collector
+    visits them again and again (measured: an update takes 1.15 to 1.2 times as long). The middle generation is small,
+    because a collection stops all threads. With a quarter of a million objects it takes some 20 ms, and opening a job
+    of 200,000 tensors would cause four of them.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.set_threshold(*GC_THRESHOLDS)

@@ -1,7 +1,7 @@
-"""Jobs, their steps, and which versions a set of retained steps needs.
+"""Jobs in memory, their pending and committed steps, and the versions that the retained steps need.
 
-A step is *pending* while its updates run, then *committed*, and durable when the catalog has it. The last committed
-step stays until every rank of the job has committed the newer one.
+A step is *pending* while its updates run, then *committed*, and *durable* once the catalog has it. A committed step is
+*retained* until every rank of the job has committed a newer one, so that the job can return to it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from storage.slab import Group, Slab, Tally
 
 @dataclass(slots=True, eq=False)
 class PendingStep:
-    """The step under way. `sealed` is set when every rank has voted for it: it will then be finished, whoever dies."""
+    """A job's step under way: the writes that belong to it, and the state of its commit."""
 
     step: int
-    # What writes each slab in this step: the update of its group, or a put.
+    # The task that writes each slab in this step: the update of its group, or a put.
     writes: dict[Slab, asyncio.Task[None]] = field(default_factory=dict)
+    # Set when every rank has voted for the step. Its commit is then finished even if ranks die.
     sealed: asyncio.Event = field(default_factory=asyncio.Event)
-    # Clear while a commit is under way: what it records must be neither discarded nor replaced.
+    # Clear while a commit is under way, because the versions that it records must not be discarded or replaced.
     at_rest: asyncio.Event = field(default_factory=asyncio.Event)
-    # Its writes are being stopped.
+    # True as soon as the step is given up and its writes are being stopped.
     abandoned: bool = False
 
     def __post_init__(self) -> None:
@@ -35,11 +36,11 @@ class PendingStep:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing of the step would be lost with it."""
+        """Whether the step has no writes yet and can be replaced by another one without loss."""
         return not self.writes and not self.abandoned and self.at_rest.is_set()
 
     def check_open(self) -> None:
-        """Raises ConflictError when nothing can become part of the step any more."""
+        """Raise ConflictError if the step is being committed or abandoned, so that no write can be added."""
         if self.abandoned or not self.at_rest.is_set():
             state = "abandoned" if self.abandoned else "committed"
             raise ConflictError(f"step {self.step} is being {state}; nothing can be added to it")
@@ -47,79 +48,93 @@ class PendingStep:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job in memory."""
+    """One layout of a job, in memory. A job that is laid out anew has one `Job` per layout."""
 
     spec: JobSpec
+    # The time of creation in seconds since 1970.
     created_at: float
+    # The registered groups by name.
     groups: dict[str, Group] = field(default_factory=dict)
-    # Where the elements of each tensor are in them, and what their slabs have.
+    # The index of the groups' shards by tensor, and the sums over the groups' slabs.
     index: ShardIndex = field(default_factory=ShardIndex)
     tally: Tally = field(default_factory=Tally)
-    # Held while groups are added, or checked against those that are there.
+    # Held while groups are added, or compared with the registered ones.
     registering: asyncio.Lock = field(default_factory=asyncio.Lock)
-    # Committed steps that can be returned to, oldest first; those in `durable` are in the catalog.
+    # The committed steps to which the job can return, oldest first. The steps in `durable` are in the catalog.
     retained: dict[int, CommitRecord] = field(default_factory=dict)
     durable: set[int] = field(default_factory=set)
+    # The step under way, if one has begun.
     pending: PendingStep | None = None
-    # The number of the first commit in this layout: not 0 where another layout went before.
+    # The number of this layout's first commit. It is above 0 if the layout replaces an older one.
     first_step: int = 0
-    # Layouts that this one has replaced, oldest first: kept until every rank, on every node, has committed this one.
+    # The layouts that this one has replaced, oldest first. Each is kept until every rank on every node has committed a
+    # step in this layout.
     older: list[Job] = field(default_factory=list)
-    # The layout that is being filled to replace this one, or has.
+    # The layout that replaces this one, or that is being filled to do so.
     successor: Job | None = None
-    # The newest step that every rank of the job, on every node, has committed.
+    # The newest step that every rank on every node has committed.
     settled: int = 0
     # The snapshot under way, or the last one, and the step whose versions it needs.
     snapshot: asyncio.Task[None] | None = None
     snapshot_step: int | None = None
-    # Set, and replaced by another, when a step is committed and when the job is deleted; see `announce`.
+    # Set when a step is committed and when the job is deleted. `announce` then replaces it by a new event.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def announce(self) -> None:
-        """Wakes those who wait for the next step."""
+        """Wake all tasks that wait for `changed`: the readers that wait for the next step."""
         event, self.changed = self.changed, asyncio.Event()
         event.set()
 
     @property
     def newest(self) -> int | None:
-        """The newest committed step."""
+        """The newest committed step; None if there is none."""
         return max(self.retained, default=None)
 
     @property
     def next_step(self) -> int:
-        """The lowest step that can be prepared now; for a job without steps the only one."""
+        """The lowest step that can be prepared now. A job without committed steps can prepare no other one."""
         newest = self.newest
         return self.first_step if newest is None else newest + 1
 
     @property
     def begins_layout(self) -> bool:
-        """Whether it goes on from the steps of another layout and has no commit yet."""
+        """Whether the layout is to replace an older one and has no commit yet."""
         return self.newest is None and self.first_step > 0
 
     @property
     def unfinished_successor(self) -> Job | None:
-        """The layout that is to replace this one and has no commit yet."""
+        """The layout that is to replace this one and has no commit yet; None if there is none."""
         return self.successor if self.successor is not None and self.successor.newest is None else None
 
     def slabs(self) -> Iterator[Slab]:
-        """All slabs of the job."""
+        """Return all slabs of the job."""
         return (slab for group in self.groups.values() for slab in group.slabs)
 
     def group(self, name: str) -> Group:
-        """Raises NotFoundError, naming the job, for an unknown group."""
+        """Return a registered group by its name.
+
+        Raises:
+            NotFoundError: the job has no such group.
+        """
         if name not in self.groups:
             raise NotFoundError(f"job {self.spec.name!r} has no shard group {name!r}; register it first")
         return self.groups[name]
 
     def slab(self, group: str, kind: Kind) -> Slab:
-        """Raises NotFoundError for an unknown group, or a kind that it does not have."""
+        """Return the slab of one kind of a group.
+
+        Raises:
+            NotFoundError: the job has no such group, or the group does not have the kind.
+        """
         return self.group(group).slab(kind, self.spec.name)
 
     def open_pending(self, step: int) -> PendingStep:
-        """The step under way, begun if need be. Steps may be left out: who keeps states itself hands over some only.
+        """Return the pending step with this number, and begin it if none is pending.
+
+        Numbers may be skipped, because a trainer that keeps its states itself commits only some steps to the store.
 
         Raises:
-            ConflictError: the step is not above the last committed one, or another one is under way.
+            ConflictError: the step is not above the last committed one, or another step is under way.
         """
         if step < self.next_step or (self.newest is None and step != self.first_step):
             raise ConflictError(
@@ -138,7 +153,7 @@ class Job:
 
 
 def unneeded_versions(slab: Slab, retained: Iterable[int]) -> list[int]:
-    """Versions on NVMe that no retained step sees and that are not the newest."""
+    """Return the versions on NVMe that are not the newest and that no retained step needs."""
     if not slab.versions or (len(slab.versions) == 1 and slab.latest in slab.versions):
         return []
     needed = {slab.version_at(step) for step in retained} | {slab.latest}
@@ -146,7 +161,11 @@ def unneeded_versions(slab: Slab, retained: Iterable[int]) -> list[int]:
 
 
 def check_model(stored: JobSpec, wanted: JobSpec) -> None:
-    """Raises ConflictError, naming the first difference, unless the job can go on with that model in some layout."""
+    """Check that a stored job can go on with a model, in the same or in a new layout.
+
+    Raises:
+        ConflictError: the names or shapes of parameters, or the durability, differ; the message names the first one.
+    """
     name = stored.name
     have, want = stored.model.by_name, wanted.model.by_name
     for fqn in [*want, *have] if stored.model != wanted.model else ():
@@ -165,7 +184,11 @@ def check_model(stored: JobSpec, wanted: JobSpec) -> None:
 
 
 def check_layout(stored: JobSpec, wanted: JobSpec) -> None:
-    """Raises ConflictError, naming the first difference, unless the job can go on as it is stored."""
+    """Check that a stored job can go on with a model and a world size in its present layout.
+
+    Raises:
+        ConflictError: the world size, a parameter or the durability differs; the message names the first difference.
+    """
     if stored.world_size != wanted.world_size:
         raise ConflictError(
             f"job {stored.name!r} was stored by {stored.world_size} ranks and this run has {wanted.world_size}: start "
@@ -186,7 +209,11 @@ def _other_parameter(job: str, stored: ParameterSpec, wanted: ParameterSpec) -> 
 
 
 def check_group(stored: GroupSpec, wanted: GroupSpec) -> None:
-    """Raises ConflictError unless both hold the same shards in the same kinds and types; placements may differ."""
+    """Check that a registration repeats a stored group: the same shards, kinds and types. Placements may differ.
+
+    Raises:
+        ConflictError: the registration differs from the stored group.
+    """
     same_types = {k: s.dtype for k, s in stored.slab_of_kind.items()} == {
         k: s.dtype for k, s in wanted.slab_of_kind.items()
     }

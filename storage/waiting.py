@@ -1,20 +1,22 @@
-"""Waiting for what cannot be taken back: the memory or the extents that it works on are in use until its end."""
+"""Waiting for work that cannot be cancelled, because it uses memory or extents until its end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
+
+FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
 
 
 async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all futures are done, however often the caller is cancelled meanwhile; they are not cancelled.
+    """Wait until all futures are done, even if the caller is cancelled meanwhile. The futures are not cancelled.
 
-    A call can be cancelled twice: once shortly before its deadline, for the answer to come in time, and once because
-    its client goes.
+    A call may be cancelled more than once: first shortly before its deadline, so that the answer arrives in time, and
+    again because its client has disconnected.
 
     Raises:
-        asyncio.CancelledError: at the end, if the caller was cancelled.
+        asyncio.CancelledError: the caller was cancelled. This is raised only after all futures are done.
     """
     cancellation: asyncio.CancelledError | None = None
     while not all(future.done() for future in futures):
@@ -24,3 +26,12 @@ async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:
             cancellation = error
     if cancellation is not None:
         raise cancellation
+
+
+def unlogged(future: FutureT) -> FutureT:
+    """Keep asyncio from logging the future's failure where no task is left that waits for the future.
+
+    A task that does wait raises the failure as ever. Returns the future.
+    """
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

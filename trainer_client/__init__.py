@@ -1,5 +1,7 @@
-"""paramserver's libraries: DeepSpeed's `initialize` over a store that owns parameters and optimizer states, and a
-client of that store for everything else."""
+"""The libraries of paramserver: a training engine with DeepSpeed's interface, and a client for other programs.
+
+Both use a store daemon, which owns the parameters and the optimizer states.
+"""
 
 from __future__ import annotations
 

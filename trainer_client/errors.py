@@ -1,7 +1,7 @@
-"""The errors that the training library raises, by what the user can do about them.
+"""The errors that the training library raises, one class for each kind of remedy.
 
-Owns nothing; holds no logic. Every message names the thing (parameter, config key, path, budget), its value, and what
-to do. Errors of the store keep its gRPC status code; `channel.py` is the only place that makes them.
+Owns nothing; holds no logic. Every message names the thing (parameter, config key, path, budget), its value, and the
+remedy. Errors of the store keep its gRPC status code; `transport/channel.py` makes them from gRPC's errors.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ class TrainerClientError(Exception):
 
 
 class ConfigError(TrainerClientError, ValueError):
-    """The config, the model or an argument of `initialize` asks for something that cannot be honoured."""
+    """The config, the model or an argument asks for something that this library cannot honour."""
 
 
 class RankMismatchError(ConfigError):
-    """The ranks of a run were given different configs, models or optimizers. Every rank raises the same message, which
-    says for each key which ranks have which value; nothing was started or opened."""
+    """The ranks of a run were given different configs, models or optimizers.
+
+    Every rank raises this with the same message, which lists for each differing key which ranks have which value.
+    Nothing was started or opened.
+    """
 
 
 class DeferredInitError(TrainerClientError, RuntimeError):
-    """The model's constructor does something that cannot be put off until there is memory for its tensors."""
+    """The model's constructor does something that `zero.Init` cannot defer until there is memory for its tensors."""
 
 
 class ClientStateError(TrainerClientError):
@@ -31,8 +34,10 @@ class ClientStateError(TrainerClientError):
 
 
 class NonFiniteGradientError(TrainerClientError):
-    """As many steps in a row as the config allows were skipped: the gradients were not finite. The states are those of
-    the last step that was made."""
+    """`paramserver.max_consecutive_skipped_steps` steps in a row were skipped, because gradients were not finite.
+
+    The states are those of the last step that was not skipped.
+    """
 
 
 class LocalDaemonError(TrainerClientError):
@@ -40,15 +45,15 @@ class LocalDaemonError(TrainerClientError):
 
 
 class PhaseError(TrainerClientError, RuntimeError):
-    """The engine or the model was called at a point of the step where it cannot be; the message says what to call."""
+    """The engine or the model was called in a wrong phase of the step; the message says what to call instead."""
 
 
 class ReleasedParameterError(TrainerClientError, RuntimeError):
-    """A parameter's values were asked for while they are in the store only.
+    """A function of torch needs the values of a parameter that is released, so that only the store has them.
 
     Args:
         fqn: the parameter's name.
-        function: of torch, that was handed the parameter.
+        function: name of torch's function.
     """
 
     def __init__(self, fqn: str, function: str) -> None:
@@ -59,16 +64,18 @@ class ReleasedParameterError(TrainerClientError, RuntimeError):
 
 
 class CollectiveError(TrainerClientError, RuntimeError):
-    """Ranks could not communicate: one of them is gone, or late, or does something else. The message says where each
-    rank is. Restart the job: it resumes from the last commit."""
+    """Ranks could not communicate, because one of them is gone, is late or runs another part of the program.
+
+    The message says where each rank is. Restart the job; it resumes from the last commit.
+    """
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """Another rank did not come to a collective within `paramserver.collective_timeout_seconds`."""
+    """Another rank did not take part in a collective within `paramserver.collective_timeout_seconds`."""
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks were about to gather different units with one another: nothing was mixed."""
+    """Ranks were about to gather different units with one another. The gather did not begin, so no bytes were mixed."""
 
 
 class StoreError(TrainerClientError):
@@ -76,7 +83,7 @@ class StoreError(TrainerClientError):
 
     Args:
         code: the gRPC status code.
-        message: what the store said.
+        message: the text of the error, without the code.
     """
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
@@ -86,11 +93,11 @@ class StoreError(TrainerClientError):
 
 
 class InvalidRequestError(StoreError):
-    """The store refused the request as malformed, whatever its state."""
+    """The store refused the request because it is malformed."""
 
 
 class UnauthenticatedError(StoreError):
-    """The daemon asks for a token, and was given none that it knows."""
+    """The daemon requires a token, and this client sent none or one that the daemon does not know."""
 
 
 class PermissionDeniedError(StoreError):
@@ -106,12 +113,14 @@ class StoreUnavailableError(StoreError):
 
 
 class SessionEndedError(StoreUnavailableError):
-    """The store has ended the session, and all its leases are void: nothing of it can be used or finished any more."""
+    """The store has ended the session. All its leases are void, and what was begun in it cannot be finished."""
 
 
 class DaemonRestartedError(StoreUnavailableError):
-    """Another daemon answers at the address, and the run cannot go on with it: the message says why. What was not
-    committed is gone, with the session and its leases."""
+    """The daemon was restarted, and the run cannot go on with the new one for the reason that the message gives.
+
+    What was not committed is lost, and so are the session and its leases.
+    """
 
 
 class StoreTimeoutError(StoreError):
@@ -123,11 +132,11 @@ class StoreBudgetError(StoreError):
 
 
 class JobConflictError(StoreError):
-    """The job exists with another layout, another run holds it, or its resume policy forbids to go on."""
+    """The job exists with another layout, another run holds it, or the resume policy does not allow to resume it."""
 
 
 class StepAbortedError(StoreError):
-    """The step was abandoned: a rank died or a roll-back came. Start again; the last committed step is intact."""
+    """The step was abandoned, because a rank died or rolled back. Repeat it; the last committed step is intact."""
 
 
 class DataLossError(StoreError):

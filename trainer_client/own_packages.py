@@ -1,7 +1,7 @@
-"""Checks that `paramserver` is this project's package, before anything is imported of it.
+"""The check that `paramserver` is this project's package, before anything is imported from it.
 
-A `paramserver.py`, or a folder of that name, beside the user's script is found first. What follows would be an error
-about a missing module, which does not say what to do.
+If a `paramserver.py` or a folder of that name lies beside the user's script, Python finds that first. Without this
+check the user would see an error about a missing module, which does not name the cause.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from pathlib import Path
 
 
 def check_own_packages() -> None:
-    """Check that `paramserver` lies beside this package.
+    """Check that the package `paramserver` that Python finds lies beside this package.
 
     Raises:
-        ImportError: another module has the name; the message says where it is.
+        ImportError: Python finds another module of that name; the message has its path.
     """
     root, spec = Path(__file__).parents[1], find_spec("paramserver")
     if spec is None:
-        return  # The import that follows says so.
-    # A folder without an __init__.py has no file.
+        # Nothing is found, which the import that follows reports.
+        return
+    # A folder without an __init__.py has no `origin`.
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
     if not any(Path(place).resolve().is_relative_to(root.resolve() / "paramserver") for place in places):
         raise ImportError(

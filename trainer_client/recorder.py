@@ -1,7 +1,7 @@
-"""Takes note of what a rank does and waits for: sums for the report of each step, spans only while a trace is taken.
+"""The recorder of what a rank does and waits for: sums for the report of each step, and spans while a trace is taken.
 
-Owns what was noted since the last step ended. Must never communicate: noting costs two readings of the clock, and no
-more. All times are seconds of time.monotonic().
+Owns what was recorded since the last step ended. Must never communicate, because a record may cost two readings of the
+clock and no more. All times are seconds of time.monotonic().
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-# A trace of so many spans is some 50 MB of JSON. Later ones are left out, and the trace says so.
+# The limit of spans in a trace, which is then some 50 MB of JSON. Later spans are left out, and the log says so.
 MAX_SPANS = 300_000
 
 # The name of the root unit and the root module, which have no FQN: in the store, in traces and in messages.
@@ -30,29 +30,29 @@ class Cause(enum.Enum):
     """What a rank can wait for."""
 
     FETCH = "fetch"
-    """Bytes that are on their way to it."""
+    """Bytes that it has asked the store for."""
 
     UPDATE = "update"
-    """The optimizer's update of the bytes that it wants."""
+    """The optimizer's update of bytes that it has asked the store for."""
 
     GRADIENT_MEMORY = "gradient memory"
     """Room in the store's host memory for a gradient."""
 
     HAND_OVER = "hand-over"
-    """The store's word that it has taken gradients over."""
+    """The store's response that it has accepted gradients."""
 
     COMMIT = "commit"
-    """The commit of the last step, or room for what takes part in it."""
+    """The commit of the last step, or memory of the store for values that take part in a commit."""
 
     DAEMON = "daemon"
     """The next store daemon, after the last one was lost."""
 
     RANKS = "other ranks"
-    """A collective: that the others come to it, and the transfer itself."""
+    """A collective: the arrival of the other ranks, and the transfer itself."""
 
 
 class Link(enum.Enum):
-    """Ways that a rank's bytes take."""
+    """The links over which a rank's bytes move."""
 
     FROM_STORE = "store_to_trainer"
     TO_STORE = "trainer_to_store"
@@ -61,7 +61,15 @@ class Link(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that lasted; `row` is where people look for it."""
+    """An interval of time in a trace.
+
+    Attributes:
+        row: the row of the trace that shows it.
+        name: its label there.
+        began: its begin.
+        ended: its end.
+        nbytes: the bytes that were moved in it, if any.
+    """
 
     row: str
     name: str
@@ -72,7 +80,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StallKey:
-    """`phase` is that of the step in which it was waited, `where` the unit or the collective."""
+    """What waits are summed by: phase of the step, cause, and the unit or collective that was waited for."""
 
     phase: str
     cause: Cause
@@ -81,7 +89,18 @@ class StallKey:
 
 @dataclass(slots=True)
 class StepSums:
-    """What was noted within one step, in seconds and bytes; `link_seconds` are the busy ones of this rank's thread."""
+    """What was recorded within one step.
+
+    Attributes:
+        began: begin of the step.
+        ended: end of the step.
+        phases: seconds by phase.
+        stalls: seconds of waits.
+        link_bytes: bytes moved by link.
+        link_seconds: seconds that this rank's threads spent on moving them.
+        gather_seconds: seconds of gathers by phase, without the waits in them.
+        restarts: number of restarts of the store daemon.
+    """
 
     began: float
     ended: float = 0.0
@@ -89,14 +108,12 @@ class StepSums:
     stalls: dict[StallKey, float] = field(default_factory=lambda: defaultdict(float))
     link_bytes: Counter[Link] = field(default_factory=Counter)
     link_seconds: dict[Link, float] = field(default_factory=lambda: defaultdict(float))
-    # By phase, without the waits in them.
     gather_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    # How often the store daemon was restarted.
     restarts: int = 0
 
 
 class Recorder:
-    """One for each rank. Called on the thread that trains; `moved`, `fetched` and `restarted` on any."""
+    """The recorder of one rank. Its training thread calls it; any thread may call `moved`, `fetched`, `restarted`."""
 
     def __init__(self) -> None:
         now = time.monotonic()
@@ -113,15 +130,19 @@ class Recorder:
         return self._spans is not None
 
     def enter_phase(self, name: str) -> None:
-        """What this rank does from now on, as phases.py names it."""
+        """Begin a phase of the step, as phases.py names it; the former phase ends."""
         now = time.monotonic()
         self._sums.phases[self._phase] += now - self._phase_began
         self._note(PHASES_ROW, self._phase, self._phase_began, now)
         self._phase, self._phase_began = name, now
 
     def compute(self, part: str | None, unit: str = "") -> None:
-        """The model's code that runs from now on, for traces: "forward" or "backward" of a unit ("": the root); None:
-        none of it."""
+        """Note for a trace which code of the model runs from now on.
+
+        Args:
+            part: "forward" or "backward"; None: no code of the model runs.
+            unit: name of the unit; "" is the root.
+        """
         if self._spans is None:
             return
         now, name = time.monotonic(), None if part is None else f"{part} {unit or ROOT_NAME}"
@@ -132,7 +153,7 @@ class Recorder:
         self._computing = None if name is None else (name, now)
 
     def stalled(self, cause: Cause, where: str, began: float, ended: float) -> None:
-        """This rank has waited."""
+        """Add a wait of this rank, from `began` to `ended`; `where` is the unit or collective."""
         if ended > began:
             self._sums.stalls[StallKey(self._phase, cause, where)] += ended - began
             self._stalled_ever += ended - began
@@ -140,7 +161,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, cause: Cause, where: str) -> Iterator[None]:
-        """This rank waits within the context."""
+        """Add the duration of the context as a wait of this rank."""
         began = time.monotonic()
         try:
             yield
@@ -149,7 +170,7 @@ class Recorder:
 
     @contextmanager
     def gathering(self, unit: str) -> Iterator[None]:
-        """A unit is made whole within the context."""
+        """Add the duration of the context, less the waits in it, as a gather of `unit`."""
         began, stalled = time.monotonic(), self._stalled_ever
         try:
             yield
@@ -159,7 +180,7 @@ class Recorder:
             self._note(GATHERS_ROW, unit or ROOT_NAME, began, ended)
 
     def moved(self, link: Link, where: str, nbytes: int, began: float) -> None:
-        """Bytes were moved, from then to now."""
+        """Add bytes that were moved from `began` until now; on any thread."""
         ended = time.monotonic()
         with self._moving:
             self._sums.link_bytes[link] += nbytes
@@ -167,16 +188,16 @@ class Recorder:
         self._note(f"link: {link.value.replace('_', ' ')}", where, began, ended, nbytes)
 
     def fetched(self, unit: str, began: float) -> None:
-        """What was asked for then has come; on any thread."""
+        """Note for a trace that the bytes requested at `began` have arrived; on any thread."""
         self._note(FETCHES_ROW, unit, began, time.monotonic())
 
     def restarted(self) -> None:
-        """The store daemon was restarted; on any thread."""
+        """Count a restart of the store daemon; on any thread."""
         with self._moving:
             self._sums.restarts += 1
 
     def end_step(self) -> StepSums:
-        """What was noted since the last call; the next step begins."""
+        """Return what was recorded since the last call, and begin the next step."""
         self.enter_phase(self._phase)
         with self._moving:
             sums, self._sums = self._sums, StepSums(self._phase_began)
@@ -184,17 +205,17 @@ class Recorder:
         return sums
 
     def start_trace(self) -> None:
-        """Spans are kept from now on."""
+        """Begin to keep spans."""
         self._spans = []
 
     def stop_trace(self) -> list[Span]:
-        """The spans since `start_trace`, at most MAX_SPANS."""
+        """Stop keeping spans, and return those since `start_trace`, at most MAX_SPANS."""
         self.compute(None)
         spans, self._spans = self._spans or [], None
         return spans
 
     def _note(self, row: str, name: str, began: float, ended: float, nbytes: int = 0) -> None:
-        # Once: another thread may end the trace meanwhile.
+        # The attribute is read only once, because another thread may end the trace meanwhile.
         spans = self._spans
         if spans is not None and len(spans) < MAX_SPANS:
             spans.append(Span(row=row, name=name, began=began, ended=ended, nbytes=nbytes))

@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Agreement(enum.Enum):
-    """The ranks that must have the same value of a key. A key without this annotation has RUN, so that all ranks
-    compare a new key unless its author says otherwise."""
+    """The ranks that must have the same value of a key.
+
+    A key without this annotation has RUN, so that all ranks compare a new key unless its author says otherwise.
+    """
 
     RUN = "all ranks"
     NODE = "the ranks of a node"
@@ -26,6 +28,8 @@ class Agreement(enum.Enum):
 
 
 class Section(BaseModel):
+    """A section of the training config."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def values(self, agreement: Agreement, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -81,8 +81,12 @@ class StoreOptimizer(torch.optim.Optimizer):
         return parameter.index in self._stateful
 
     def add_param_group(self, param_group: ParameterGroup) -> None:
-        """Add a group, as torch's optimizers do. Raises ConfigError, and adds nothing, if the store cannot update the
-        group: one of its parameters may have no states."""
+        """Add a group, as torch's optimizers do.
+
+        Raises:
+            ConfigError: the store cannot update the group, for example because a parameter has no states. Nothing was
+                added.
+        """
         super().add_param_group(param_group)
         try:
             self._check_group(len(self.param_groups) - 1)
@@ -141,8 +145,10 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
-        """The states that the store keeps of each parameter. They never change after the first use of this property,
-        because the job is opened with them."""
+        """The states that the store keeps of each parameter.
+
+        They never change after the first use of this property, because the job is opened with them.
+        """
         if self._state_kinds is None:
             rows = (self.row(number, 1) for number in range(len(self.param_groups)))
             self._state_kinds = tuple(sorted({kind for row in rows for kind in state_kinds(row)}))
@@ -161,8 +167,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         return self._record.to_row(self.param_groups[group], self.defaults, update_count)
 
     def settings(self) -> list[ParameterGroup]:
-        """Return the settings of the groups for the client state, with the parameters as ranges of their indexes in the
-        model."""
+        """Return the settings of the groups for the client state.
+
+        The parameters are in it as ranges of their indexes in the model.
+        """
         return [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             | {"params": _ranges(self._index_of[id(tensor)] for tensor in group["params"])}

@@ -1,7 +1,8 @@
-"""DeepSpeed's functions for the states of single parameters. Each is a method of the engine that has the parameter.
+"""DeepSpeed's functions that read or set the states of single parameters.
 
-All that are named `full` are collectives, and so are all that set states (they make a commit of their own); see
-`Engine.get_full` and `Engine.set_full` for what is returned and raised.
+Each calls a method of the engine that has the parameter; see `Engine.get_full`, `Engine.set_full`, `Engine.get_local`
+and `Engine.set_local` for what is returned and raised. All functions with `full` in their name are collectives. So are
+all that set weights or optimizer states, because each of them makes a commit of its own.
 """
 
 from __future__ import annotations
@@ -30,62 +31,62 @@ __all__ = [
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole fp32 weight."""
+    """Return the whole fp32 weight."""
     return _engine(param).get_full(param, "master")
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient, fp32, between backward and step; None without one."""
+    """Return the whole fp32 gradient, between backward and step; None if the parameter has no gradient."""
     return _engine(param).get_full(param, "grad")
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A whole state of the optimizer, fp32, by torch's name."""
+    """Return a whole fp32 state of the optimizer, by torch's name of it (as "exp_avg")."""
     return _engine(param).get_full(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Changes the weight, between two steps."""
+    """Set the whole weight, between two steps."""
     _engine(param).set_full(param, "master", value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Changes the gradient, between backward and step."""
+    """Set the whole gradient, between backward and step."""
     _engine(param).set_full(param, "grad", value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Changes a state of the optimizer, between two steps."""
+    """Set a whole state of the optimizer, between two steps."""
     _engine(param).set_full(param, optim_state_key, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the fp32 weight, flattened."""
+    """Return this rank's part of the flattened fp32 weight."""
     return _engine(param).get_local(param, "master")
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the gradient, flattened."""
+    """Return this rank's part of the flattened gradient."""
     return _engine(param).get_local(param, "grad")
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of a state of the optimizer, flattened."""
+    """Return this rank's part of a flattened state of the optimizer."""
     return _engine(param).get_local(param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Changes this rank's part of the weight, between two steps; every rank calls it."""
+    """Set this rank's part of the weight, between two steps. Every rank has to call it."""
     _engine(param).set_local(param, "master", value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Changes this rank's part of the gradient, between backward and step."""
+    """Set this rank's part of the gradient, between backward and step."""
     _engine(param).set_local(param, "grad", value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Changes this rank's part of a state of the optimizer, between two steps; every rank calls it."""
+    """Set this rank's part of a state of the optimizer, between two steps. Every rank has to call it."""
     _engine(param).set_local(param, optim_state_key, value)
 
 

@@ -1,6 +1,6 @@
-"""DeepSpeed's `zero` names: building a model without its memory, and whole parameters for a while.
+"""DeepSpeed's `zero.Init` (build a model without its memory) and `zero.GatheredParameters` (use whole parameters).
 
-Owns their arguments: each is honoured or refused by name. The work is done in deferred_init.py and access.py.
+Owns their arguments: each is honoured, or refused by name. The work is done in deferred_init.py and access.py.
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ __all__ = ["GatheredParameters", "Init"]
 
 
 class Init:
-    """A context in which models are built without memory: parameters and buffers are made on the meta device, and how
-    their initial values come about is written down. `trainer_client.initialize` makes the values later, one parameter
-    at a time, each rank those of its own chunks.
+    """A context in which models are built without memory.
+
+    Parameters and buffers are made on the meta device, and the operations that compute their initial values are
+    recorded. `trainer_client.initialize` replays them later, one parameter at a time, and each rank only for its own
+    chunks.
 
         with trainer_client.zero.Init():
             model = GPT2LMHeadModel(config)
         engine, *_ = trainer_client.initialize(model=model, config=...)
 
-    The initial values follow from the seed and the order of construction only: they are the same for every number of
-    ranks. Every rank builds the model alike. Changes of the model's dtype belong into the context; a model that needs a
-    value in its constructor gets it.
+    The initial values depend only on the seed and the order of construction, so they are the same for every number of
+    ranks. All ranks have to build the model alike. If the model's dtype is changed, that has to happen within the
+    context. A constructor that needs a tensor's values gets them, because its recipe is then replayed at once.
 
     Args:
-        config_dict_or_path, config: a training config, checked at once, so that a mistake shows before the model is
-            built; two names of one argument.
-        enabled: False: the model is built as always.
+        config_dict_or_path, config: a training config, under either name. It is checked at once, so that a mistake
+            shows before the model is built.
+        enabled: False: the context does nothing.
         dtype: the default dtype within the context.
-        seed: of all initial values, in [0, 2**63); None: drawn from torch's generator, and rank 0's counts.
+        mem_efficient_linear: only True is accepted; it has no effect, because torch's linear is always used.
+        seed: the seed of all initial values, in [0, 2**63); None: rank 0 draws it from torch's generator.
         module, data_parallel_group, remote_device, pin_memory, mpu, zero_param_parallel_group, zero_quantized_weights,
-            zero_quantized_nontrainable_weights, sequence_data_parallel_group, param_swapper: DeepSpeed's, refused.
+            zero_quantized_nontrainable_weights, sequence_data_parallel_group, param_swapper: arguments of DeepSpeed
+            that are refused.
 
     Raises:
-        ConfigError: an argument that is not honoured.
-        DeferredInitError: within the context, an operation that cannot be put off.
+        ConfigError: an argument is not honoured.
+        DeferredInitError: an operation within the context cannot be deferred.
     """
 
     def __init__(
@@ -114,14 +118,19 @@ class Init:
 
 
 class GatheredParameters:
-    """A context in which parameters are whole, for reading, or for one rank to change: `engine.gathered` of the engine
-    that has them. Parameters that no engine has are left alone. A collective.
+    """A context in which parameters are whole, for reading, or for one rank to change. A collective.
+
+    It enters `engine.gathered` of each engine that has some of the parameters. Parameters without an engine are left
+    alone.
 
     Args:
-        params: a parameter, several, or a module.
-        modifier_rank: see `engine.gathered`.
-        fwd_module: DeepSpeed's, refused.
-        enabled: False: nothing is done.
+        params: a parameter, several parameters, or a module.
+        modifier_rank: the rank whose changes count; see `engine.gathered`.
+        fwd_module: an argument of DeepSpeed that is refused.
+        enabled: False: the context does nothing.
+
+    Raises:
+        ConfigError: `fwd_module` was given.
     """
 
     def __init__(

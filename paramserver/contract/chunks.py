@@ -54,8 +54,7 @@ class Chunk:
 
 
 def checksum(first_byte: int, data: memoryview | bytes) -> int:
-    """Return XXH3-64 of the data, seeded with its place, because good bytes at a wrong place are as wrong as damaged
-    ones."""
+    """Return XXH3-64 of the data, seeded with its place: good bytes at a wrong place are as wrong as damaged ones."""
     return xxhash.xxh3_64_intdigest(data, seed=first_byte)
 
 
@@ -93,8 +92,10 @@ def decode(message: bytes, kind: type[MessageT]) -> Chunk | MessageT:
 
 
 def _decode_chunk(message: bytes) -> Chunk | None:
-    """Return the chunk if the message has the form that `encode` writes. Returns None for other bytes, which may still
-    be a valid message."""
+    """Return the chunk if the message has the form that `encode` writes.
+
+    Returns None for other bytes, which may still be a valid message.
+    """
     try:
         if message[0] != _CHUNK_TAG:
             return None
@@ -123,8 +124,11 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return a varint's value and the index after its last byte. Raises IndexError where protobuf, too, finds no
-    uint64."""
+    """Return a varint's value and the index after its last byte.
+
+    Raises:
+        IndexError: there is no uint64, by protobuf's rules, too.
+    """
     value = 0
     for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
         byte = message[at]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from paramserver.rpc import convert
 from paramserver.sessions.leases import Lease, LeaseMode
-from paramserver.sessions.sessions import Session
+from paramserver.sessions.session import Session
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError

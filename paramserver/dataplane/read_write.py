@@ -21,7 +21,7 @@ from paramserver.dataplane.read_source import Source, check_held, open_source
 from paramserver.rpc import convert
 from paramserver.rpc.status import answer
 from paramserver.sessions.leases import Lease, LeaseMode
-from paramserver.sessions.sessions import Session
+from paramserver.sessions.session import Session
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import DTYPE_TO_WIRE
 from storage.engine import Engine

@@ -1,66 +1,118 @@
-"""Registers a service's methods so that bytes which are no message of theirs are refused like any other bad request.
+"""Registers the methods of services with gRPC, and does in one place what every call needs around its method.
 
-grpc.aio parses requests before the method is called: what cannot be parsed ends with UNKNOWN there, and with a stack in
-the log. Here it is the method's caller that parses.
+Around each method stand, in this order: the answer to whatever is raised, the parsing of the request, the check of the
+right that the method declares (rpc/rights.py), and, for a call with one answer, the limit that lets the answer come
+before the client's deadline. Requests are parsed here because grpc.aio would end a call that it cannot parse with
+UNKNOWN, and a stack in the log. Must never register a method that declares no right.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
+from paramserver.rpc.rights import Declaration, Right, declaration_of
 from paramserver.rpc.status import answering_errors, answering_in_time
+from paramserver.security.gate import Context
 from storage.errors import InvalidRequestError
 
-Parse = Callable[[bytes], Any]
-Behaviour = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
+# Checks the right to make one call, and returns the Principal or the Session that the right is about. The request is
+# None where the client sends a stream of them.
+Admit = Callable[[Any, Context], Any]
+# Takes what gRPC gives, parses the request and checks the right. Returns the request and what Admit has returned.
+_Enter = Callable[[Any, Context], tuple[Any, Any]]
+# Calls a method with the request, what Admit has returned and the context, as far as the method takes them.
+_Invoke = Callable[[Any, Any, Context], Any]
 
 
-class CheckingServer:
-    """Stands in for `server` where generated code adds a servicer to it."""
+class CheckedServer:
+    """A gRPC server that calls each method only for a caller who has the right that the method declares."""
 
-    def __init__(self, server: grpc.aio.Server, describe_waits: Callable[[], str]) -> None:
-        """`describe_waits` says what requests wait for now, for those whose clients are about to give up."""
+    def __init__(
+        self, server: grpc.aio.Server, admission: Callable[[Right], Admit], describe_waits: Callable[[], str]
+    ) -> None:
+        """Wrap a server that has not been started yet.
+
+        Args:
+            server: gRPC's own.
+            admission: returns the check of a right.
+            describe_waits: says what requests wait for now, for clients whose deadline is near.
+        """
         self._server = server
+        self._admission = admission
         self._describe_waits = describe_waits
 
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Nothing: the generated code then gives the same methods by their names."""
+    def add(self, service: ServiceDescriptor, servicer: object, *, library_right: Right | None = None) -> None:
+        """Add a service to the server.
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Adds the methods of a service to the server."""
-        checking = {name: _checking(handler, self._describe_waits) for name, handler in handlers.items()}
-        self._server.add_registered_method_handlers(service, checking)
+        Args:
+            service: what the .proto file says of it.
+            servicer: has a method for each RPC of the service.
+            library_right: the right that every method of a library's servicer asks for. Such methods declare nothing,
+                and take what gRPC gives: the request and the context.
 
+        Raises:
+            TypeError: an RPC has no method that declares its right, or declares one that the RPC cannot have.
+        """
+        library = library_right and Declaration(right=library_right, takes_caller=False, takes_context=True)
+        handlers = {}
+        for rpc in service.methods:
+            method = getattr(servicer, rpc.name, None)
+            if method is None or (declared := library or declaration_of(method)) is None:
+                raise TypeError(f"{rpc.full_name} has no method that declares the right it asks for; see rpc/rights.py")
+            if declared.right is Right.SESSION and "session_id" not in rpc.input_type.fields_by_name:
+                raise TypeError(f"{rpc.full_name} asks for a session, which its request does not name")
+            handlers[rpc.name] = self._handler(rpc, method, declared)
+        self._server.add_registered_method_handlers(service.full_name, handlers)
 
-def _checking(handler: Any, describe_waits: Callable[[], str]) -> Any:
-    parse, serialize = _refusing(handler.request_deserializer), handler.response_serializer
-    match handler.request_streaming, handler.response_streaming:
-        case False, False:
-            behaviour = _unary(parse, handler.unary_unary, describe_waits)
-            return grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=serialize)
-        case False, True:
-            behaviour = _unary_stream(parse, handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(behaviour, response_serializer=serialize)
-        case True, True:
-            behaviour = _answering(handler.stream_stream)
+    def _handler(self, rpc: MethodDescriptor, method: Callable[..., Any], declared: Declaration) -> Any:
+        admit, invoke = self._admission(declared.right), _invoke(method, declared)
+        # A raw method has neither: gRPC gives it bytes, and takes bytes from it.
+        parse = None if declared.is_raw else _refusing(GetMessageClass(rpc.input_type).FromString)
+        serialize = None if declared.is_raw else GetMessageClass(rpc.output_type).SerializeToString
+        if rpc.client_streaming:
+            # gRPC parses the messages where the method takes them from the stream.
+            behaviour = _streaming(rpc.name, lambda requests, context: (requests, admit(None, context)), method, invoke)
             return grpc.stream_stream_rpc_method_handler(behaviour, parse, serialize)
-        case _:
-            raise NotImplementedError("no method of ours takes a stream and gives one answer")
+        assert parse is not None
 
-
-def _unary(parse: Parse, behaviour: Behaviour, describe_waits: Callable[[], str]) -> Behaviour:
-    async def call(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with answering_errors(context):
+        def enter(data: bytes, context: Context) -> tuple[Any, Any]:
             request = parse(data)
+            return request, admit(request, context)
+
+        if rpc.server_streaming:
+            behaviour = _streaming(rpc.name, enter, method, invoke)
+            return grpc.unary_stream_rpc_method_handler(behaviour, response_serializer=serialize)
+        behaviour = _unary(rpc.name, enter, invoke, self._describe_waits)
+        return grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=serialize)
+
+
+def _invoke(method: Callable[..., Any], declared: Declaration) -> _Invoke:
+    match declared.takes_caller, declared.takes_context:
+        case True, True:
+            return method
+        case True, False:
+            return lambda request, caller, _: method(request, caller)
+        case False, True:
+            return lambda request, _, context: method(request, context)
+        case _:
+            return lambda request, _, __: method(request)
+
+
+def _unary(name: str, enter: _Enter, invoke: _Invoke, describe_waits: Callable[[], str]) -> Callable[..., Any]:
+    async def call(data: bytes, context: Context) -> Any:
+        async with answering_errors(context, name):
+            request, caller = enter(data, context)
             try:
                 async with answering_in_time(context, describe_waits):
-                    return await behaviour(request, context)
+                    return await invoke(request, caller, context)
             except NotImplementedError:
                 # Methods that the health service's package declares and does not have.
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have that method")
@@ -68,39 +120,24 @@ def _unary(parse: Parse, behaviour: Behaviour, describe_waits: Callable[[], str]
     return call
 
 
-def _unary_stream(parse: Parse, behaviour: Behaviour) -> Behaviour:
-    async def call(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        async with answering_errors(context):
-            request = parse(data)
-        async for response in behaviour(request, context):
-            yield response
+def _streaming(name: str, enter: _Enter, method: Callable[..., Any], invoke: _Invoke) -> Callable[..., Any]:
+    """Return the behaviour of a method that yields its answers, or that writes them to the context."""
 
-    async def call_once(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with answering_errors(context):
-            request = parse(data)
-        return await behaviour(request, context)
+    async def call(message: Any, context: Context) -> None:
+        async with answering_errors(context, name):
+            request, caller = enter(message, context)
+            await invoke(request, caller, context)
 
-    return call if inspect.isasyncgenfunction(behaviour) else call_once
-
-
-def _answering(behaviour: Behaviour) -> Behaviour:
-    """The messages of a stream are parsed where the method takes them; what that raises is answered here."""
-
-    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        async with answering_errors(context):
-            await behaviour(requests, context)
-
-    async def call_stream(
-        requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Any]:
-        async with answering_errors(context):
-            async for response in behaviour(requests, context):
+    async def generate(message: Any, context: Context) -> AsyncIterator[Any]:
+        async with answering_errors(context, name):
+            request, caller = enter(message, context)
+            async for response in invoke(request, caller, context):
                 yield response
 
-    return call_stream if inspect.isasyncgenfunction(behaviour) else call
+    return generate if inspect.isasyncgenfunction(method) else call
 
 
-def _refusing(parse: Parse) -> Parse:
+def _refusing(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def call(data: bytes) -> Any:
         try:
             return parse(data)

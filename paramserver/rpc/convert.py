@@ -75,8 +75,11 @@ def urgency(value: pb.Urgency) -> Urgency:
 
 
 def name(value: str, field: str) -> str:
-    """Return a name that can stand in a message or a log: not empty, not too long, printable. Raises
-    InvalidRequestError for others."""
+    """Return a name that can stand in a message or a log: not empty, not too long, printable.
+
+    Raises:
+        InvalidRequestError: the name is none of that kind.
+    """
     if not value or len(value.encode()) > MAX_NAME_BYTES or not value.isprintable():
         raise InvalidRequestError(
             f"{field} must be 1 to {MAX_NAME_BYTES} bytes of printable text; it is {value[:80]!r}"
@@ -196,8 +199,11 @@ def durability_to_wire(value: Durability) -> pb.Durability:
 
 
 def group_specs(job: JobSpec, groups: Sequence[pb.ShardGroup]) -> list[GroupSpec]:
-    """Return the shard groups of a request. Raises InvalidRequestError where one is malformed, or leaves the parameters
-    of the job."""
+    """Return the shard groups of a request.
+
+    Raises:
+        InvalidRequestError: a group is malformed, or leaves the parameters of the job.
+    """
     batch(groups, "groups", MAX_GROUPS)
     if (shards := sum(len(group.shards) for group in groups)) > MAX_SHARDS:
         raise InvalidRequestError(f"groups have {shards} shards; at most {MAX_SHARDS} are allowed")
@@ -307,8 +313,11 @@ def _check_states(group: GroupSpec, row: HyperParameters) -> None:
 
 
 def hyper_parameters(message: HyperParameters) -> HyperParameters:
-    """Return a row of hyper-parameters. Raises InvalidRequestError, naming the field, for values that the optimizer's
-    class in torch would refuse."""
+    """Return a row of hyper-parameters.
+
+    Raises:
+        InvalidRequestError: torch's class would refuse a value; the message names the field.
+    """
     if problem := find_problem(message):
         raise InvalidRequestError(problem)
     return message

@@ -1,5 +1,8 @@
-"""Lists that are given out a page at a time. A page's token names the place where the next page begins: it is good at
-any time, and the last page costs no more than the first."""
+"""The pages in which long lists are sent, and the tokens that name them.
+
+A token names the place where the next page begins. So the daemon keeps nothing for a client between two pages, a token
+stays valid for any time, and the last page costs no more than the first.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _MOST_DIGITS = 9
 
 
 class Place(NamedTuple):
-    """A place in a list of tensors, or of their shards by kind and number: what is not below it comes next."""
+    """A place in a list of tensors, or of their shards by kind and number. A page holds the places from it on."""
 
     fqn: str = ""
     kind: int = 0
@@ -26,10 +29,10 @@ class Place(NamedTuple):
 
     @classmethod
     def of_token(cls, token: str) -> Place:
-        """Return the place that a token names; that of none is the beginning.
+        """Return the place that a token names. The empty token names the beginning of the list.
 
         Raises:
-            InvalidRequestError: it is no token.
+            InvalidRequestError: the text is not a token.
         """
         if not token:
             return cls()
@@ -41,10 +44,10 @@ class Place(NamedTuple):
 
 
 def page_size(asked: int) -> int:
-    """Return how many items a page has; 0 asks for the default.
+    """Return how many items a page has; a client that sends 0 asks for the default.
 
     Raises:
-        InvalidRequestError: it is above the largest.
+        InvalidRequestError: the client asks for more than a page may have.
     """
     if asked > MAX_PAGE:
         raise InvalidRequestError(f"page_size {asked} is above {MAX_PAGE}")

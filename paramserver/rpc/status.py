@@ -1,4 +1,7 @@
-"""The one place where errors become gRPC status codes."""
+"""The answers to errors: which gRPC status and text a client gets for each, and what is logged.
+
+Owns the table of status codes, and the log of refusals. Must never send a client the text of an unforeseen error.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,21 @@ import grpc.aio
 from paramserver.contract.answered import ANSWERED
 from paramserver.contract.printable import printable
 from paramserver.errors import LateError, TransferStalledError, UnavailableError
-from paramserver.security.gate import RefusalLog, RefusedError
+from paramserver.security.gate import Context, RefusalLog, RefusedError
 from storage import errors
+from storage.waiting import unlogged
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _refusals = RefusalLog()
 
-# A status travels in HTTP headers, which clients limit to 8 KiB; a character may take twelve bytes there. A name in a
-# text is as long as the client has made it.
+# A status travels in HTTP headers, which clients limit to 8 KiB, and a character may take twelve bytes there. The limit
+# is needed because a text may quote a name, which is as long as the client has made it.
 MAX_TEXT = 600
 
-# How long before a client's deadline the daemon answers: at most so many seconds, and so much of the time allowed.
+# The daemon answers this long before a client's deadline: the smaller one of these seconds and this share of the time
+# that the client allows.
 ANSWER_SECONDS = 1.0
 ANSWER_SHARE = 0.1
 
@@ -46,24 +51,32 @@ _CODES: tuple[tuple[type[errors.StorageError], grpc.StatusCode], ...] = (
 
 
 def status_code(error: errors.StorageError) -> grpc.StatusCode:
-    """The status code for an error of the engine."""
+    """Return the status code for an error of the engine or the daemon."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
-async def answer(context: grpc.aio.ServicerContext[Any, Any], error: errors.StorageError) -> NoReturn:
-    """Ends the call with the status of an error, when the client has it, or is gone."""
+async def answer(context: Context, error: errors.StorageError) -> NoReturn:
+    """End the call with the status of an error. Returns never: raises once the status is sent, or the client gone."""
     await _abort(context, status_code(error), str(error))
 
 
 @asynccontextmanager
-async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Ends the call with the status of what the block raises; what is not one of ours is logged, and INTERNAL."""
+async def answering_errors(context: Context, method: str) -> AsyncIterator[None]:
+    """End the call with the status of the error that the block raises.
+
+    An error of a class that neither the engine nor the daemon raises on purpose is logged with its stack, and the
+    client gets INTERNAL.
+
+    Args:
+        context: gRPC's context of the call.
+        method: the RPC's name, for the log of refusals.
+    """
     try:
         yield
     except errors.StorageError as error:
         await answer(context, error)
     except RefusedError as error:
-        _refusals.note(context, error)
+        _refusals.note(context, method, error)
         await _abort(context, error.code, error.text)
     except (grpc.aio.AbortError, GeneratorExit):
         raise
@@ -76,15 +89,13 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
 
 
 @asynccontextmanager
-async def answering_in_time(
-    context: grpc.aio.ServicerContext[Any, Any], describe_waits: Callable[[], str]
-) -> AsyncIterator[None]:
-    """End what the block waits for shortly before the client's deadline, so that the client learns why it waited.
+async def answering_in_time(context: Context, describe_waits: Callable[[], str]) -> AsyncIterator[None]:
+    """Cancel the block shortly before the client's deadline, so that the client still learns why it waited.
 
-    The block is cancelled as it would be at the deadline itself, or when the client goes.
+    The block is cancelled in the same way as gRPC cancels it at the deadline itself, or when the client goes.
 
     Raises:
-        LateError: with what `describe_waits` says of the daemon then.
+        LateError: the block was cancelled; the text contains what `describe_waits` returned just before.
     """
     allowed = context.time_remaining()
     if allowed is None:
@@ -93,7 +104,7 @@ async def answering_in_time(
     loop, waits = asyncio.get_running_loop(), ""
 
     def end() -> None:
-        # Before the block is cancelled: afterwards it waits for nothing any more.
+        # The waits are described before the block is cancelled, because the block's own wait ends with it.
         nonlocal waits
         waits = describe_waits()
         limit.reschedule(loop.time())
@@ -110,26 +121,26 @@ async def answering_in_time(
 
 
 async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits work that must not be left half done: it goes on when its client goes.
+    """Await work that must not be left half done: if the caller is cancelled, the work goes on.
 
-    Raises what it raises. Of that nobody is told once the client has gone: asyncio would put it into the log.
+    Returns what the work returns, and raises what it raises. A failure after the client has gone is not logged.
     """
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(task)
+    return await asyncio.shield(unlogged(asyncio.ensure_future(work)))
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
+async def _abort(context: Context, code: grpc.StatusCode, text: str) -> NoReturn:
     text = printable(text)
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}..."
     try:
         await context.abort(code, text, trailing_metadata=ANSWERED if code is grpc.StatusCode.UNAVAILABLE else ())
-    except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-        # Used wrongly: a refusal was under way already when the client's time was over. See answering_in_time.
+    except grpc.aio.InternalError as error:
         raise _call_is_over() from error
 
 
 def _call_is_over() -> asyncio.CancelledError:
-    """gRPC could not send: the client has gone. Cancellation is what ends a method then without a stack in the log."""
+    """Return the error that ends a method whose status gRPC could not send, because the client has gone.
+
+    gRPC logs the stack of any other error that a method raises.
+    """
     return asyncio.CancelledError("the client has gone")

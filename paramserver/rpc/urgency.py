@@ -1,4 +1,4 @@
-"""Which of two requests for bytes is served first."""
+"""The urgency of a request for bytes, which says whether it is served before another one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Urgency(enum.IntEnum):
-    """How urgent a request is; the daemon serves the lowest value first."""
+    """The urgency of a request; the daemon serves requests of the lowest value first."""
 
     DEMAND = 0
     PREFETCH = 1

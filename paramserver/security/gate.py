@@ -1,14 +1,14 @@
-"""Who may make a call: finds the principal behind a token, and refuses what it may not do.
+"""The gate that every call passes: finds the principal behind the call's token, and refuses what it may not do.
 
-Owns the texts of refusals, which are constant: they tell a stranger neither what exists nor how near he was. What the
-operator needs to know goes to the log instead: who asked for what, and why it was refused. Must never log a token.
+Owns the texts of refusals. They are constant, so that they tell a stranger neither which jobs and sessions exist nor
+how close a wrong token was. The operator finds the rest in the log: which method was refused, to which address, and
+why. Must never log a token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,7 +20,7 @@ from paramserver.security.tokens import TokenFile
 
 log = logging.getLogger(__name__)
 
-Caller: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 AUTHORIZATION = "authorization"
 _SCHEME = "bearer "
@@ -31,21 +31,21 @@ _MAX_NAME_LOGGED = 80
 
 
 class RefusedError(Exception):
-    """A call that its caller may not make: `code` and `text` are the answer, the message is for the log."""
+    """A call that its caller may not make. The client gets `code` and `text`; the message is for the log only."""
 
     code: grpc.StatusCode
     text: str
 
 
 class UnauthenticatedError(RefusedError):
-    """The call carries no token that counts."""
+    """The call carries no token, an unknown one or an expired one."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     text = "the call needs a token that this daemon accepts, as metadata `authorization: Bearer TOKEN`"
 
 
 class ForbiddenError(RefusedError):
-    """The token does not allow the call, whether or not what it is about exists."""
+    """The token does not allow the call. The answer is the same whether or not the job exists."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     text = "the token does not allow this"
@@ -59,17 +59,22 @@ class ForeignSessionError(RefusedError):
 
 
 class Gate:
-    """What every call passes before it does anything."""
+    """The check of the token that a call carries."""
 
     def __init__(self, tokens: TokenFile | None) -> None:
-        """None: no tokens are asked for, and whoever reaches the daemon may do everything."""
+        """Make a gate.
+
+        Args:
+            tokens: the tokens that count. None: the gate asks for no token, so every client that reaches the daemon may
+                do everything.
+        """
         self._tokens = tokens
 
-    def principal(self, context: Caller) -> Principal:
-        """Who calls.
+    def principal(self, context: Context) -> Principal:
+        """Return the principal behind the call's token.
 
         Raises:
-            UnauthenticatedError: the call carries no token that counts now.
+            UnauthenticatedError: the call carries no token, an unknown one or an expired one.
         """
         if self._tokens is None:
             return ANYONE
@@ -83,27 +88,40 @@ class Gate:
             raise UnauthenticatedError(f"token {entry.name} has expired")
         return entry.principal
 
-    def require_admin(self, context: Caller) -> None:
-        """Raises UnauthenticatedError or ForbiddenError unless an admin calls."""
+    def require_admin(self, context: Context) -> None:
+        """Check that the call's token is an admin's.
+
+        Raises:
+            UnauthenticatedError: the call carries no token that counts.
+            ForbiddenError: the token is another role's.
+        """
         principal = self.principal(context)
         if principal.role is not Role.ADMIN:
             raise ForbiddenError(f"token {principal.name} is no admin's")
 
 
-def certificate_name(context: Caller) -> str:
-    """Return the common name of the certificate that the client showed; empty where it showed none."""
+def certificate_name(context: Context) -> str:
+    """Return the common name of the certificate that the client showed, or "" if the client showed none."""
     names = context.auth_context().get("x509_common_name", ())
     return next((printable(name.decode(errors="replace")) for name in names), "")
 
 
 def check_job(principal: Principal, job: str) -> None:
-    """Raises ForbiddenError unless the principal may see and use a job, whether or not there is one of that name."""
+    """Check that the principal may see and use a job, whether or not there is one of that name.
+
+    Raises:
+        ForbiddenError: the principal's token does not allow that job.
+    """
     if not principal.allows(job):
         raise ForbiddenError(f"token {principal.name} does not allow job {job[:_MAX_NAME_LOGGED]!r}")
 
 
 def check_deletion(principal: Principal, job: str) -> None:
-    """Raises ForbiddenError unless the principal may delete a job, whether or not there is one of that name."""
+    """Check that the principal may delete a job, whether or not there is one of that name.
+
+    Raises:
+        ForbiddenError: the principal's token does not allow that.
+    """
     if principal.allows_deletion(job):
         return
     if not principal.may_delete:
@@ -112,39 +130,33 @@ def check_deletion(principal: Principal, job: str) -> None:
 
 
 def check_owner(principal: Principal, owner: Principal) -> None:
-    """Raises ForeignSessionError unless the principal has the very rights with which a session was opened."""
+    """Check that the principal is the one that opened a session, with the same rights as then.
+
+    Raises:
+        ForeignSessionError: the session is another principal's, or the token's rights have changed since.
+    """
     if principal is not owner and principal != owner:
         raise ForeignSessionError(f"token {principal.name} asks for a session that {owner.name} has opened")
 
 
 class RefusalLog:
-    """Logs refusals, but a flood of them only as a number: whoever floods must not fill the disk."""
+    """A log of refusals that a client cannot use to fill the disk: of a flood it gives only the number."""
 
     def __init__(self) -> None:
         self._logged = 0
         self._suppressed = 0
 
-    def note(self, context: Caller, error: RefusedError) -> None:
-        """Logs who was refused what, and why. Called on the event loop."""
+    def note(self, context: Context, method: str, error: RefusedError) -> None:
+        """Log which method was refused to which address, and why. Must be called on the event loop."""
         if self._logged == 0:
             asyncio.get_running_loop().call_later(REFUSAL_WINDOW_SECONDS, self._end_window)
         if self._logged == MAX_REFUSALS_LOGGED:
             self._suppressed += 1
             return
         self._logged += 1
-        log.warning("refused %s from %s: %s", _method(error.__traceback__), context.peer(), error)
+        log.warning("refused %s from %s: %s", method, context.peer(), error)
 
     def _end_window(self) -> None:
         if self._suppressed:
             log.warning("refused %d more calls in the last second", self._suppressed)
         self._logged = self._suppressed = 0
-
-
-def _method(traceback: TracebackType | None) -> str:
-    """The RPC whose handler refused: the outermost function that the error passed, below the one that caught it.
-
-    gRPC's asynchronous context does not tell, and an interceptor would cost every call what only refusals need.
-    """
-    if traceback is None or traceback.tb_next is None:
-        return "a call"
-    return traceback.tb_next.tb_frame.f_code.co_name

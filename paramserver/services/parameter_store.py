@@ -1,40 +1,40 @@
-"""The ParameterStore service: checks requests, calls sessions and engine, answers. Keeps no state of its own."""
+"""The ParameterStore service: converts and checks requests, calls the sessions and the engine, and answers.
+
+Owns the count of jobs that are being opened, and nothing else. Must never decide what becomes of a lease: that is the
+work of sessions/grants.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
-
-import grpc
-import grpc.aio
+from collections.abc import AsyncIterator, Sequence
 
 from paramserver.dataplane.read_write import RawContext, Streams
 from paramserver.rpc import convert
-from paramserver.rpc.status import answering_errors, finished
-from paramserver.security.gate import Gate, check_job, check_owner
+from paramserver.rpc.rights import Right, needs
+from paramserver.rpc.status import finished
+from paramserver.security.gate import Context, check_job
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
+from paramserver.services.access import Access
 from paramserver.services.readers import Readers, describe_job, describe_layouts, version_info
 from paramserver.services.tracing import Traces, read_counters
-from paramserver.sessions.host_quota import HostQuota, lease_bytes, limits_of
-from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.host_quota import limits_of
+from paramserver.sessions.leases import Lease
 from paramserver.sessions.service import SessionService
-from paramserver.sessions.sessions import Session as ClientSession
+from paramserver.sessions.session import Session as ClientSession
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
-from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError
-from storage.shard import Kind
+from storage.errors import InvalidRequestError
 from storage.slab import NEVER
 from storage.slices import in_slices
 
 
-class ParameterStore(pb_grpc.ParameterStoreServicer):
-    """See parameter_store.proto for what each call does."""
+class ParameterStore:
+    """The methods of ParameterStore; parameter_store.proto says what each of them does."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         sessions: Sessions,
         session_service: SessionService,
         streams: Streams,
-        gate: Gate,
+        access: Access,
         quotas: Quotas,
         traces: Traces,
     ) -> None:
@@ -50,362 +50,219 @@ class ParameterStore(pb_grpc.ParameterStoreServicer):
         self._sessions = sessions
         self._session_service = session_service
         self._streams = streams
-        self._gate = gate
+        self._access = access
         self._quotas = quotas
         self._traces = traces
-        self._host_quota = HostQuota(quotas, engine, sessions)
-        # Jobs that are being opened, of which the engine may not know yet.
+        self._grants = sessions.grants
+        # The jobs that are being opened, which the engine may not know yet.
         self._opening: Counter[str] = Counter()
-        self._readers = Readers(engine, sessions, quotas, self._host_quota)
+        self._readers = Readers(engine, sessions, quotas)
 
-    async def Session(
-        self,
-        request_iterator: AsyncIterator[pb.SessionRequest],
-        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
-    ) -> None:
-        async with answering_errors(context):
-            await self._session_service.serve(request_iterator, context)
+    @needs(Right.TOKEN, takes_context=True)
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], principal: Principal, context: Context) -> None:
+        await self._session_service.serve(requests, principal, context)
 
-    def _session(self, session_id: str, context: grpc.aio.ServicerContext[Any, Any]) -> ClientSession:
-        """The caller's session; raises NotFoundError where it is none of the caller's."""
-        caller = self._gate.principal(context)
-        session = self._sessions.get(session_id)
-        check_owner(caller, session.owner)
-        return session
-
-    async def OpenJob(
-        self, request: pb.OpenJobRequest, context: grpc.aio.ServicerContext[pb.OpenJobRequest, pb.OpenJobResponse]
-    ) -> pb.OpenJobResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            check_job(session.owner, request.job)
-            if request.resume not in (pb.RESUME_POLICY_AUTO, pb.RESUME_POLICY_NEVER, pb.RESUME_POLICY_MUST):
-                raise InvalidRequestError(f"resume has the value {request.resume}; allowed are AUTO, NEVER and MUST")
-            run_id = convert.name(request.run_id, "run_id")
-            # In a thread: a large model's takes tenths of a second, which everybody else would wait for.
-            spec = await asyncio.to_thread(convert.job_spec, request)
-            # It may have ended meanwhile.
-            session = self._session(request.session_id, context)
-            self._quotas.of(spec.name).check_sessions(spec.name, self._sessions.attached(spec.name))
-            self._check_jobs(session.owner, spec.name)
-            self._opening[spec.name] += 1
-            try:
-                job = await self._sessions.join(
-                    session,
-                    spec,
-                    run_id,
-                    request.rank,
-                    may_exist=request.resume != pb.RESUME_POLICY_NEVER,
-                    must_exist=request.resume == pb.RESUME_POLICY_MUST,
-                )
-            finally:
-                self._opening[spec.name] -= 1
-                if not self._opening[spec.name]:
-                    del self._opening[spec.name]
-            return pb.OpenJobResponse(
-                committed=[
-                    pb.CommittedStep(step=step, client_state=commit.client_states.get(session.rank, b""))
-                    for step, commit in sorted(job.retained.items())
-                ],
-                layouts=describe_layouts(self._engine.layouts(job.spec.name)),
+    @needs(Right.SESSION, takes_context=True)
+    async def OpenJob(self, request: pb.OpenJobRequest, session: ClientSession, context: Context) -> pb.OpenJobResponse:
+        check_job(session.owner, request.job)
+        if request.resume not in (pb.RESUME_POLICY_AUTO, pb.RESUME_POLICY_NEVER, pb.RESUME_POLICY_MUST):
+            raise InvalidRequestError(f"resume has the value {request.resume}; allowed are AUTO, NEVER and MUST")
+        run_id = convert.name(request.run_id, "run_id")
+        # A thread converts the job, because that takes tenths of a second for a large model, and all other clients
+        # would wait for the event loop meanwhile.
+        spec = await asyncio.to_thread(convert.job_spec, request)
+        # The session may have ended, and the token may have been withdrawn, while the thread worked.
+        session = self._access.session(request.session_id, context)
+        self._quotas.of(spec.name).check_sessions(spec.name, self._sessions.attached(spec.name))
+        self._check_jobs(session.owner, spec.name)
+        self._opening[spec.name] += 1
+        try:
+            job = await self._sessions.join(
+                session,
+                spec,
+                run_id,
+                request.rank,
+                may_exist=request.resume != pb.RESUME_POLICY_NEVER,
+                must_exist=request.resume == pb.RESUME_POLICY_MUST,
             )
+        finally:
+            self._opening[spec.name] -= 1
+            if not self._opening[spec.name]:
+                del self._opening[spec.name]
+        return pb.OpenJobResponse(
+            committed=[
+                pb.CommittedStep(step=step, client_state=commit.client_states.get(session.rank, b""))
+                for step, commit in sorted(job.retained.items())
+            ],
+            layouts=describe_layouts(self._engine.layouts(job.spec.name)),
+        )
 
     def _check_jobs(self, owner: Principal, name: str) -> None:
-        """Raise BudgetExceededError where the job is new and the token has as many as its quota allows."""
+        """Check that the token may have one job more, if the job is new.
+
+        Raises:
+            BudgetExceededError: the token has as many jobs as its quota allows.
+        """
         quota = self._quotas.of_token(owner)
         known = self._engine.jobs.keys() | self._opening.keys()
         if quota.jobs is not None and name not in known:
             quota.check_jobs(owner.name, sum(map(owner.allows, known)))
 
-    async def BeginLayout(
-        self,
-        request: pb.BeginLayoutRequest,
-        context: grpc.aio.ServicerContext[pb.BeginLayoutRequest, pb.BeginLayoutResponse],
-    ) -> pb.BeginLayoutResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            await self._sessions.begin_layout(session, convert.step(request.first_step, "first_step"))
-            return pb.BeginLayoutResponse()
+    @needs(Right.SESSION)
+    async def BeginLayout(self, request: pb.BeginLayoutRequest, session: ClientSession) -> pb.BeginLayoutResponse:
+        await self._sessions.begin_layout(session, convert.step(request.first_step, "first_step"))
+        return pb.BeginLayoutResponse()
 
+    @needs(Right.SESSION)
     async def RegisterShards(
-        self,
-        request: pb.RegisterShardsRequest,
-        context: grpc.aio.ServicerContext[pb.RegisterShardsRequest, pb.RegisterShardsResponse],
+        self, request: pb.RegisterShardsRequest, session: ClientSession
     ) -> pb.RegisterShardsResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            job = await session.job()
-            session.require_run().check_layout(job)
-            limits = limits_of(self._quotas, session.owner, job.spec.name)
-            specs = await asyncio.to_thread(convert.group_specs, job.spec, request.groups)
-            await self._engine.register(job, specs, limits)
-            return pb.RegisterShardsResponse()
+        job = await session.job()
+        session.require_run().check_layout(job)
+        limits = limits_of(self._quotas, session.owner, job.spec.name)
+        specs = await asyncio.to_thread(convert.group_specs, job.spec, request.groups)
+        await self._engine.register(job, specs, limits)
+        return pb.RegisterShardsResponse()
 
-    async def Prefetch(
-        self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext[pb.PrefetchRequest, pb.PrefetchResponse]
-    ) -> pb.PrefetchResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            job = await session.job()
-            wants = [
-                (want.slab.group, convert.kind(want.slab.kind), convert.position(want.position, "wants.position"))
-                async for want in in_slices(convert.batch(request.wants, "wants"))
-            ]
-            self._engine.prefetch(session.session_id, job, wants)
-            fetched = self._engine.queue.fetched(job.spec.name)
-            return pb.PrefetchResponse(fetched_bytes=fetched.nbytes, fetch_seconds=fetched.seconds)
+    @needs(Right.SESSION)
+    async def Prefetch(self, request: pb.PrefetchRequest, session: ClientSession) -> pb.PrefetchResponse:
+        job = await session.job()
+        wants = [
+            (want.slab.group, convert.kind(want.slab.kind), convert.position(want.position, "wants.position"))
+            async for want in in_slices(convert.batch(request.wants, "wants"))
+        ]
+        self._engine.prefetch(session.session_id, job, wants)
+        fetched = self._engine.queue.fetched(job.spec.name)
+        return pb.PrefetchResponse(fetched_bytes=fetched.nbytes, fetch_seconds=fetched.seconds)
 
-    async def AcquireLeases(
-        self,
-        request: pb.AcquireLeasesRequest,
-        context: grpc.aio.ServicerContext[pb.AcquireLeasesRequest, pb.AcquireLeasesResponse],
-    ) -> pb.AcquireLeasesResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            granted: list[Lease] = []
-            asked_at = time.monotonic()
-            try:
-                async for want in in_slices(convert.batch(request.wants, "wants")):
-                    granted.append(await self._acquire(session, want))
-            except BaseException:
-                # Finished even where the call is cancelled once more: the client does not know the leases' numbers.
-                await finished(self._give_back(session, granted))
-                raise
-            return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
+    @needs(Right.SESSION)
+    async def AcquireLeases(self, request: pb.AcquireLeasesRequest, session: ClientSession) -> pb.AcquireLeasesResponse:
+        granted: list[Lease] = []
+        asked_at = time.monotonic()
+        try:
+            async for want in in_slices(convert.batch(request.wants, "wants")):
+                granted.append(await self._acquire(session, want))
+        except BaseException:
+            # No cancellation ends this half-way, because the client has not learned the leases' numbers and could not
+            # return them itself.
+            await finished(self._give_back(session, granted))
+            raise
+        return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
 
     async def _give_back(self, session: ClientSession, leases: Sequence[Lease]) -> None:
         async for lease in in_slices(leases):
             if not lease.void:
-                await self._sessions.release(session, lease, publish=False, next_use=NEVER)
+                await self._grants.release(session, lease, publish=False, next_use=NEVER)
 
     async def _acquire(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
         if want.HasField("range") or want.ranges:
-            return await self._acquire_range(session, want)
-        kind, group = convert.kind(want.slab.kind), want.slab.group
-        session.require_run().check_whole()
-        job = await session.job()
-        async with self._host_quota.room_for(session.owner, job, lease_bytes(job, group, kind)):
-            return await self._grant(session, want, group, kind)
+            return await self._readers.acquire(session, want)
+        return await self._grants.acquire(session, want)
 
-    async def _grant(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want, group: str, kind: Kind) -> Lease:
-        if want.mode == pb.LEASE_MODE_READ and kind is not Kind.GRAD:
-            as_of = convert.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
-            return await self._sessions.lease_for_reading(
-                session, group, kind, convert.position(want.position, "wants.position"), as_of
-            )
-        if want.mode == pb.LEASE_MODE_WRITE and kind is Kind.GRAD:
-            return await self._sessions.lease_for_gradient(session, group)
-        step, job = convert.step(want.step, "wants.step"), await session.job()
-        if want.mode == pb.LEASE_MODE_WRITE and job.newest is None and step == job.first_step:
-            return await self._sessions.lease_for_staging(session, group, kind)
-        if want.mode == pb.LEASE_MODE_WRITE:
-            return await self._sessions.lease_for_putting(session, step, group, kind)
-        raise InvalidRequestError(f"lease mode {want.mode} is not possible for kind {kind.value}")
+    @needs(Right.SESSION)
+    async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, session: ClientSession) -> pb.ReleaseLeasesResponse:
+        for release in convert.batch(request.releases, "releases"):
+            next_use = convert.position(release.next_use, "next_use") if release.HasField("next_use") else NEVER
+            lease = session.lease(release.lease_id)
+            # No cancellation ends a publication half-way, because the lease is gone already.
+            await finished(self._grants.release(session, lease, publish=release.publish, next_use=next_use))
+        return pb.ReleaseLeasesResponse()
 
-    async def _acquire_range(self, session: ClientSession, want: pb.AcquireLeasesRequest.Want) -> Lease:
-        if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
-            raise InvalidRequestError("a range is leased for reading, and instead of a slab")
-        if not want.ranges:
-            return await self._readers.lease(session, want.range)
-        if want.HasField("range"):
-            raise InvalidRequestError("a want has either one range or several ranges")
-        return await self._readers.lease_many(session, want.ranges)
+    @needs(Right.TOKEN, takes_context=True, is_raw=True)
+    async def Read(self, _: AsyncIterator[bytes], __: Principal, context: RawContext) -> None:
+        # The wrapper has checked the token only, because the session is named in the stream's first message.
+        await self._streams.read(lambda session_id: self._access.session(session_id, context), context)
 
-    async def ReleaseLeases(
-        self,
-        request: pb.ReleaseLeasesRequest,
-        context: grpc.aio.ServicerContext[pb.ReleaseLeasesRequest, pb.ReleaseLeasesResponse],
-    ) -> pb.ReleaseLeasesResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            for release in convert.batch(request.releases, "releases"):
-                next_use = convert.position(release.next_use, "next_use") if release.HasField("next_use") else NEVER
-                lease = session.lease(release.lease_id)
-                # A publication that has begun is finished: the lease is gone either way.
-                await finished(self._sessions.release(session, lease, publish=release.publish, next_use=next_use))
-            return pb.ReleaseLeasesResponse()
+    @needs(Right.TOKEN, takes_context=True, is_raw=True)
+    async def Write(self, _: AsyncIterator[bytes], __: Principal, context: RawContext) -> None:
+        await self._streams.write(lambda session_id: self._access.session(session_id, context), context)
 
-    async def Read(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
-        """Of raw messages; see `raw_handlers`."""
-        async with answering_errors(context):
-            # Before anything is taken in: only the first message names a session.
-            self._gate.principal(context)
-            await self._streams.read(lambda session_id: self._session(session_id, context), context)
-
-    async def Write(self, request_iterator: AsyncIterator[bytes], context: RawContext) -> None:
-        """Of raw messages; see `raw_handlers`."""
-        async with answering_errors(context):
-            self._gate.principal(context)
-            await self._streams.write(lambda session_id: self._session(session_id, context), context)
-
-    def raw_handlers(self) -> Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]:
-        """What has to be registered for Read and Write in place of protoc's handlers, which would decode each chunk."""
-        return {
-            "Read": grpc.stream_stream_rpc_method_handler(self.Read),
-            "Write": grpc.stream_stream_rpc_method_handler(self.Write),
-        }
-
+    @needs(Right.SESSION)
     async def ApplyGradients(
-        self,
-        request: pb.ApplyGradientsRequest,
-        context: grpc.aio.ServicerContext[pb.ApplyGradientsRequest, pb.ApplyGradientsResponse],
+        self, request: pb.ApplyGradientsRequest, session: ClientSession
     ) -> pb.ApplyGradientsResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            job = await session.job()
-            session.require_run().check_whole()
-            step = convert.step(request.step, "step")
-            hyper_parameters = [
-                convert.hyper_parameters(h) for h in convert.batch(request.hyper_parameters, "hyper_parameters")
-            ]
-            checked = []
-            for update in convert.batch(request.updates, "updates"):
-                lease = session.lease(update.grad_lease_id)
-                if lease.mode is not LeaseMode.GRADIENT or lease.group != update.group:
-                    raise ConflictError(f"lease {lease.lease_id} is not for the gradient of group {update.group!r}")
-                if lease.update is not None:
-                    raise ConflictError(
-                        f"the gradient of group {update.group!r} was handed over already; withdraw that update first"
-                    )
-                kernel = convert.optimizer_update(job.group(update.group).spec, update, hyper_parameters)
-                self._engine.check_update(job, step, update.group)
-                checked.append((lease, kernel, convert.position(update.position, "updates.position")))
-            if len({lease.group for lease, _, _ in checked}) != len(checked):
-                raise InvalidRequestError("a group is updated twice in one request")
-            for lease, kernel, position in checked:
-                lease.update = self._engine.update(
-                    job, step, lease.group, lease.region, kernel, position=position, keeps_gradient=True
-                )
-                if not request.provisional:
-                    self._sessions.hand_over(session, lease)
-            return pb.ApplyGradientsResponse()
+        await self._grants.apply_gradients(session, request)
+        return pb.ApplyGradientsResponse()
 
+    @needs(Right.SESSION)
     async def WithdrawUpdates(
-        self,
-        request: pb.WithdrawUpdatesRequest,
-        context: grpc.aio.ServicerContext[pb.WithdrawUpdatesRequest, pb.WithdrawUpdatesResponse],
+        self, request: pb.WithdrawUpdatesRequest, session: ClientSession
     ) -> pb.WithdrawUpdatesResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            step = convert.step(request.step, "step")
-            for group in convert.batch(request.groups, "groups"):
-                # Finished even if the client goes: a half-undone update would be nobody's.
-                await finished(self._sessions.withdraw(session, step, group))
-            return pb.WithdrawUpdatesResponse()
+        step = convert.step(request.step, "step")
+        for group in convert.batch(request.groups, "groups"):
+            # This is finished even if the client goes, because no client could go on from a half-undone update.
+            await finished(self._grants.withdraw(session, step, group))
+        return pb.WithdrawUpdatesResponse()
 
-    async def CommitStep(
-        self,
-        request: pb.CommitStepRequest,
-        context: grpc.aio.ServicerContext[pb.CommitStepRequest, pb.CommitStepResponse],
-    ) -> pb.CommitStepResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            if request.settled_step > request.step:
-                raise InvalidRequestError(f"settled_step {request.settled_step} is above step {request.step}")
-            durable = await self._sessions.vote(
-                session,
-                convert.step(request.step, "step"),
-                convert.client_state(request.client_state),
-                request.settled_step,
-            )
-            return pb.CommitStepResponse(durable=durable)
+    @needs(Right.SESSION)
+    async def CommitStep(self, request: pb.CommitStepRequest, session: ClientSession) -> pb.CommitStepResponse:
+        if request.settled_step > request.step:
+            raise InvalidRequestError(f"settled_step {request.settled_step} is above step {request.step}")
+        durable = await self._sessions.vote(
+            session,
+            convert.step(request.step, "step"),
+            convert.client_state(request.client_state),
+            request.settled_step,
+        )
+        return pb.CommitStepResponse(durable=durable)
 
-    async def RollBack(
-        self, request: pb.RollBackRequest, context: grpc.aio.ServicerContext[pb.RollBackRequest, pb.RollBackResponse]
-    ) -> pb.RollBackResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            # Finished even if the client goes: a half-done roll-back would be a state that nobody asked for.
-            await finished(self._engine.roll_back(await session.job(), convert.step(request.step, "step")))
-            return pb.RollBackResponse()
+    @needs(Right.SESSION)
+    async def RollBack(self, request: pb.RollBackRequest, session: ClientSession) -> pb.RollBackResponse:
+        # This is finished even if the client goes, because a half-done roll-back would be a state of no step at all.
+        await finished(self._engine.roll_back(await session.job(), convert.step(request.step, "step")))
+        return pb.RollBackResponse()
 
-    async def ListVersions(
-        self,
-        request: pb.ListVersionsRequest,
-        context: grpc.aio.ServicerContext[pb.ListVersionsRequest, pb.ListVersionsResponse],
-    ) -> pb.ListVersionsResponse:
-        async with answering_errors(context):
-            job = await self._session(request.session_id, context).job()
-            return pb.ListVersionsResponse(versions=[version_info(job, step) for step in sorted(job.retained)])
+    @needs(Right.SESSION)
+    async def ListVersions(self, request: pb.ListVersionsRequest, session: ClientSession) -> pb.ListVersionsResponse:
+        job = await session.job()
+        return pb.ListVersionsResponse(versions=[version_info(job, step) for step in sorted(job.retained)])
 
-    async def OpenReader(
-        self,
-        request: pb.OpenReaderRequest,
-        context: grpc.aio.ServicerContext[pb.OpenReaderRequest, pb.OpenReaderResponse],
-    ) -> pb.OpenReaderResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            check_job(session.owner, request.job)
-            return await self._readers.open(session, self._readers.layout(request), request)
+    @needs(Right.SESSION)
+    async def OpenReader(self, request: pb.OpenReaderRequest, session: ClientSession) -> pb.OpenReaderResponse:
+        check_job(session.owner, request.job)
+        return await self._readers.open(session, self._readers.layout(request), request)
 
+    @needs(Right.SESSION)
     async def ReadClientState(
-        self,
-        request: pb.ReadClientStateRequest,
-        context: grpc.aio.ServicerContext[pb.ReadClientStateRequest, pb.ReadClientStateResponse],
+        self, request: pb.ReadClientStateRequest, session: ClientSession
     ) -> pb.ReadClientStateResponse:
-        async with answering_errors(context):
-            reader = self._session(request.session_id, context).reader(request.reader_id)
-            return pb.ReadClientStateResponse(client_state=reader.client_state(request.rank))
+        reader = session.reader(request.reader_id)
+        return pb.ReadClientStateResponse(client_state=reader.client_state(request.rank))
 
-    async def CloseReader(
-        self,
-        request: pb.CloseReaderRequest,
-        context: grpc.aio.ServicerContext[pb.CloseReaderRequest, pb.CloseReaderResponse],
-    ) -> pb.CloseReaderResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            self._sessions.let_go(session, request.reader_id)
-            return pb.CloseReaderResponse()
+    @needs(Right.SESSION)
+    async def CloseReader(self, request: pb.CloseReaderRequest, session: ClientSession) -> pb.CloseReaderResponse:
+        self._sessions.close_reader(session, request.reader_id)
+        return pb.CloseReaderResponse()
 
+    @needs(Right.SESSION)
     async def ListStoredJobs(
-        self,
-        request: pb.ListStoredJobsRequest,
-        context: grpc.aio.ServicerContext[pb.ListStoredJobsRequest, pb.ListStoredJobsResponse],
+        self, request: pb.ListStoredJobsRequest, session: ClientSession
     ) -> pb.ListStoredJobsResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            allowed = (job for name, job in self._engine.jobs.items() if session.owner.allows(name))
-            jobs = sorted(allowed, key=lambda job: job.spec.name)
-            return pb.ListStoredJobsResponse(
-                jobs=[describe_job(job, self._engine.layouts(job.spec.name)) for job in jobs]
-            )
+        allowed = (job for name, job in self._engine.jobs.items() if session.owner.allows(name))
+        jobs = sorted(allowed, key=lambda job: job.spec.name)
+        return pb.ListStoredJobsResponse(jobs=[describe_job(job, self._engine.layouts(job.spec.name)) for job in jobs])
 
+    @needs(Right.SESSION)
     async def ListStoredTensors(
-        self,
-        request: pb.ListStoredTensorsRequest,
-        context: grpc.aio.ServicerContext[pb.ListStoredTensorsRequest, pb.ListStoredTensorsResponse],
+        self, request: pb.ListStoredTensorsRequest, session: ClientSession
     ) -> pb.ListStoredTensorsResponse:
-        async with answering_errors(context):
-            check_job(self._session(request.session_id, context).owner, request.job)
-            return await self._readers.list_tensors(self._readers.layout(request), request)
+        check_job(session.owner, request.job)
+        return await self._readers.list_tensors(self._readers.layout(request), request)
 
-    async def WatchJob(
-        self, request: pb.WatchJobRequest, context: grpc.aio.ServicerContext[pb.WatchJobRequest, pb.WatchJobResponse]
-    ) -> AsyncIterator[pb.WatchJobResponse]:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            check_job(session.owner, request.job)
-            async for response in self._readers.watch(session, self._engine.job(request.job)):
-                yield response
+    @needs(Right.SESSION)
+    async def WatchJob(self, request: pb.WatchJobRequest, session: ClientSession) -> AsyncIterator[pb.WatchJobResponse]:
+        check_job(session.owner, request.job)
+        async for response in self._readers.watch(session, self._engine.job(request.job)):
+            yield response
 
-    async def ReadCounters(
-        self,
-        request: pb.ReadCountersRequest,
-        context: grpc.aio.ServicerContext[pb.ReadCountersRequest, pb.ReadCountersResponse],
-    ) -> pb.ReadCountersResponse:
-        async with answering_errors(context):
-            self._session(request.session_id, context)
-            return read_counters(self._engine)
+    @needs(Right.SESSION)
+    async def ReadCounters(self, _: pb.ReadCountersRequest, __: ClientSession) -> pb.ReadCountersResponse:
+        return read_counters(self._engine)
 
-    async def CollectSpans(
-        self,
-        request: pb.CollectSpansRequest,
-        context: grpc.aio.ServicerContext[pb.CollectSpansRequest, pb.CollectSpansResponse],
-    ) -> pb.CollectSpansResponse:
-        async with answering_errors(context):
-            session = self._session(request.session_id, context)
-            job = await session.job()
-            return self._traces.collect(session.session_id, job.spec.identity, ends=request.ends)
+    @needs(Right.SESSION)
+    async def CollectSpans(self, request: pb.CollectSpansRequest, session: ClientSession) -> pb.CollectSpansResponse:
+        job = await session.job()
+        return self._traces.collect(session.session_id, job.spec.identity, ends=request.ends)
 
 
 def _lease_to_wire(lease: Lease, asked_at: float) -> pb.Lease:

@@ -1,52 +1,50 @@
-"""What is stored, for clients that train nothing: which jobs and tensors there are, their steps as they are committed,
-and readers that hold one of them.
+"""The calls of clients that read what is stored and train nothing.
 
-Owns nothing: readers belong to their sessions. Must never change a job, nor cost anything while nothing is committed.
+Such a client lists jobs and tensors, watches a job's steps as they are committed, and opens readers, each of which
+holds one committed step. Owns the count of readers that are being opened; an open reader belongs to its session. Must
+never change a job, and must not cost anything while no step is committed.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
-from paramserver.sessions.host_quota import HostQuota
 from paramserver.sessions.leases import Lease
-from paramserver.sessions.sessions import Session, Sessions
+from paramserver.sessions.session import Session
+from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE
 from storage.engine import Engine
 from storage.errors import InvalidRequestError, NotFoundError
 from storage.gathering import Gathering
-from storage.reader import StepReader
-from storage.shard import DType, Kind, ParameterSpec
+from storage.shard import Kind, ParameterSpec
 from storage.shard_index import Placed
 from storage.slices import in_slices
-from storage.tiers.base import round_up
 from storage.versions import Job
 
 
 class Readers:
-    """The calls of ParameterStore that need no run."""
+    """The calls of ParameterStore that need no run of a job."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, quotas: Quotas, host_quota: HostQuota) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, quotas: Quotas) -> None:
         self._engine = engine
         self._sessions = sessions
         self._quotas = quotas
-        self._host_quota = host_quota
-        # Readers that are being opened, by job and by principal.
+        # How many readers are being opened, by job and by principal.
         self._opening: Counter[str | Principal] = Counter()
 
     async def open(self, session: Session, job: Job, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
-        """Holds a committed step for a session.
+        """Open a reader, which holds a committed step for a session.
 
         Raises:
             NotFoundError: the step is not retained.
-            BudgetExceededError: the quota of the job or the token has no reader left.
+            BudgetExceededError: the job or the token has as many readers as its quota allows.
             StorageError: see Engine.open_reader.
         """
         step = convert.step(request.step, "step") if request.HasField("step") else None
@@ -60,10 +58,14 @@ class Readers:
             reader = await self._engine.open_reader(job, step)
         finally:
             self._opening.subtract((name, owner))
-        return pb.OpenReaderResponse(reader_id=self._sessions.hold(session, reader), step=reader.step)
+        return pb.OpenReaderResponse(reader_id=self._sessions.add_reader(session, reader), step=reader.step)
 
     def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest) -> Job:
-        """The job in the layout that is asked for. Raises NotFoundError where there is none such."""
+        """Return the job in the layout that the request names, or in the newest committed one.
+
+        Raises:
+            NotFoundError: there is no such job, or it has no such layout with committed steps.
+        """
         job = self._engine.job(request.job)
         if not request.HasField("layout"):
             return job
@@ -72,13 +74,23 @@ class Readers:
                 return other
         raise NotFoundError(f"job {request.job!r} has no layout {request.layout!r} with committed steps")
 
-    async def lease(self, session: Session, source: pb.TensorRange) -> Lease:
-        """A lease on a range of a reader's step, which is brought into the arena for it.
+    async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease:
+        """Lease one range of a reader's step, or many ranges of one reader's step.
 
         Raises:
-            NotFoundError: the session has no such reader, or this store does not have all of the range.
+            InvalidRequestError: the want also names a slab, or both one range and several, or does not ask to read.
+            NotFoundError: the session has no such reader, or this store does not have all elements of the ranges.
             StorageError: see Engine.load.
         """
+        if want.HasField("slab") or want.mode != pb.LEASE_MODE_READ:
+            raise InvalidRequestError("a range is leased for reading, and instead of a slab")
+        if not want.ranges:
+            return await self._acquire_one(session, want.range)
+        if want.HasField("range"):
+            raise InvalidRequestError("a want has either one range or several ranges")
+        return await self._acquire_many(session, want.ranges)
+
+    async def _acquire_one(self, session: Session, source: pb.TensorRange) -> Lease:
         reader, kind = session.reader(source.reader_id), convert.kind(source.kind)
         convert.check_range(source)
         dtype = await reader.describe(source.fqn, kind, source.offset, source.numel)
@@ -87,16 +99,12 @@ class Readers:
         async def fill(view: memoryview) -> None:
             await reader.fill(source.fqn, kind, source.offset, source.numel, view)
 
-        return await self._load(session, source.reader_id, reader, source.fqn, dtype, nbytes, fill)
+        return await self._sessions.grants.acquire_range(
+            session, source.reader_id, reader, source.fqn, dtype, nbytes, fill
+        )
 
-    async def lease_many(self, session: Session, sources: Sequence[pb.TensorRange]) -> Lease:
-        """A lease on many ranges of one reader's step, which are brought into the arena for it, side by side.
-
-        Raises:
-            InvalidRequestError: they are of several readers, or too many.
-            NotFoundError: the session has no such reader, or this store does not have all of the ranges.
-            StorageError: see Engine.load.
-        """
+    async def _acquire_many(self, session: Session, sources: Sequence[pb.TensorRange]) -> Lease:
+        """Lease ranges that lie one behind the other in the arena."""
         reader_id = sources[0].reader_id
         reader = session.reader(reader_id)
         ranges = []
@@ -112,31 +120,15 @@ class Readers:
             await reader.gather(gathering, view)
 
         name = f"{len(ranges)} ranges"
-        return await self._load(session, reader_id, reader, name, gathering.dtype, gathering.nbytes, fill)
-
-    async def _load(
-        self,
-        session: Session,
-        reader_id: int,
-        reader: StepReader,
-        name: str,
-        dtype: DType,
-        nbytes: int,
-        fill: Callable[[memoryview], Awaitable[None]],
-    ) -> Lease:
-        """Lease bytes of a reader's step that `fill` brings into the arena."""
-        async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
-            region = await self._engine.load(reader.job, nbytes, fill)
-            if session.readers.get(reader_id) is not reader:
-                self._engine.scratch.free(region)
-                raise NotFoundError(f"reader {reader_id} was closed while a range was leased from it")
-            return self._sessions.lease_range(session, reader, name, dtype, nbytes, region)
+        return await self._sessions.grants.acquire_range(
+            session, reader_id, reader, name, gathering.dtype, gathering.nbytes, fill
+        )
 
     async def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:
-        """A page of the tensors that this store holds elements of.
+        """Return one page of the tensors of which this store holds elements.
 
         Raises:
-            InvalidRequestError: the page's size or token is none.
+            InvalidRequestError: the page is too large, or its token was not given out by a store.
         """
         size, start = page_size(request.page_size), Place.of_token(request.page_token)
         tensors: list[pb.StoredTensor] = []
@@ -148,14 +140,17 @@ class Readers:
         return pb.ListStoredTensorsResponse(tensors=tensors)
 
     async def watch(self, session: Session, job: Job) -> AsyncIterator[pb.WatchJobResponse]:
-        """The newest committed step, then the newest again whenever one was committed.
+        """Yield the newest committed step now, and again after each commit.
+
+        A client that is slow to take a step gets the newest one next, not each one between them.
 
         Raises:
             NotFoundError: the job was deleted, or the session has ended.
         """
         name = job.spec.name
         while True:
-            # Before the step is looked at: none that is committed while the client takes this one may be missed.
+            # The event is taken before the step is looked at, so that no commit is missed while the client takes the
+            # step from the stream.
             changed = job.changed
             if job.newest is not None:
                 yield pb.WatchJobResponse(newest=version_info(job, job.newest))
@@ -166,12 +161,12 @@ class Readers:
             current = self._engine.jobs.get(name)
             if current is None or (current is not job and job.newest is not None):
                 raise NotFoundError(f"job {name!r} was deleted")
-            # A job that never committed anything is made anew by its next run.
+            # A job without any commit is replaced by a new object when its next run opens it.
             job = current
 
 
 async def _either(*events: asyncio.Event) -> None:
-    """Waits for the first of several events."""
+    """Wait until one of the events is set."""
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +176,7 @@ async def _either(*events: asyncio.Event) -> None:
 
 
 def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
-    """Those of a job that have commits, oldest first."""
+    """Return the layouts of a job that have committed steps, oldest first."""
     return [
         pb.StoredLayout(layout=job.spec.layout, world_size=job.spec.world_size, steps=sorted(job.retained))
         for job in layouts
@@ -190,7 +185,7 @@ def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
 
 
 def describe_job(job: Job, layouts: Iterable[Job]) -> pb.StoredJob:
-    """A job, for those who may read it."""
+    """Return what a client that may read a job is told of it."""
     return pb.StoredJob(
         layouts=describe_layouts(layouts),
         name=job.spec.name,
@@ -201,7 +196,7 @@ def describe_job(job: Job, layouts: Iterable[Job]) -> pb.StoredJob:
 
 
 def version_info(job: Job, step: int) -> pb.VersionInfo:
-    """A committed step of a job."""
+    """Return the message for a committed step of a job."""
     return pb.VersionInfo(
         step=step, durable=step in job.durable, committed_at_unix_seconds=job.retained[step].committed_at
     )
@@ -221,7 +216,7 @@ def _describe_tensor(parameter: ParameterSpec, placed: Sequence[Placed]) -> pb.S
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ascending ranges `[start, end)`, joined where they touch or overlap."""
+    """Yield the ascending ranges `[start, end)`, joined where they touch or overlap."""
     joined: tuple[int, int] | None = None
     for start, end in ranges:
         if joined is not None and start <= joined[1]:

@@ -1,4 +1,7 @@
-"""The StoreAdmin service: readings of the tiers, jobs, shards and sessions for operators."""
+"""The StoreAdmin service: shows operators the tiers, jobs, shards and sessions, and deletes jobs.
+
+Owns nothing. Must never touch a job that has sessions attached.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,18 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-import grpc.aio
-
 from paramserver.dataplane.chunk_budget import Transfers
 from paramserver.process.loop_watch import LoopWatch
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
-from paramserver.rpc.status import answering_errors, finished
-from paramserver.security.gate import Gate, check_deletion
-from paramserver.security.principals import Role
-from paramserver.sessions.sessions import Session, Sessions, SessionState
+from paramserver.rpc.rights import Right, needs
+from paramserver.rpc.status import finished
+from paramserver.security.gate import Context, Gate, check_deletion
+from paramserver.security.principals import Principal, Role
+from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
 from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
@@ -35,8 +37,8 @@ from storage.versions import Job
 MIN_WATCH_SECONDS = 0.1
 
 
-class StoreAdmin(admin_grpc.StoreAdminServicer):
-    """See store_admin.proto."""
+class StoreAdmin:
+    """The methods of StoreAdmin; store_admin.proto says what each of them does."""
 
     def __init__(
         self,
@@ -56,105 +58,77 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
         self._state_dir = state_dir
         self._gate = gate
 
-    async def GetTiers(
-        self,
-        request: admin_pb.GetTiersRequest,
-        context: grpc.aio.ServicerContext[admin_pb.GetTiersRequest, admin_pb.GetTiersResponse],
-    ) -> admin_pb.GetTiersResponse:
-        async with answering_errors(context):
-            self._gate.require_admin(context)
-            return self._read_tiers()
+    @needs(Right.ADMIN)
+    async def GetTiers(self, _: admin_pb.GetTiersRequest) -> admin_pb.GetTiersResponse:
+        return self._read_tiers()
 
+    @needs(Right.ADMIN, takes_context=True)
     async def WatchTiers(
-        self,
-        request: admin_pb.WatchTiersRequest,
-        context: grpc.aio.ServicerContext[admin_pb.WatchTiersRequest, admin_pb.GetTiersResponse],
+        self, request: admin_pb.WatchTiersRequest, context: Context
     ) -> AsyncIterator[admin_pb.GetTiersResponse]:
-        async with answering_errors(context):
+        interval = request.interval_seconds
+        if not math.isfinite(interval) or interval < MIN_WATCH_SECONDS:
+            raise InvalidRequestError(f"interval_seconds {interval} must be at least {MIN_WATCH_SECONDS}")
+        while True:
+            yield self._read_tiers()
+            await asyncio.sleep(interval)
+            # The check comes again each time, because the token may have been withdrawn since the last reading.
             self._gate.require_admin(context)
-            interval = request.interval_seconds
-            if not math.isfinite(interval) or interval < MIN_WATCH_SECONDS:
-                raise InvalidRequestError(f"interval_seconds {interval} must be at least {MIN_WATCH_SECONDS}")
-            while True:
-                yield self._read_tiers()
-                await asyncio.sleep(interval)
-                # The token may have been taken away meanwhile.
-                self._gate.require_admin(context)
-
-    async def GetAccounts(
-        self,
-        request: admin_pb.GetAccountsRequest,
-        context: grpc.aio.ServicerContext[admin_pb.GetAccountsRequest, admin_pb.GetAccountsResponse],
-    ) -> admin_pb.GetAccountsResponse:
-        async with answering_errors(context):
             self._gate.require_admin(context)
-            accounts = self._engine.accounts(
-                leased=(lease.region for session in self._sessions for lease in session.leases.values()),
-                quarantined=self._sessions.quarantine.ranges,
-            )
-            return admin_pb.GetAccountsResponse(accounts=[_describe_account(account) for account in accounts])
 
-    async def ListJobs(
-        self,
-        request: admin_pb.ListJobsRequest,
-        context: grpc.aio.ServicerContext[admin_pb.ListJobsRequest, admin_pb.ListJobsResponse],
-    ) -> admin_pb.ListJobsResponse:
-        async with answering_errors(context):
-            self._gate.require_admin(context)
-            jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
-            return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) async for job in in_slices(jobs)])
+    @needs(Right.ADMIN)
+    async def GetAccounts(self, _: admin_pb.GetAccountsRequest) -> admin_pb.GetAccountsResponse:
+        accounts = self._engine.accounts(
+            leased=(lease.region for session in self._sessions for lease in session.leases.values()),
+            quarantined=self._sessions.quarantine.ranges,
+        )
+        return admin_pb.GetAccountsResponse(accounts=[_describe_account(account) for account in accounts])
 
-    async def ListShards(
-        self,
-        request: admin_pb.ListShardsRequest,
-        context: grpc.aio.ServicerContext[admin_pb.ListShardsRequest, admin_pb.ListShardsResponse],
-    ) -> admin_pb.ListShardsResponse:
-        async with answering_errors(context):
-            self._gate.require_admin(context)
-            job = self._job(request.job)
-            kinds = list(KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
-            size, start = page_size(request.page_size), Place.of_token(request.page_token)
-            listed: list[admin_pb.ShardInfo] = []
-            async for place, slab, shard in in_slices(_shards_from(job, start, request.fqn_prefix, kinds)):
-                if slab is None:
-                    continue
-                if len(listed) == size:
-                    return admin_pb.ListShardsResponse(shards=listed, next_page_token=place.to_token())
-                listed.append(_describe_shard(slab, shard))
-            return admin_pb.ListShardsResponse(shards=listed)
+    @needs(Right.ADMIN)
+    async def ListJobs(self, _: admin_pb.ListJobsRequest) -> admin_pb.ListJobsResponse:
+        jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
+        return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) async for job in in_slices(jobs)])
 
-    async def ListSessions(
-        self,
-        request: admin_pb.ListSessionsRequest,
-        context: grpc.aio.ServicerContext[admin_pb.ListSessionsRequest, admin_pb.ListSessionsResponse],
-    ) -> admin_pb.ListSessionsResponse:
-        async with answering_errors(context):
-            self._gate.require_admin(context)
-            return admin_pb.ListSessionsResponse(sessions=[self._describe_session(s) for s in self._sessions])
+    @needs(Right.ADMIN)
+    async def ListShards(self, request: admin_pb.ListShardsRequest) -> admin_pb.ListShardsResponse:
+        job = self._job(request.job)
+        kinds = list(KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
+        size, start = page_size(request.page_size), Place.of_token(request.page_token)
+        listed: list[admin_pb.ShardInfo] = []
+        async for place, slab, shard in in_slices(_shards_from(job, start, request.fqn_prefix, kinds)):
+            if slab is None:
+                continue
+            if len(listed) == size:
+                return admin_pb.ListShardsResponse(shards=listed, next_page_token=place.to_token())
+            listed.append(_describe_shard(slab, shard))
+        return admin_pb.ListShardsResponse(shards=listed)
 
-    async def DeleteJob(
-        self,
-        request: admin_pb.DeleteJobRequest,
-        context: grpc.aio.ServicerContext[admin_pb.DeleteJobRequest, admin_pb.DeleteJobResponse],
-    ) -> admin_pb.DeleteJobResponse:
-        async with answering_errors(context):
-            principal = self._gate.principal(context)
-            check_deletion(principal, request.job)
-            if principal.role is not Role.ADMIN and request.job not in self._engine.jobs:
-                # Which ones there are is the operator's to know.
-                raise NotFoundError(f"there is no job {request.job!r}")
-            # Finished even if the client goes: half of a job is of no use to anybody.
-            await finished(self._delete(request.job))
-            return admin_pb.DeleteJobResponse()
+    @needs(Right.ADMIN)
+    async def ListSessions(self, _: admin_pb.ListSessionsRequest) -> admin_pb.ListSessionsResponse:
+        return admin_pb.ListSessionsResponse(sessions=[self._describe_session(s) for s in self._sessions])
+
+    @needs(Right.TOKEN)
+    async def DeleteJob(self, request: admin_pb.DeleteJobRequest, principal: Principal) -> admin_pb.DeleteJobResponse:
+        check_deletion(principal, request.job)
+        if principal.role is not Role.ADMIN and request.job not in self._engine.jobs:
+            # Only an operator may learn which jobs there are, so this text does not list them as `_job` does.
+            raise NotFoundError(f"there is no job {request.job!r}")
+        # This is finished even if the client goes, because a half-deleted job could not be used any more.
+        await finished(self._delete(request.job))
+        return admin_pb.DeleteJobResponse()
 
     async def _delete(self, name: str) -> None:
-        # Between the check and the deletion nothing else may run: a session could join.
+        # There must be no wait between this check and the deletion, because a session could join the job meanwhile.
         if attached := self._sessions.attached(name):
             raise ConflictError(f"job {name!r} has {attached} sessions attached; stop its trainers first")
         await self._engine.delete_job(self._job(name).spec.name)
 
     def _job(self, name: str) -> Job:
-        """Raises NotFoundError, which tells an operator what there is."""
+        """Return the job of a name.
+
+        Raises:
+            NotFoundError: there is no such job. The text lists the jobs that there are, for the operator.
+        """
         convert.name(name, "job")
         if name not in self._engine.jobs:
             known = ", ".join(sorted(self._engine.jobs)) or "none"
@@ -220,7 +194,7 @@ class StoreAdmin(admin_grpc.StoreAdminServicer):
 
     def _describe_job(self, job: Job) -> admin_pb.JobInfo:
         newest, durable = job.newest, max(job.durable, default=None)
-        # In all its layouts: while one replaces another, both are there.
+        # All layouts count, because the store has two of them while one replaces the other.
         tallies = [layout.tally for layout in self._engine.layouts(job.spec.name)]
         nvme = sum(tally.nvme_bytes for tally in tallies)
         host = sum(tally.copied_bytes for tally in tallies)
@@ -273,8 +247,10 @@ def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:
 def _shards_from(
     job: Job, start: Place, prefix: str, kinds: Sequence[Kind]
 ) -> Iterator[tuple[Place, Slab | None, Shard]]:
-    """Return the shards of a job from a place on, by FQN, kind and offset; None in the place of the slab of a kind that
-    a group does not have."""
+    """Yield the shards of a job from a place on, by FQN, kind and offset, each with its place and its slab.
+
+    The slab is None if the shard's group has no slab of that kind.
+    """
     numbered = sorted((KIND_TO_WIRE[kind], kind) for kind in kinds)
     for fqn in job.index.names_from(start.fqn, prefix):
         first = start if fqn == start.fqn else Place(fqn)

@@ -1,7 +1,7 @@
-"""What clients that train are told of the store's side of a step: counters of the tiers, and the spans of their job.
+"""The store's side of a training step, for the trainers: counters of the tiers, and the spans of the trainer's job.
 
-Owns the spans that wait to be collected, for each session that takes a trace, of bounded number. Must never keep spans
-for a session that does not ask for them, nor tell one of another job.
+Owns the spans that wait until a session collects them, whose number is bounded. Must never keep spans for a session
+that does not ask for them, and must never give a session the spans of another job.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from storage.engine import Engine
 from storage.tiers.base import TierCounters
 from storage.tracing import Span, Tracer
 
-# Of one session, between two calls: a third of what a message may have.
+# The most spans that are kept for one session between two calls. They take a third of the largest message.
 MAX_SPANS = 50_000
-# Of all sessions: some 30 MB.
+# The most spans that are kept for all sessions together. They take some 30 MB.
 MAX_SPANS_OF_ALL = 2 * MAX_SPANS
 
 
@@ -28,18 +28,19 @@ class _Collection:
 
 
 class Traces:
-    """Of all sessions. Called on the event loop; spans come on any thread."""
+    """The collections of all sessions. Methods are called on the event loop; spans may come from any thread."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._collections: dict[str, _Collection] = {}
 
     def collect(self, session_id: str, job: str, *, ends: bool) -> pb.CollectSpansResponse:
-        """The spans of a job since the session's last call; none if this is its first.
+        """Return the spans of a job since the session's last call, or no spans at its first call.
 
         Args:
-            job: its identity.
-            ends: nothing is kept for the session any more.
+            session_id: the session that collects.
+            job: the identity of the session's job.
+            ends: this is the session's last call, so no further spans are kept for it.
         """
         collected = self._collections.pop(session_id, None) or _Collection(job)
         if not ends:
@@ -52,7 +53,7 @@ class Traces:
         )
 
     def end_session(self, session_id: str) -> None:
-        """The session is over."""
+        """Discard what is kept for a session that has ended."""
         if self._collections.pop(session_id, None) is not None:
             self._listen()
 
@@ -60,7 +61,7 @@ class Traces:
         self._tracer.listener = self._on_span if self._collections else None
 
     def _on_span(self, span: Span) -> None:
-        # A copy: the event loop may change it meanwhile.
+        # This iterates over a copy, because the event loop's thread may add or remove collections meanwhile.
         collections = list(self._collections.values())
         is_room = sum(len(collection.spans) for collection in collections) < MAX_SPANS_OF_ALL
         for collection in collections:
@@ -73,7 +74,7 @@ class Traces:
 
 
 def read_counters(engine: Engine) -> pb.ReadCountersResponse:
-    """One reading of the tiers, over all jobs."""
+    """Return one reading of the tiers' counters, over all jobs."""
     host, nvme = _counters(pb.TIER_HOST, engine.host.counters), _counters(pb.TIER_NVME, engine.nvme.counters)
     nvme.bytes_per_second = sum(file.bandwidth or 0.0 for file in engine.nvme.files)
     return pb.ReadCountersResponse(tiers=[host, nvme], monotonic_seconds=time.monotonic())

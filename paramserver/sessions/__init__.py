@@ -1,1 +1,1 @@
-"""Connected clients: how their sessions live and end, the leases that they hold, and the runs that they form."""
+"""Connected clients: the life of their sessions, the leases that sessions hold, and the runs that sessions form."""

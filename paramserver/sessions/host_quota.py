@@ -1,21 +1,20 @@
-"""Holds each job, and all jobs of a token together, to their quotas of host memory while they take leases.
+"""The quotas of host memory, to which each job, and all jobs of a token together, are held while they take leases.
 
-What counts: slabs placed on the host, gradients and puts until they are done with, and every other lease; not what was
-only prefetched, for that goes as soon as somebody needs the room. Owns what is being granted; the rest is counted where
-it is.
+These count: slabs that are placed on the host, the ranges of gradients and puts until the engine is done with them, and
+every other lease. Prefetched slabs do not count, because the engine evicts them as soon as another request needs the
+room. Owns the count of bytes that are being granted; all other bytes are counted where they are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.leases import Lease
-from paramserver.sessions.sessions import Sessions
 from storage.admission import Limit
 from storage.engine import Engine
 from storage.errors import BudgetExceededError
@@ -23,12 +22,13 @@ from storage.shard import Kind
 from storage.tiers.base import round_up
 from storage.versions import Job
 
-# Those who wait look again, instead of being woken by whatever may make room: only jobs at their quota come here.
+# A waiting request looks again at this interval. Waking it would need a signal from every place that can make room, and
+# only the requests of jobs at their quota wait here.
 LOOK_AGAIN_SECONDS = 0.02
 
 
 def limits_of(quotas: Quotas, principal: Principal, job: str) -> list[Limit]:
-    """Return the limits of bytes that hold where a principal uses a job: the job's own, and those of the token."""
+    """Return the limits of bytes that apply when a principal uses a job: the job's own, and those of the token."""
     of_job, of_token = quotas.of(job), quotas.of_token(principal)
     return [
         Limit(
@@ -42,29 +42,38 @@ def limits_of(quotas: Quotas, principal: Principal, job: str) -> list[Limit]:
             covers=principal.allows,
             host_bytes=of_token.host_bytes,
             nvme_bytes=of_token.nvme_bytes,
-            # Steps of deleted jobs stay as long as a reader of the token holds them, and no job's quota counts them.
+            # The bytes of a deleted job stay while a reader of the token holds one of its steps. The token's quota must
+            # count them, because there is no job left whose quota could.
             counts_readers=True,
         ),
     ]
 
 
 class HostQuota:
-    """The quotas of all jobs and tokens."""
+    """The quotas of host memory of all jobs and tokens."""
 
-    def __init__(self, quotas: Quotas, engine: Engine, sessions: Sessions) -> None:
+    def __init__(self, quotas: Quotas, engine: Engine, leases_of: Callable[[str], Iterable[Lease]]) -> None:
+        """Make the quotas of a daemon.
+
+        Args:
+            quotas: the configured ones.
+            engine: counts slabs and ranges.
+            leases_of: returns the leases that the ranks of a job hold.
+        """
         self._quotas = quotas
         self._engine = engine
-        self._sessions = sessions
+        self._leases_of = leases_of
         self._being_granted: Counter[str] = Counter()
 
     @asynccontextmanager
     async def room_for(self, principal: Principal, job: Job, needed: int) -> AsyncIterator[None]:
-        """Waits until the quotas of the job and of the token have room for a lease of that many bytes, which is granted
-        inside: from then on the lease itself counts.
+        """Wait until the quotas of the job and the token have room for a lease of that many bytes.
+
+        The block grants the lease. While it runs, the bytes count as being granted; afterwards the lease itself counts.
 
         Raises:
-            BudgetExceededError: naming the quota, what is needed and what is taken: the quota is smaller, or nothing
-                was given back within `admission_timeout_seconds`.
+            BudgetExceededError: the quota is smaller than what is needed, or not enough was released within
+                `admission_timeout_seconds`. The text names the quota, what is needed and what is taken.
         """
         name = job.spec.name
         limits = [each for each in limits_of(self._quotas, principal, name) if each.host_bytes is not None]
@@ -86,7 +95,7 @@ class HostQuota:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._engine.config.admission_timeout_seconds
         while True:
-            # All in one look: while one limit is waited for, another may be reached.
+            # Each look checks all limits, because another limit may be reached during the wait for one.
             for (limit, jobs), home in zip(scopes, homes, strict=True):
                 assert limit.host_bytes is not None
                 taken = sum(map(self._taken, jobs))
@@ -104,18 +113,23 @@ class HostQuota:
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
     def _covered(self, limit: Limit, job: Job) -> list[Job]:
-        """The jobs that count, `job` in the layout that is used, which may be another than the newest."""
+        """Return the jobs that a limit covers, with `job` itself in the layout that the client uses.
+
+        The engine's own list has each job in its newest committed layout, which may be another one.
+        """
         others = (other for name, other in self._engine.jobs.items() if name != job.spec.name and limit.covers(name))
         return [job, *others]
 
     def _taken(self, job: Job) -> int:
-        leases = (lease for session in self._sessions.of_job(job.spec.name) for lease in session.leases.values())
-        leased = sum(round_up(lease.nbytes) for lease in leases if _counts(lease))
+        leased = sum(round_up(lease.nbytes) for lease in self._leases_of(job.spec.name) if _counts(lease))
         return leased + self._engine.scratch.nbytes_of(job.spec.name) + self._being_granted[job.spec.name]
 
 
 def _home_bytes(job: Job) -> int:
-    """What the job has placed on the host; of one that is not trained, what is there still."""
+    """Return the bytes of the job's slabs that are placed on the host.
+
+    The slabs of a job that is not trained count only as far as they are still in host memory.
+    """
     if job.spec.local_ranks:
         return job.tally.home_bytes
     slabs = (slab for slab in job.slabs() if slab.at_home_in_host) if job.tally.copies else ()
@@ -123,12 +137,20 @@ def _home_bytes(job: Job) -> int:
 
 
 def _counts(lease: Lease) -> bool:
-    """What is no slab's is counted by the engine, which has it also while it is applied."""
+    """Return whether a lease counts by itself.
+
+    A slab that is placed on the host counts as placed already. A range that belongs to no slab counts as the engine's
+    scratch memory, which has a gradient's range also after the lease, while the update uses it.
+    """
     return lease.pin is not None and not lease.pin.slab.at_home_in_host
 
 
 def lease_bytes(job: Job, group: str, kind: Kind) -> int:
-    """What a lease on a slab or a gradient takes of its job's quota. Raises NotFoundError where there is none."""
+    """Return how many bytes of its job's quota a lease on a slab or a gradient takes.
+
+    Raises:
+        NotFoundError: the job has no such group, or the group no such slab.
+    """
     if kind is Kind.GRAD:
         spec = job.group(group).spec
         return round_up(spec.slab_bytes(Kind.GRAD)) if Kind.GRAD in spec.slab_of_kind else 0

@@ -1,4 +1,7 @@
-"""What a session may do with a range of the arena. Plain records; sessions.py grants them and takes them back."""
+"""The record of a lease: what a session may do with a range of the arena.
+
+Owns nothing: grants.py grants leases and takes them back.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +17,63 @@ from storage.tiers.arena import ArenaRange
 
 
 class LeaseMode(enum.Enum):
-    """What a lease allows."""
+    """The use of its range that a lease allows."""
 
     READ = "read"
-    STAGE = "stage"  # write the initial bytes of a slab
-    PUT = "put"  # write its bytes of a later step
-    RANGE = "range"  # read a range of a tensor
-    GRADIENT = "gradient"  # write a gradient
+    """Read a slab."""
+
+    STAGE = "stage"
+    """Write the first bytes of a slab."""
+
+    PUT = "put"
+    """Write a slab's bytes of a later step."""
+
+    RANGE = "range"
+    """Read ranges of tensors."""
+
+    GRADIENT = "gradient"
+    """Write the gradient of a group."""
 
     @property
     def is_for_writing(self) -> bool:
-        """Whether its holder may change the bytes."""
+        """Whether the client may change the bytes."""
         return self not in (LeaseMode.READ, LeaseMode.RANGE)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A session's right to a range of the arena."""
+    """A session's right to a range of the arena.
+
+    Attributes:
+        group: the group of the slab or gradient. RANGE leases: what is read, for error texts.
+        pin: READ and STAGE leases: keeps the slab's bytes in the arena. None: the bytes are no slab's yet or at all.
+        slab: PUT leases: the slab whose bytes of `step` the range will become.
+        step: PUT and RANGE leases: the step of the bytes.
+        reader: RANGE leases: the reader whose step is read.
+        dtype: RANGE leases: the type of the elements.
+        update: GRADIENT leases: the update that uses the gradient, as long as the client may withdraw it.
+        void: whether the lease has ended, so that its range must not be touched for it any more.
+    """
 
     lease_id: int
     group: str
     mode: LeaseMode
     nbytes: int
     region: ArenaRange
-    pin: Pin | None  # None: a gradient, bytes to put or a range, which are no slab's
-    slab: Slab | None = None  # that the bytes are to be put as
-    step: int = 0  # of the bytes, if they are to be put or are a range
-    reader: StepReader | None = None  # that a range is of
-    dtype: DType | None = None  # of a range
-    update: asyncio.Task[None] | None = None  # that uses the gradient, and may yet be withdrawn
+    pin: Pin | None
+    slab: Slab | None = None
+    step: int = 0
+    reader: StepReader | None = None
+    dtype: DType | None = None
+    update: asyncio.Task[None] | None = None
     void: bool = False
 
     @property
     def exclusive_subject(self) -> Slab | str | None:
-        """The slab or, by its group, the gradient that a session may have one such lease of only."""
+        """The slab, or the name of the gradient's group, on which a session may hold only one such lease.
+
+        None: a session may hold any number of leases of this mode.
+        """
         if self.mode is LeaseMode.GRADIENT:
             return self.group
         return self.slab

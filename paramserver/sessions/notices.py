@@ -1,6 +1,6 @@
-"""What the store tells every client: which tier is degraded, and in which requests wait for room.
+"""The notices that the store sends to every client: which tier is degraded, and in which tier requests wait for room.
 
-Looks at the engine and says what has changed since it last looked. Sends nothing itself.
+Owns the list of the troubles that last. Must never send anything: service.py does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 
-# A wait that is over within this time is the ordinary course of things.
+# Shorter waits are ordinary, so clients get no notice of them.
 PRESSURE_SECONDS = 1.0
 
 Response = pb.SessionResponse
@@ -18,7 +18,7 @@ Notice = Response.Notice
 
 
 def describe_waits(engine: Engine) -> str:
-    """Return what requests wait for now, without the names of jobs: any client may be told."""
+    """Return what requests wait for now. The text has no names of jobs, because any client may read it."""
     host, troubles = engine.host, engine.nvme.watch.problems
     memory = "host memory has room for all requests"
     if host.queue_depth:
@@ -30,14 +30,14 @@ def describe_waits(engine: Engine) -> str:
 
 
 class NoticeBoard:
-    """What stands, by tier: nothing where all is well."""
+    """The troubles that last, by tier. A tier that works well is not in it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.standing: dict[pb.Tier, Notice] = {}
 
     def look(self) -> Iterator[Notice]:
-        """What has changed: a tier that got into trouble, or out of it."""
+        """Yield a notice for each trouble that has begun or ended since the last look."""
         yield from self._compare(
             pb.TIER_NVME, self._degraded(), Response.EVENT_TIER_RECOVERED, "the nvme tier works again"
         )
@@ -59,7 +59,7 @@ class NoticeBoard:
         nvme = self._engine.nvme
         if not nvme.problems:
             return None
-        # Which versions are damaged is not for everybody: their names are those of jobs.
+        # The notice does not say which versions are damaged, because their names would reveal other clients' jobs.
         why = "; ".join(nvme.watch.problems) or "some of what it stores is damaged, or was not confirmed by its device"
         text = f"the nvme tier is degraded: {why} (`paramserver-admin tiers` says more)"
         return Notice(text=text, event=Response.EVENT_TIER_DEGRADED, tier=pb.TIER_NVME)

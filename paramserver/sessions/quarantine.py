@@ -1,8 +1,8 @@
-"""Ranges of the arena that a process may still write to, although its session has ended.
+"""The ranges of the arena that a process may still write to, although its session has ended.
 
-A stopped process that wakes up in the middle of a copy finishes it before it can learn that its lease is void: what it
-was writing to is nobody's until the process has let go of the arena. Owns those ranges; costs nothing while there are
-none.
+A process that was stopped in the middle of a copy finishes the copy when it wakes up, before it can learn that its
+lease is void. So the daemon uses the range for nothing else until the process has closed the arena or has ended; see
+tests/integration/test_stopped_clients.py. Owns those ranges. Must never free one while the process holds its slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ LOOK_SECONDS = 0.1
 
 
 class Quarantine:
-    """Looks from time to time whether the holders of ended slots are gone, and gives back what they held."""
+    """The ranges that are held back.
+
+    While there are any, the quarantine looks from time to time whether the processes that hold the ended slots are
+    gone, and frees the ranges of those that are.
+    """
 
     def __init__(self, host: HostTier) -> None:
         self._host = host
@@ -35,16 +39,16 @@ class Quarantine:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held back."""
+        """The size in bytes of all ranges that are held back."""
         return sum(range_.nbytes for range_ in self.ranges)
 
     def hold(self, slot: Slot, ranges: Sequence[ArenaRange]) -> None:
-        """Keeps an ended slot, and what its holder may write to, until the holder has let go of it."""
+        """Keep an ended slot, and the ranges its process may write to, until the process closes the arena or ends."""
         self._held[slot] = ranges
         self._look()
 
     def close(self) -> None:
-        """Stops looking: the arena is about to go."""
+        """Stop looking, because the arena is about to be closed."""
         if self._next_look is not None:
             self._next_look.cancel()
 

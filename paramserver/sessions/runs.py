@@ -1,6 +1,7 @@
-"""Runs: one launch of a job, the ranks that it has on this node, and their votes for a step.
+"""The runs of jobs. A run is one launch of a job; it has the ranks on this node, and their votes for a step.
 
-When a rank goes, its run is broken: the step under way can then not be committed, unless every rank had voted for it.
+When a rank goes, its run is broken: the step under way can be committed only if every rank has voted for it already.
+Owns the newest run of each job. Must never commit a step without the votes of all ranks on this node.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
 from storage.shard import JobSpec
 from storage.versions import Job, check_layout
+from storage.waiting import unlogged
 
 log = logging.getLogger(__name__)
 
 
 class Member(Protocol):
-    """Who is a rank."""
+    """A rank of a run, which is a session."""
 
     @property
     def client(self) -> str:
-        """Its name, for people."""
+        """The client's name, for error texts."""
 
 
 MemberT = TypeVar("MemberT", bound=Member)
@@ -32,7 +34,14 @@ MemberT = TypeVar("MemberT", bound=Member)
 
 @dataclass(slots=True, eq=False)
 class Vote:
-    """A step on its way to its commit. `done` gives whether it is durable."""
+    """The ranks' votes for a step.
+
+    Attributes:
+        step: the step that they vote for.
+        done: becomes whether the committed step is durable, or the error that ended the vote.
+        client_states: what each rank that has voted wants to find again when it resumes.
+        settled: the lowest `settled_step` of those ranks.
+    """
 
     step: int
     done: asyncio.Future[bool]
@@ -42,7 +51,17 @@ class Vote:
 
 @dataclass(slots=True, eq=False)
 class Run(Generic[MemberT]):
-    """One launch of a job."""
+    """One launch of a job.
+
+    Attributes:
+        job: becomes the job, once the first rank has opened it.
+        ranks: the members that are attached now, by rank.
+        vote: the vote under way.
+        committing: the commit under way.
+        layout: the change to another layout of the job, once a rank has begun it.
+        first_step: the number of the first commit in that layout.
+        broken_by: the rank that has gone. None: no rank has gone.
+    """
 
     run_id: str
     spec: JobSpec
@@ -50,13 +69,16 @@ class Run(Generic[MemberT]):
     ranks: dict[int, MemberT] = field(default_factory=dict)
     vote: Vote | None = None
     committing: asyncio.Task[None] | None = None
-    # Another layout of the job, once a rank has begun it, and the number of its first commit.
     layout: asyncio.Task[None] | None = None
     first_step: int = 0
     broken_by: str | None = None
 
     def check_whole(self) -> None:
-        """Raises StepAbortedError once a rank is gone."""
+        """Check that all ranks are still there.
+
+        Raises:
+            StepAbortedError: a rank has gone.
+        """
         if self.broken_by is not None:
             raise StepAbortedError(
                 f"{self.broken_by} of this run is gone, so no further step can be committed; restart the run: it goes "
@@ -64,38 +86,43 @@ class Run(Generic[MemberT]):
             )
 
     def check_layout(self, job: Job) -> None:
-        """Raises ConflictError unless the job, as it is laid out now, can be trained by this run."""
-        # The engine has given it this run's parameters then: ten thousands of them are not compared at each step.
+        """Check that this run can train the job as it is laid out now.
+
+        Raises:
+            ConflictError: it cannot.
+        """
+        # The engine gives a job the parameters object of the run that it opens or lays out the job for. Where the two
+        # are the same object, the comparison of ten thousands of parameters at each step is left out.
         if job.spec.parameters is not self.spec.parameters:
             check_layout(job.spec, self.spec)
 
 
 class Runs(Generic[MemberT]):
-    """The runs of all jobs: the newest one of each."""
+    """The newest run of each job."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._runs: dict[str, Run[MemberT]] = {}
 
     def ranks_of(self, job: str) -> Collection[MemberT]:
-        """The ranks attached to a job."""
+        """Return the ranks that are attached to a job."""
         return self._runs[job].ranks.values() if job in self._runs else ()
 
     def enter(
         self, member: MemberT, spec: JobSpec, run_id: str, rank: int, *, may_exist: bool, must_exist: bool
     ) -> Run[MemberT]:
-        """Takes a rank into its run; the first one opens the job.
+        """Add a rank to its run, and return the run. The first rank of a run opens the job.
 
         Raises:
-            ConflictError: another run holds the job, or the rank is taken.
-            InvalidRequestError: the rank describes the job in another way than those before it.
-            StorageError: why the job could not be opened for those before it.
+            ConflictError: another run holds the job, or the rank is attached already.
+            InvalidRequestError: the rank describes the job in another way than the run's first rank.
+            StepAbortedError: a rank of the run has gone.
+            StorageError: the run's first rank could not open the job.
         """
         run = self._runs.get(spec.name)
         if run is None or (run.run_id != run_id and not run.ranks):
-            opening = asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist))
-            # Whoever still waits is told why it failed.
-            opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # If the job cannot be opened, each rank that waits for it raises the error.
+            opening = unlogged(asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist)))
             run = self._runs[spec.name] = Run(run_id, spec, opening)
         if run.run_id != run_id:
             clients = ", ".join(other.client for other in run.ranks.values())
@@ -109,7 +136,7 @@ class Runs(Generic[MemberT]):
                 f"rank {rank} describes job {spec.name!r} in another way than the other ranks of its run"
             )
         if run.job.done():
-            # Why the job could not be opened, for a rank that comes after the one that tried.
+            # If the run's first rank could not open the job, this rank raises the same error.
             run.job.result()
         run.check_whole()
         run.ranks[rank] = member
@@ -121,12 +148,14 @@ class Runs(Generic[MemberT]):
         return await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist)
 
     async def begin_layout(self, run: Run[MemberT], first_step: int) -> None:
-        """Gives the run's job the layout that its spec names, at the call of its first rank.
+        """Give the run's job the layout that the run's spec names. Return when the job has it.
+
+        The first rank's call begins the change, and the calls of the other ranks wait for it.
 
         Raises:
-            InvalidRequestError: the run names no layout, or another rank another step.
+            InvalidRequestError: the run names no layout, or another rank has given another `first_step`.
             ConflictError: see Engine.lay_out.
-            StepAbortedError: a rank is gone.
+            StepAbortedError: a rank has gone.
         """
         if not run.spec.layout or first_step == 0:
             raise InvalidRequestError(
@@ -137,8 +166,7 @@ class Runs(Generic[MemberT]):
         run.check_whole()
         if run.layout is None:
             run.first_step = first_step
-            run.layout = asyncio.ensure_future(self._lay_out(run, job, first_step))
-            run.layout.add_done_callback(lambda done: done.cancelled() or done.exception())
+            run.layout = unlogged(asyncio.ensure_future(self._lay_out(run, job, first_step)))
         if run.first_step != first_step:
             raise InvalidRequestError(
                 f"first_step {first_step} differs from that of the other ranks of this run, {run.first_step}"
@@ -151,21 +179,21 @@ class Runs(Generic[MemberT]):
         run.job.set_result(laid_out)
 
     async def vote(self, run: Run[MemberT], rank: int, step: int, client_state: bytes, settled: int) -> bool:
-        """One rank's vote for a step; returns once it is committed, whether it is durable.
+        """Vote for a step as one rank. Once all have voted and it is committed, return whether it is durable.
 
         Raises:
-            ConflictError: it is not the next step, or the ranks vote for different ones.
-            StepAbortedError: a rank is gone.
+            ConflictError: it is not the next step, or another rank votes for another step.
+            StepAbortedError: a rank has gone.
             StorageError: an update of the step failed.
         """
         job = await asyncio.shield(run.job)
         run.check_whole()
         run.check_layout(job)
-        # Before it counts: a vote that stays would hold up the right one.
+        # The step is checked before the vote counts, because a vote for a wrong step would keep the ranks from voting
+        # for the right one.
         job.open_pending(step)
         if run.vote is None:
-            run.vote = Vote(step, asyncio.get_running_loop().create_future())
-            run.vote.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+            run.vote = Vote(step, unlogged(asyncio.get_running_loop().create_future()))
         vote = run.vote
         if vote.step != step:
             raise ConflictError(f"rank {rank} votes for step {step} while other ranks vote for step {vote.step}")
@@ -193,10 +221,11 @@ class Runs(Generic[MemberT]):
             run.committing = None
 
     def leave(self, run: Run[MemberT], rank: int) -> None:
-        """A rank is gone, and no further step of the run can be committed."""
+        """Remove a rank that has gone. From now on no further step of the run can be committed."""
         member = run.ranks.pop(rank)
         run.broken_by = run.broken_by or f"rank {rank} ({member.client})"
-        # Voted by all: the step will be finished. Otherwise it never can be.
+        # The commit of a step for which all ranks have voted goes on. A vote that lacks a rank fails now, because no
+        # further rank can complete it.
         if run.vote is not None and run.committing is None:
             try:
                 run.check_whole()
@@ -205,7 +234,7 @@ class Runs(Generic[MemberT]):
             run.vote = None
 
     async def clean_up(self, run: Run[MemberT]) -> None:
-        """After the last rank: what the run left behind is abandoned, and host memory given back."""
+        """Abandon the run's unfinished step and free the job's host memory, if the last rank of the run has gone."""
         if run.layout is not None:
             await asyncio.wait([run.layout])
         if run.ranks or run.job.cancelled() or not run.job.done() or run.job.exception() is not None:

@@ -1,8 +1,8 @@
-"""Who may open one more session: limits on all together, on one identity and on one address, and seats kept free.
+"""The seats that sessions take: limits on all sessions, on those of one identity and on those of one address.
 
-Sessions are few, so each one that a client holds is one that others cannot have. The last seats are kept for clients of
-the daemon's node, and the very last ones for the operator, so that no holder of a job's token can keep either out. Owns
-the counts. Must never look into a session.
+A daemon has few seats, so each session that one client opens takes a seat from other clients. The last seats are kept
+for clients of the daemon's node, and of these the very last ones for the operator, so that no holder of a job's token
+can keep either out. Owns the counts. Must never look into a session.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from storage.errors import BudgetExceededError
 
 
 class Standing(enum.Enum):
-    """How far into the kept seats a client may go."""
+    """The three kinds of clients, by the kept seats that they may take."""
 
     OPERATOR = enum.auto()
-    """The holder of an admin's token; without a token file, the user whose UNIX socket it is. May have every seat."""
+    """The holder of an admin's token or, without a token file, a client on the UNIX socket. It may take every seat."""
 
     LOCAL = enum.auto()
-    """A client of this node. Leaves the operator's seats free."""
+    """A client on this node. It may not take the operator's seats."""
 
     REMOTE = enum.auto()
-    """Everybody else. Leaves the operator's and the local clients' seats free."""
+    """Any other client. It may take neither the operator's seats nor those of local clients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visitor:
-    """Who asks for a session.
+    """A client that asks for a session.
 
     Attributes:
         owner: the principal behind the call's token.
         peer: the address as gRPC names it: "unix:", "ipv4:10.0.0.7:41318", "ipv6:%5B::1%5D:41318".
-        certificate: the common name of the client's certificate; empty where it showed none.
-        quota: most sessions of the identity, where a quota says so.
+        certificate: the common name of the client's certificate, or "" if it showed none.
+        quota: how many sessions the quota of the identity allows. None: there is no such quota.
     """
 
     owner: Principal
@@ -51,14 +51,14 @@ class Visitor:
 
     @property
     def standing(self) -> Standing:
-        """How far into the kept seats the client may go."""
+        """The kind of client, by the kept seats that it may take."""
         if self.owner.role is Role.ADMIN and (self.owner is not ANYONE or self.is_local):
             return Standing.OPERATOR
         return Standing.LOCAL if self.is_local else Standing.REMOTE
 
     @property
     def identity(self) -> str:
-        """Who the client is, for people; empty where it is the operator, or has shown neither token nor certificate."""
+        """The client's token or certificate, by name. "" for the operator, and for a client that has shown neither."""
         if self.standing is Standing.OPERATOR:
             return ""
         if self.owner is not ANYONE:
@@ -67,13 +67,13 @@ class Visitor:
 
     @property
     def address(self) -> str:
-        """The remote machine, without its port; empty for local clients and for the operator."""
+        """The remote machine's address without the port. "" for local clients and for the operator."""
         return self.peer.rpartition(":")[0] if not self.is_local and self.standing is not Standing.OPERATOR else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatLimits:
-    """The configuration of seats; see config.py."""
+    """The configuration of seats; config.py explains the values."""
 
     total: int
     reserved: int
@@ -94,7 +94,7 @@ class Seats:
         """Take a seat.
 
         Raises:
-            BudgetExceededError: naming the limit, its value and what is taken.
+            BudgetExceededError: a limit is reached. The text names the limit, its value and what is taken.
         """
         limits, kept = self._limits, self._kept_from(visitor.standing)
         if self._taken >= limits.total - kept:
@@ -121,7 +121,7 @@ class Seats:
         self._count(visitor, 1)
 
     def give_back(self, visitor: Visitor) -> None:
-        """Give a seat back, once, with the visitor that took it."""
+        """Give a seat back. Must be called once for each seat, with the visitor that took it."""
         self._count(visitor, -1)
 
     def _kept_from(self, standing: Standing) -> int:

@@ -1,7 +1,7 @@
-"""The Session call: one stream per client, which carries its liveness one way, and the store's notices the other.
+"""The Session call: one stream per client, with the client's heartbeats one way and the store's notices the other.
 
-Owns the streams. What a session is, and when it ends, is said in sessions.py. A stream costs its handler's task and
-what gRPC needs for it; nothing is polled for each session.
+Owns the streams; sessions.py decides what a session is and when it ends. A stream costs the task of its handler and
+what gRPC needs for it. Must never poll anything for each session, because there may be many.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import grpc.aio
 from paramserver.errors import UnavailableError
 from paramserver.process.background import repeat
 from paramserver.rpc import convert
-from paramserver.security.gate import Caller, Gate, RefusedError, certificate_name, check_owner
+from paramserver.security.gate import Context, Gate, RefusedError, certificate_name, check_owner
+from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.notices import Notice, NoticeBoard
 from paramserver.sessions.seats import Visitor
-from paramserver.sessions.sessions import Session, Sessions, SessionState
+from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine
 from storage.errors import InvalidRequestError, StorageError
@@ -30,7 +32,7 @@ from storage.errors import InvalidRequestError, StorageError
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-# A client that does not read must not hold up the end of its stream for longer.
+# The end of a stream waits no longer than this for a client that does not read.
 FLUSH_SECONDS = 1.0
 
 _HEARTBEAT = pb.SessionResponse(heartbeat=pb.Heartbeat())
@@ -38,11 +40,20 @@ _SHUTDOWN = Notice(text="the store daemon is shutting down", event=pb.SessionRes
 
 
 class SessionService:
-    """Serves the Session call; `welcome` is what all welcomes have in common."""
+    """The method behind the Session call, and the notices to all clients."""
 
     def __init__(
         self, engine: Engine, sessions: Sessions, gate: Gate, quotas: Quotas, welcome: pb.SessionResponse.Welcome
     ) -> None:
+        """Begin to look for notices.
+
+        Args:
+            engine: is looked at.
+            sessions: open and end with their streams.
+            gate: checks the token again at each heartbeat.
+            quotas: limit the sessions of a token.
+            welcome: what the welcomes of all sessions have in common.
+        """
         self._sessions = sessions
         self._gate = gate
         self._quotas = quotas
@@ -51,18 +62,18 @@ class SessionService:
         self._stopping = False
         self._looking = asyncio.ensure_future(repeat("a look at the tiers", LOOK_SECONDS, self._look))
 
-    async def serve(
-        self,
-        requests: AsyncIterator[pb.SessionRequest],
-        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
-    ) -> None:
-        """One stream, from hello to its end.
+    async def serve(self, requests: AsyncIterator[pb.SessionRequest], owner: Principal, context: Context) -> None:
+        """Serve one stream from the client's hello to its end.
+
+        Args:
+            requests: the client's messages.
+            owner: the principal that calls.
+            context: gRPC's context of the call.
 
         Raises:
-            StorageError: why it was refused or ended.
-            RefusedError: the caller has not the rights, or has them no more.
+            StorageError: the session was refused, or was ended by the daemon.
+            RefusedError: the session is another principal's, or the token does not count any more.
         """
-        owner = self._gate.principal(context)
         seconds = self._sessions.limits.heartbeat_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -94,8 +105,8 @@ class SessionService:
         if stream.error is not None:
             raise stream.error
 
-    def _on_heartbeat(self, session: Session, context: Caller) -> None:
-        # A token that has expired, or was taken away, ends the sessions that it has opened.
+    def _on_heartbeat(self, session: Session, context: Context) -> None:
+        # The token is checked again here, so that a token that has expired or was withdrawn ends its sessions.
         check_owner(self._gate.principal(context), session.owner)
         session.heard()
 
@@ -126,12 +137,12 @@ class SessionService:
 
     def _announce(self, notice: Notice) -> None:
         for session in self._sessions:
-            # A detached one is told what stands when it is taken up.
+            # A detached session gets the notices that still apply when its client takes it up.
             if session.state is SessionState.ATTACHED:
                 session.stream.post(notice.tier, pb.SessionResponse(notice=notice))
 
     def announce_stop(self) -> None:
-        """Tells every client, and ends its session."""
+        """Tell every client that the daemon stops, and end its session."""
         self._stopping = self._sessions.is_stopping = True
         self.close()
         self._announce(_SHUTDOWN)
@@ -139,15 +150,18 @@ class SessionService:
             session.stream.end(None)
 
     def close(self) -> None:
-        """Looks for nothing any more."""
+        """Stop looking for notices."""
         self._looking.cancel()
 
 
 class _Stream:
-    """The server's side of one call. Writes one message at a time, and keeps at most one of each subject waiting: a
-    client that does not read costs that, and holds up nobody."""
+    """The server's side of one Session call.
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, pb.SessionResponse]) -> None:
+    It writes one message at a time, and keeps at most one message of each subject waiting. So a client that does not
+    read costs only those messages, and delays no other client.
+    """
+
+    def __init__(self, context: Context) -> None:
         self.ended = False
         self.error: StorageError | None = None
         self._context = context
@@ -156,24 +170,24 @@ class _Stream:
         self._listening: asyncio.Task[Any] | None = None
 
     def is_current_of(self, session: Session) -> bool:
-        """Whether no other stream has taken the session up."""
+        """Return whether no other stream has taken the session up since."""
         return session.stream is self
 
     def post(self, subject: object, message: pb.SessionResponse) -> None:
-        """See sessions.Stream."""
+        """Send a message soon; see session.Stream."""
         self._waiting[subject] = message
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write())
 
     def end(self, error: StorageError | None) -> None:
-        """See sessions.Stream."""
+        """End the stream; see session.Stream."""
         if not self.ended:
             self.ended, self.error = True, error
             if self._listening is not None:
                 self._listening.cancel()
 
     async def listen(self, requests: AsyncIterator[pb.SessionRequest], on_heartbeat: Callable[[], None]) -> None:
-        """Answers heartbeats until the client closes the stream, or `end` is called.
+        """Answer heartbeats until the client closes the stream, or `end` is called.
 
         Raises:
             CancelledError, grpc.aio.BaseError: the stream broke.
@@ -193,13 +207,14 @@ class _Stream:
             self._listening = None
         await self._flush()
         if not self.ended:
-            # gRPC says of a broken stream, too, that the client sends no more; but then it takes nothing, either.
+            # gRPC ends the client's messages in the same way when the client closes the stream and when it breaks. This
+            # write tells the two apart, because it fails on a broken stream.
             with suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_SECONDS):
                     await self._context.write(_HEARTBEAT)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Stop writing."""
         if self._writing is not None:
             self._writing.cancel()
 
@@ -213,7 +228,7 @@ class _Stream:
                 subject = next(iter(self._waiting))
                 await self._context.write(self._waiting.pop(subject))
         except grpc.aio.BaseError as error:
-            # The stream broke: who listens to it is told so, too.
+            # The stream broke. The task in `listen` gets an error of its own, so this one is only noted.
             log.debug("a session's stream takes no messages any more: %s", error)
         finally:
             self._writing = None

@@ -1,158 +1,76 @@
-"""Sessions: connected clients, how they live and end, and the leases that they hold.
+"""The sessions of all connected clients, from their beginning to their end.
 
-A session is attached while its stream is open. When the stream breaks it is detached, and ends after a grace time
-unless a new stream takes it up; it ends at once when the client closes it, and when nothing is heard of an attached one
-for too long. Its end voids its leases: the word in the arena changes first, then the ranges are used for something
-else. Owns the sessions and their timers; the streams are service.py's.
+A session is attached while its stream is open. When the stream breaks, the session is detached, and it ends after a
+grace time unless the client takes it up with a new stream. It ends at once when the client closes it, and when no
+heartbeat of an attached session comes for too long.
+
+The end of a session voids its leases. First the session's word in the arena changes, which tells a client that maps the
+arena that its leases are void; only then the daemon uses the ranges for something else.
+
+Owns the sessions, their timers and their readers; service.py owns the streams. Must never free a range that a client's
+process may still write to.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from paramserver.security.principals import Principal
-from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.security.quotas import Quotas
+from paramserver.sessions.grants import Grants
+from paramserver.sessions.host_quota import HostQuota
+from paramserver.sessions.leases import Lease
 from paramserver.sessions.quarantine import Quarantine
 from paramserver.sessions.runs import Run, Runs
 from paramserver.sessions.seats import SeatLimits, Seats, Visitor
-from paramserver.v1 import parameter_store_pb2 as pb
-from storage.engine import Engine, Pin
-from storage.errors import ConflictError, InvalidRequestError, NotFoundError, StorageError
+from paramserver.sessions.session import Session, SessionState, Stream
+from storage.engine import Engine
+from storage.errors import ConflictError, NotFoundError
 from storage.reader import StepReader
-from storage.shard import DType, JobSpec, Kind
-from storage.slab import NEVER, Slab
+from storage.shard import JobSpec
+from storage.slab import NEVER
 from storage.slices import in_slices
 from storage.tiers.arena import ArenaRange
-from storage.tiers.slots import Slot
 from storage.versions import Job
 
 log = logging.getLogger(__name__)
 
 UNKNOWN_SESSION = "the session is unknown or has ended; open a new one"
-# A timer that comes later than this says that the daemon itself did not run: what clients sent meanwhile is read first.
+# If a timer fires later than this, the daemon itself did not run meanwhile. So the daemon first reads what the clients
+# have sent, before it ends a session for its silence.
 LATE_SECONDS = 1.0
-
-
-class Stream(Protocol):
-    """The stream of an attached session."""
-
-    def post(self, subject: object, message: pb.SessionResponse) -> None:
-        """Sends a message soon, without waiting; the newest of a subject counts."""
-
-    def end(self, error: StorageError | None) -> None:
-        """Ends the stream, with the error's status; None: in order."""
-
-
-class SessionState(enum.Enum):
-    """Where in its life a session is."""
-
-    ATTACHED = enum.auto()
-    """Its stream is open."""
-
-    DETACHED = enum.auto()
-    """Its stream broke; it has everything that it had until the grace time is over."""
-
-    ENDED = enum.auto()
-    """It has nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """The configuration of sessions; see config.py."""
+    """The configuration of sessions; config.py explains the values."""
 
     heartbeat_timeout_seconds: float
     grace_seconds: float
     seats: SeatLimits
 
 
-@dataclass(slots=True, eq=False)
-class Session:
-    """One connected client."""
-
-    session_id: str
-    client: str
-    # Who opened it: only the same principal may use it.
-    visitor: Visitor
-    # The address that the session's present stream comes from.
-    peer: str
-    slot: Slot | None  # None: it may not map the arena
-    stream: Stream
-    heard_at: float  # on the loop's clock
-    opened_at_unix_seconds: float = field(default_factory=time.time)
-    state: SessionState = SessionState.ATTACHED
-    timer: asyncio.TimerHandle | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    leases: dict[int, Lease] = field(default_factory=dict)
-    # Of the leases, those that may be held once only: by the slab whose bytes they will become, or the group whose
-    # gradient they take.
-    exclusive: dict[Slab | str, Lease] = field(default_factory=dict)
-    readers: dict[int, StepReader] = field(default_factory=dict)
-    run: Run[Session] | None = None
-    rank: int = -1
-
-    @property
-    def owner(self) -> Principal:
-        """The principal that opened it, and that alone may use it."""
-        return self.visitor.owner
-
-    def heard(self) -> None:
-        """It is alive."""
-        self.heard_at = asyncio.get_running_loop().time()
-
-    def require_run(self) -> Run[Session]:
-        """Raises ConflictError before OpenJob."""
-        if self.run is None:
-            raise ConflictError("this session has not opened a job; call OpenJob first")
-        return self.run
-
-    async def job(self) -> Job:
-        """The job of the session."""
-        opening = self.require_run().job
-        return opening.result() if opening.done() else await asyncio.shield(opening)
-
-    def lease(self, lease_id: int) -> Lease:
-        """Raises NotFoundError for a lease that the session does not hold."""
-        if lease_id not in self.leases:
-            raise NotFoundError(
-                f"lease {lease_id} is not held by this session; it was returned, consumed or never granted"
-            )
-        return self.leases[lease_id]
-
-    def take(self, lease: Lease) -> None:
-        """Makes a lease the session's."""
-        self.leases[lease.lease_id] = lease
-        if (subject := lease.exclusive_subject) is not None:
-            self.exclusive[subject] = lease
-
-    def drop(self, lease: Lease) -> None:
-        """Takes a lease away from the session."""
-        del self.leases[lease.lease_id]
-        subject = lease.exclusive_subject
-        if subject is not None and self.exclusive.get(subject) is lease:
-            del self.exclusive[subject]
-
-    def reader(self, reader_id: int) -> StepReader:
-        """Raises NotFoundError for a reader that the session does not have."""
-        if reader_id not in self.readers:
-            raise NotFoundError(f"reader {reader_id} is not open in this session; it was closed or never opened")
-        return self.readers[reader_id]
-
-
 class Sessions:
     """All sessions of the daemon."""
 
-    def __init__(self, engine: Engine, limits: SessionLimits, on_end: Callable[[str], None]) -> None:
-        """`on_end` is called with the id of each session that ends."""
+    def __init__(self, engine: Engine, limits: SessionLimits, quotas: Quotas, on_end: Callable[[str], None]) -> None:
+        """Make the sessions of a daemon, of which there are none yet.
+
+        Args:
+            engine: gives the arena's slots, and what the sessions lease and read.
+            limits: see config.py.
+            quotas: limit the host memory that the jobs and tokens lease.
+            on_end: is called with the id of each session that ends.
+        """
         self.limits = limits
-        self.is_stopping = False  # whether the daemon is: no session ends for any other reason then
+        # True once the daemon stops. From then on sessions end for no other reason.
+        self.is_stopping = False
         self._on_end = on_end
         self.quarantine = Quarantine(engine.host)
         self._engine = engine
@@ -160,7 +78,7 @@ class Sessions:
         self._runs: Runs[Session] = Runs(engine)
         self._sessions: dict[str, Session] = {}
         self._seats = Seats(limits.seats)
-        self._lease_ids = itertools.count(1)
+        self.grants = Grants(engine, HostQuota(quotas, engine, self._leases_of))
         self._reader_ids = itertools.count(1)
         self._cleaning_up: set[asyncio.Task[None]] = set()
 
@@ -168,26 +86,33 @@ class Sessions:
         return len(self._sessions)
 
     def __iter__(self) -> Iterator[Session]:
-        """Oldest first; may end sessions on the way."""
+        """Iterate over the sessions, oldest first. The caller may end sessions meanwhile."""
         return iter(list(self._sessions.values()))
 
     def get(self, session_id: str) -> Session:
-        """Raises NotFoundError for a session that has ended or never was."""
+        """Return the session with an id.
+
+        Raises:
+            NotFoundError: the session has ended, or there never was one with that id.
+        """
         session = self._sessions.get(session_id)
         if session is None:
             raise NotFoundError(UNKNOWN_SESSION)
         return session
 
     def of_job(self, job: str) -> Collection[Session]:
-        """Sessions attached to a job."""
+        """Return the sessions that have opened a job as its ranks."""
         return self._runs.ranks_of(job)
 
+    def _leases_of(self, job: str) -> Iterator[Lease]:
+        return (lease for session in self.of_job(job) for lease in session.leases.values())
+
     def attached(self, job: str) -> int:
-        """How many sessions are attached to a job."""
+        """Return how many sessions have opened a job as its ranks."""
         return len(self.of_job(job))
 
     def readers_of(self, job: str) -> int:
-        """How many readers hold a step of a job."""
+        """Return how many readers hold a step of a job."""
         held = (reader for session in self._sessions.values() for reader in session.readers.values())
         return sum(reader.job.spec.name == job for reader in held)
 
@@ -212,8 +137,11 @@ class Sessions:
         return session
 
     def take_up(self, session: Session, peer: str, stream: Stream) -> None:
-        """Attaches a session to a new stream. An older one that seems to be open still is ended: it may be a connection
-        that is dead and does not know."""
+        """Attach a session to a new stream, which comes from the address `peer`.
+
+        An older stream that still seems to be open is ended, because its connection may be dead without the daemon's
+        knowledge.
+        """
         previous, session.stream, session.peer = session.stream, stream, peer
         if session.state is SessionState.ATTACHED:
             previous.end(ConflictError("another stream has taken this session up"))
@@ -223,14 +151,17 @@ class Sessions:
         log.info("session of %s taken up again", session.client)
 
     def detach(self, session: Session, stream: Stream) -> None:
-        """The stream broke. Unless it has taken the session up elsewhere, the client has the grace time for that."""
+        """Detach a session whose stream broke: from now on the client has the grace time to take it up again.
+
+        Nothing is done if the client has already taken the session up with another stream.
+        """
         if session.state is SessionState.ATTACHED and session.stream is stream:
             session.state = SessionState.DETACHED
             self._expect(session, self.limits.grace_seconds)
             log.info("stream of %s broke", session.client)
 
     def _expect(self, session: Session, seconds: float) -> None:
-        """Something must be heard within this time."""
+        """Set the session's timer, so that the session ends unless its client is heard within that time."""
         if session.timer is not None:
             session.timer.cancel()
         loop = asyncio.get_running_loop()
@@ -252,7 +183,10 @@ class Sessions:
             self.end(session, f"its stream broke, and did not come back within {self.limits.grace_seconds:g} s")
 
     def end(self, session: Session, reason: str) -> None:
-        """Voids the session: its leases, its prefetch window, and the unfinished step of its run. Idempotent."""
+        """End a session: void its leases, and drop its prefetch window and the unfinished step of its run.
+
+        A second call does nothing.
+        """
         if session.state is SessionState.ENDED:
             return
         session.state = SessionState.ENDED
@@ -274,14 +208,17 @@ class Sessions:
         self._in_background(self._clean_up(leases, session.run))
 
     async def _clean_up(self, leases: Sequence[Lease], run: Run[Session] | None) -> None:
-        """Gives void leases back, in slices: a session may have had ten thousands. Then what the run left behind."""
+        """Free the ranges of void leases, then clean up after the run, if any.
+
+        The leases are freed in slices, because a session may hold ten thousands of them.
+        """
         async for lease in in_slices(leases):
-            self._give_back(lease, NEVER)
+            self.grants.give_back(lease, NEVER)
         if run is not None:
             await self._runs.clean_up(run)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does what a client that is gone, or does not wait, leaves to be done."""
+        """Run work for which no client waits."""
         cleaning_up = asyncio.ensure_future(work)
         self._cleaning_up.add(cleaning_up)
         cleaning_up.add_done_callback(self._on_cleaned_up)
@@ -292,7 +229,7 @@ class Sessions:
             log.error("what a run left behind could not be cleaned up: %s", error, exc_info=error)
 
     async def close(self) -> None:
-        """Ends all sessions."""
+        """End all sessions, and wait until everything is cleaned up after them."""
         for session in self:
             self.end(session, "the daemon shuts down")
         self.quarantine.close()
@@ -311,7 +248,7 @@ class Sessions:
         may_exist: bool,
         must_exist: bool,
     ) -> Job:
-        """Makes the session a rank of a run; the first one opens the job.
+        """Make the session a rank of a run, and return the run's job, which the run's first rank opens.
 
         Raises:
             ConflictError: another run holds the job, or the rank is taken.
@@ -323,147 +260,47 @@ class Sessions:
         try:
             return await asyncio.shield(run.job)
         except BaseException:
-            # Unless the session has ended meanwhile, and left with that.
+            # A session that has ended meanwhile has already left the run.
             if session.state is not SessionState.ENDED:
                 self._runs.leave(run, rank)
                 session.run, session.rank = None, -1
             raise
 
     async def begin_layout(self, session: Session, first_step: int) -> None:
-        """Gives the session's job another layout; see Runs.begin_layout."""
+        """Give the session's job another layout; see Runs.begin_layout."""
         await self._runs.begin_layout(session.require_run(), first_step)
 
     async def vote(self, session: Session, step: int, client_state: bytes, settled: int) -> bool:
-        """One rank's vote for a step; see Runs.vote. Gradients whose updates could be withdrawn until now are the
-        store's from here on."""
-        for lease in [lease for lease in session.leases.values() if lease.update is not None]:
-            self.hand_over(session, lease)
+        """Vote for a step as the session's rank, and return whether the committed step is durable; see Runs.vote.
+
+        The rank can no longer withdraw the updates that it has begun: their gradients now belong to the store.
+        """
+        self.grants.hand_over_all(session)
         return await self._runs.vote(session.require_run(), session.rank, step, client_state, settled)
 
-    # --- leases
-
-    async def lease_for_reading(
-        self, session: Session, group: str, kind: Kind, position: float, as_of: int | None
-    ) -> Lease:
-        """A shared lease on the newest bytes of a slab, or those as of a step."""
-        pin = await self._engine.fetch(await session.job(), group, kind, position, as_of)
-        return self._grant(session, group, LeaseMode.READ, pin.slab.nbytes, pin.region, pin)
-
-    async def lease_for_staging(self, session: Session, group: str, kind: Kind) -> Lease:
-        """An exclusive lease for the initial bytes of a slab."""
-        pin = await self._engine.stage(await session.job(), group, kind)
-        return self._grant(session, group, LeaseMode.STAGE, pin.slab.nbytes, pin.region, pin)
-
-    async def lease_for_putting(self, session: Session, step: int, group: str, kind: Kind) -> Lease:
-        """An exclusive lease for the bytes of a slab at a later step than 0."""
-        job = await session.job()
-        slab = job.slab(group, kind)
-        if slab in session.exclusive:
-            raise ConflictError(f"{slab.key} is being written by another lease of this session")
-        region = await self._engine.allocate_put(job, step, group, kind)
-        return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
-
-    def lease_range(
-        self, session: Session, reader: StepReader, fqn: str, dtype: DType, nbytes: int, region: ArenaRange
-    ) -> Lease:
-        """A lease on a range of a tensor, of which the arena holds a copy for it."""
-        lease = self._grant(session, fqn, LeaseMode.RANGE, nbytes, region, None, step=reader.step)
-        lease.reader, lease.dtype = reader, dtype
-        return lease
-
-    async def lease_for_gradient(self, session: Session, group: str) -> Lease:
-        """An exclusive lease for the gradient of a group."""
-        job = await session.job()
-        if group in session.exclusive:
-            raise ConflictError(f"the gradient of group {group!r} is leased by this session already")
-        region = await self._engine.allocate_gradient(job, group)
-        nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
-        return self._grant(session, group, LeaseMode.GRADIENT, nbytes, region, None)
-
-    def _grant(
-        self,
-        session: Session,
-        group: str,
-        mode: LeaseMode,
-        nbytes: int,
-        region: ArenaRange,
-        pin: Pin | None,
-        *,
-        slab: Slab | None = None,
-        step: int = 0,
-    ) -> Lease:
-        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin, slab, step)
-        if session.state is SessionState.ENDED:
-            self._give_back(lease, NEVER)
-            raise NotFoundError("the session ended while it waited for a lease; open a new one")
-        session.take(lease)
-        return lease
-
-    def hand_over(self, session: Session, lease: Lease) -> None:
-        """Takes a gradient out of the session's hands: it is its update's, and goes with that."""
-        assert lease.update is not None
-        lease.void = True
-        session.drop(lease)
-        self._engine.free_gradient(lease.region, lease.update)
-
-    async def withdraw(self, session: Session, step: int, group: str) -> None:
-        """Undoes a group's update in the pending step; its gradient stays leased.
-
-        Raises:
-            ConflictError: the update was not provisional.
-        """
-        job = await session.job()
-        held = session.exclusive.get(group)
-        if held is None or held.update is None:
-            raise ConflictError(f"group {group!r} has no update of this session that can be withdrawn")
-        await self._engine.withdraw(job, step, group)
-        held.update = None
-
-    async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
-        """Ends a lease; with `publish`, staged bytes become the slab's version."""
-        if publish and lease.mode not in (LeaseMode.STAGE, LeaseMode.PUT):
-            raise InvalidRequestError(
-                f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
-            )
-        # It may have ended since it was looked up: with its session, or with the reader that it is of.
-        session.lease(lease.lease_id)
-        lease.void = True
-        session.drop(lease)
-        if publish and lease.pin is not None:
-            await self._engine.publish(lease.pin)
-        elif publish and lease.slab is not None:
-            key = lease.slab.key
-            await self._engine.put(await session.job(), lease.step, key.group, key.kind, lease.region)
-        else:
-            self._give_back(lease, next_use)
-
-    def _give_back(self, lease: Lease, next_use: float) -> None:
-        lease.void = True
-        if lease.update is not None:
-            self._engine.free_gradient(lease.region, lease.update)
-        elif lease.pin is None:
-            self._engine.scratch.free(lease.region)
-        else:
-            self._engine.unpin(lease.pin, next_use)
+    # --- the end of leases
 
     def _void_leases(self, session: Session) -> list[Lease]:
-        """Changes the session's word, and takes its leases away. Returns those to be given back: all but what its
-        process may still write to."""
+        """Void all leases of a session, and change the session's word in the arena.
+
+        Returns the leases whose ranges can be freed: all except those that the client's process may still write to.
+        """
         leases = list(session.leases.values())
         session.leases.clear()
         session.exclusive.clear()
         for lease in leases:
             lease.void = True
         if self.is_stopping and (session.run is None or session.run.committing is None):
-            # What is not given back is not written to any more, so the client may go on with the bytes until it has
-            # attached to the next daemon. A commit under way may wait for its leases, and write there.
+            # The client may go on reading its ranges until it has attached to the next daemon, because a range that is
+            # not freed is not overwritten. This does not hold while a commit is under way, because the commit may wait
+            # for leases, and write to their ranges.
             return []
         written = [lease for lease in leases if lease.mode.is_for_writing]
         held_back: list[ArenaRange] = []
         if session.slot is not None:
             self._slots.end(session.slot)
             if self._slots.is_held(session.slot):
-                held_back = [self._abandon(lease) for lease in written]
+                held_back = [self.grants.abandon(lease) for lease in written]
                 leases = [lease for lease in leases if not lease.mode.is_for_writing]
         if session.slot is not None:
             self.quarantine.hold(session.slot, held_back)
@@ -475,16 +312,14 @@ class Sessions:
             )
         return leases
 
-    def _abandon(self, lease: Lease) -> ArenaRange:
-        lease.void = True
-        if lease.pin is None:
-            return self._engine.scratch.let_go(lease.region)
-        return self._engine.abandon_stage(lease.pin)
-
     # --- readers
 
-    def hold(self, session: Session, reader: StepReader) -> int:
-        """Gives a reader to a session, which closes it at its end; its id."""
+    def add_reader(self, session: Session, reader: StepReader) -> int:
+        """Give a reader to a session, which closes it at its end. Return the reader's id.
+
+        Raises:
+            NotFoundError: the session has ended; the reader is closed then.
+        """
         if session.state is SessionState.ENDED:
             reader.close()
             raise NotFoundError("the session ended while it waited for a reader; open a new one")
@@ -492,8 +327,12 @@ class Sessions:
         session.readers[reader_id] = reader
         return reader_id
 
-    def let_go(self, session: Session, reader_id: int) -> None:
-        """Closes a reader, and ends the leases on its ranges. Raises NotFoundError where the session has none such."""
+    def close_reader(self, session: Session, reader_id: int) -> None:
+        """Close a reader, and end the leases on its ranges.
+
+        Raises:
+            NotFoundError: the session has no such reader.
+        """
         reader = session.reader(reader_id)
         reader.close()
         del session.readers[reader_id]

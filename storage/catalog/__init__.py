@@ -1,1 +1,1 @@
-"""What is committed, in one SQLite database that proves its contents; see ../FORMAT.md."""
+"""The catalog: the committed jobs and steps, in one SQLite database with digests of its rows; see ../FORMAT.md."""

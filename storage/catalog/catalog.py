@@ -1,8 +1,10 @@
-"""The catalog: what is committed, in one SQLite database. A commit is one transaction, synced before it returns.
+"""The catalog: all committed jobs and steps, in one SQLite database.
 
-Only committed facts are in here: a job enters with its first durable commit, and extents that no commit needs are free.
-Digests cover every row and are verified when the catalog is opened: it gives back what was stored, or says that it
-cannot. FORMAT.md describes it for other readers. All methods block; the engine calls them from one thread of their own.
+A commit is one transaction, which is synced before the method returns. The catalog holds committed facts only: a job
+enters it with its first durable commit, and extents that no commit needs are free.
+
+Digests cover every row and are verified when the catalog is opened, so damage is reported and never read as data.
+FORMAT.md describes the tables for other readers. All methods block; the engine calls them on a thread of their own.
 """
 
 from __future__ import annotations
@@ -46,18 +48,18 @@ log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """The open database."""
+    """The open database, and the ledger: its contents in memory, without packed manifests and client states."""
 
     def __init__(self, path: Path) -> None:
-        """Opens and verifies the database, or creates it; one of an older format is migrated.
+        """Open and verify the database, or create it; migrate a database of an older format.
 
         Raises:
-            ConflictError: it is not a catalog, or has a format that this version does not know.
-            DataLossError: it is damaged; the message names job and step where it can.
+            ConflictError: the file is not a catalog, or has a format that this version does not know.
+            DataLossError: the catalog is damaged. The message names the job and the step if they are known.
             DiskFullError, DeviceError: the file system refuses.
         """
         self.path = path
-        # The last transaction was refused, and may come true at a crash: see `settle`.
+        # True after a transaction whose COMMIT failed: it may become valid at a crash. See `settle`.
         self.in_doubt = False
         self._ledger = Ledger()
         with errors(path, opening=True):
@@ -70,39 +72,40 @@ class Catalog:
                     self._migrate(version)
                 self._db.execute("PRAGMA foreign_keys = ON")
                 self._ledger = read_ledger(self._db, path)
-                # What a process wrote that was killed before it could sync it is read like all else, and is not on the
-                # device yet: a step must not be shown as durable, and be gone after a power loss.
+                # A process that was killed may have left a transaction in the log which it had not synced. SQLite
+                # reads it as valid. The checkpoint syncs it, because a step that is shown as durable must survive a
+                # power loss.
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                # Last: what the digests find has a name.
+                # This check comes last, because the digests name the damaged job or step and this check cannot.
                 check_references(self._db, path)
             except BaseException:
                 self._db.close()
                 raise
 
     def load(self) -> list[StoredJob]:
-        """Every job with its groups, its commits and the versions that they see.
+        """Return every job with its groups, its commits and the versions that these commits need.
 
         Raises:
-            DataLossError: a job or step, which the message names, is damaged.
+            DataLossError: a job or step is damaged; the message names it.
         """
         with errors(self.path, opening=True):
             return [job.stored() for job in read_jobs(self._db, self.path)]
 
     @property
     def store_id(self) -> str:
-        """Tells this store from all others, on the labels of its directories."""
+        """The random identity of this store, which the labels of its data directories repeat."""
         return dict(self._ledger.meta)["store_id"]
 
     def files(self) -> dict[int, str]:
-        """The directory of each data file, by the file's number; "." is the state directory."""
+        """Return the directory of each data file by the file's number; "." is the state directory."""
         return dict(self._ledger.files)
 
     def bad_extents(self) -> tuple[BadExtent, ...]:
-        """What must not be used any more, by file and offset."""
+        """Return the extents that must not be used any more, ordered by file and offset."""
         return self._ledger.bad_extents.extents
 
     def create_job(self, spec: JobSpec, groups: Sequence[GroupSpec], created_at: float) -> None:
-        """Records a job and its layout; part of its first durable commit, to be called inside `transaction`."""
+        """Record a job and its layout. Call this inside `transaction`, as a part of the job's first durable commit."""
         parameters = parameters_to_text(spec.parameters)
         row = (spec.identity, spec.world_size, spec.durability.every_steps, parameters, float(created_at))
         job = self._next_id("jobs")
@@ -123,7 +126,13 @@ class Catalog:
         self._put(JobEntry(id=job, row=row, layout=layout))
 
     def add_commit(self, job: str, commit: CommitRecord, written: Mapping[SlabKey, tuple[int, StoredVersion]]) -> None:
-        """Records a step, and for each slab in `written` the step and place of its bytes; inside `transaction`."""
+        """Record a committed step. Call this inside `transaction`.
+
+        Args:
+            job: the identity of the job.
+            commit: the step, with its time and its client states.
+            written: for each slab whose bytes the catalog does not know yet, the step that wrote them and their place.
+        """
         entry = self._job(job)
         self._db.execute("INSERT INTO commits VALUES (?, ?, ?, x'')", (entry.id, commit.step, commit.committed_at))
         self._db.executemany(
@@ -141,13 +150,14 @@ class Catalog:
         for step, new in by_step.items():
             manifest = Manifest.of(*new)
             if step in manifests:
-                # A snapshot records slabs that were last written in an earlier step, others of which are recorded.
+                # A snapshot records slabs that were last written in an earlier step. An earlier snapshot may have
+                # recorded other slabs of that step, so both are merged.
                 manifest = self._manifest(entry, step).replaced_by(manifest)
             manifests[step] = self._put_manifest(entry, step, manifest)
         self._put(replace(entry, commits={**entry.commits, commit.step: recorded}, manifests=manifests))
 
     def retain(self, job: str, steps: Sequence[int]) -> None:
-        """Forgets all commits but `steps`, and the versions that none of them sees; inside `transaction`."""
+        """Delete all commits but `steps`, and the versions that none of them needs. Call this inside `transaction`."""
         if not steps:
             self._delete(job)
             return
@@ -160,13 +170,14 @@ class Catalog:
                 self._db.execute("DELETE FROM manifests WHERE job = ? AND step = ?", (entry.id, step))
                 del manifests[step]
             elif 2 * mask.sum() < len(mask):
-                # What is never written again stays in its manifest for ever: without what went away beside it.
+                # A slab that is never written again keeps its manifest alive. The manifest is rewritten once less than
+                # half of its entries are needed, so that dead entries do not pile up.
                 manifests[step] = self._put_manifest(entry, step, self._manifest(entry, step).only(mask))
         commits = {step: commit for step, commit in entry.commits.items() if step not in dropped}
         self._put(replace(entry, commits=commits, manifests=manifests))
 
     def set_placements(self, placements: Mapping[SlabKey, TierName]) -> None:
-        """Records where slabs are at home now, in a transaction of its own."""
+        """Record new placements (home tiers) of slabs, in a transaction of its own."""
         with self.transaction():
             for job in {key.job for key in placements}:
                 entry = self._job(job)
@@ -182,21 +193,24 @@ class Catalog:
                 self._put(replace(entry, layout=LayoutEntry(entry.layout.groups, slabs)))
 
     def delete_jobs(self, jobs: Iterable[str]) -> None:
-        """Forgets jobs, by their identities, in a transaction of its own."""
+        """Delete jobs, given by their identities, in a transaction of its own."""
         with self.transaction():
             for job in jobs:
                 self._delete(job)
 
     def add_file(self, directory: str) -> int:
-        """Records a data file, in a transaction of its own; returns its number."""
+        """Record a data file, in a transaction of its own, and return its number."""
         number = self._next_id("files")
         with self.transaction():
             self._put_file(number, directory)
         return number
 
     def add_bad_extents(self, found: Iterable[BadExtent]) -> None:
-        """Records what must not be used any more, in a transaction of its own; of two at one place the later counts."""
-        # A time that is an int would come back as a float, and that has another digest.
+        """Record extents that must not be used any more, in a transaction of its own.
+
+        A later record replaces an earlier one of the same file and offset.
+        """
+        # SQLite would return an integer time as a float, which has another digest.
         new = {(b.extent.file, b.extent.offset): replace(b, found_at=float(b.found_at)) for b in found}
         with self.transaction():
             self._db.executemany(
@@ -208,20 +222,25 @@ class Catalog:
             self._ledger = replace(self._ledger, bad_extents=rows)
 
     def settle(self) -> None:
-        """Makes sure that a transaction which was refused cannot come true.
+        """Make sure that a transaction whose COMMIT failed cannot become valid after a crash.
 
-        What it wrote may be in the log, complete, and a crash would make it valid: after that neither may its extents
-        be used again, nor may its step be called rolled back. Any later transaction takes its place in the log.
+        Its pages may be complete in SQLite's log, and recovery after a crash would accept them. Until this is excluded,
+        its extents must not be used again and its step must not be reported as rolled back. Any later transaction
+        overwrites its place in the log, so this makes one. See tests/faults/test_found_refused_commit.py.
         """
         if self.in_doubt:
             with self.transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
-                # A change that means nothing; SQLite writes no page for one that changes nothing.
+                # `user_version` has no meaning here. It must change, because SQLite writes no page for a transaction
+                # that changes nothing.
                 self._db.execute(f"PRAGMA user_version = {(version + 1) % (1 << 31)}")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All changes inside happen together, and are on the device when it ends; or none."""
+        """Make all changes inside the block one transaction, which is on the device when the block ends.
+
+        If the block or the commit raises, none of the changes is made.
+        """
         with errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             before, committing = self._ledger, False
@@ -234,7 +253,7 @@ class Catalog:
                 self.in_doubt = False
             except BaseException as error:
                 self._ledger = before
-                # On a full disk its last page, which makes it valid, was not written: that is the last one to be.
+                # The page that makes a transaction valid is written last. If the disk was full, it was not written.
                 is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
                 self.in_doubt |= committing and not is_full
                 if self._db.in_transaction:
@@ -243,7 +262,7 @@ class Catalog:
         reach(Failpoint.AFTER_FLIP)
 
     def close(self) -> None:
-        """Closes the database."""
+        """Close the database."""
         self._db.close()
 
     def _create(self) -> None:
@@ -254,20 +273,21 @@ class Catalog:
             self._make_tables()
 
     def _migrate(self, version: int) -> None:
-        """Brings a catalog of an older format to the present one, in one transaction."""
+        """Migrate a catalog of an older format to the present one, in one transaction."""
         if version == 1:
             self._migrate_from_1()
         else:
             self._ledger = read_ledger(self._db, self.path)
             with self.transaction():
-                # In format 2 no job has a layout; in 2 and 3 regions have smaller blocks, which their number tells.
+                # Formats 2 and 3 have the same tables as the present one. In format 2 no job has a layout. In formats
+                # 2 and 3 the blocks of regions are smaller, and `Checksums` derives their size from their number.
                 self._put_version()
         log.info("%s was of format %d and is of format %d now", self.path, version, FORMAT_VERSION)
 
     def _migrate_from_1(self) -> None:
         check_references(self._db, self.path)
         jobs = format_1.read_jobs(self._db)
-        # Tables are dropped with all that refers to them.
+        # Without this, dropping one table would check or delete rows of tables that refer to it.
         self._db.execute("PRAGMA foreign_keys = OFF")
         with self.transaction():
             drop_tables(self._db)
@@ -276,7 +296,7 @@ class Catalog:
                 self._take_over(job)
 
     def _put_version(self) -> None:
-        """Says that the catalog is of the present format."""
+        """Write the present format's version into `meta`."""
         meta = {**dict(self._ledger.meta), "format_version": str(FORMAT_VERSION)}
         self._db.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(FORMAT_VERSION),))
         self._ledger = replace(self._ledger, meta=tuple(meta.items()))
@@ -293,7 +313,7 @@ class Catalog:
         self._put_file(0, ".")
 
     def _take_over(self, job: StoredJob) -> None:
-        """Records a job of an older format as if its commits had just been made."""
+        """Record a job of an older format as if its commits had just been made, oldest first."""
         self.create_job(job.spec, job.groups, job.created_at)
         known: set[tuple[SlabKey, int]] = set()
         for commit in job.commits:
@@ -310,7 +330,7 @@ class Catalog:
             known |= {(key, step) for key, (step, _) in written.items()}
 
     def _seal(self, before: Ledger) -> None:
-        """Writes the digests of what has changed since `before`."""
+        """Compute and write the digests of all rows that have changed since the ledger `before`."""
         for job in self._ledger.jobs.values():
             if before.jobs.get(job.name) is job:
                 continue
@@ -340,7 +360,7 @@ class Catalog:
         self._ledger = replace(self._ledger, files={**self._ledger.files, number: directory})
 
     def _manifest(self, job: JobEntry, step: int) -> Manifest:
-        """A manifest with its bulk, verified again: what is made of it gets a checksum of its own."""
+        """Read a whole manifest and verify it again, because the caller writes a changed one with a new checksum."""
         (packed,) = self._db.execute(
             "SELECT entries FROM manifests WHERE job = ? AND step = ?", (job.id, step)
         ).fetchone()

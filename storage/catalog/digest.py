@@ -16,7 +16,11 @@ _LENGTH = struct.Struct("<cQ")
 
 
 def digest(values: Iterable[Value]) -> bytes:
-    """16 bytes, in the canonical (big-endian) order of XXH3. Raises TypeError for what SQLite would not give back."""
+    """Return the digest of the values, 16 bytes in XXH3's canonical (big-endian) order.
+
+    Raises:
+        TypeError: a value is of a type that SQLite does not store.
+    """
     state = xxhash.xxh3_128()
     for value in values:
         match value:
@@ -38,5 +42,5 @@ def digest(values: Iterable[Value]) -> bytes:
 
 
 def digest_of_rows(rows: Iterable[Row]) -> bytes:
-    """Of all values of all rows, in order."""
+    """Return the digest of all values of all rows, in order."""
     return digest(value for row in rows for value in row)

@@ -1,4 +1,4 @@
-"""Reading of catalogs in format 1, which had one row per version of a slab and no checksums of its own.
+"""Reader of catalogs in format 1, which had one row per version of a slab and no digests of the rows.
 
 Only for their migration: nothing writes this format any more.
 """
@@ -14,7 +14,11 @@ from storage.tiers.extents import Extent
 
 
 def read_jobs(db: sqlite3.Connection) -> list[StoredJob]:
-    """Every job with its groups, commits and versions. Raises LookupError, TypeError or ValueError for damaged rows."""
+    """Return every job with its groups, commits and versions.
+
+    Raises:
+        LookupError, TypeError, ValueError: a row is damaged.
+    """
     rows = db.execute("SELECT id, name, world_size, every_steps, parameters, created_at FROM jobs ORDER BY id")
     return [_read_job(db, *row) for row in rows]
 

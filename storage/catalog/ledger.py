@@ -1,6 +1,7 @@
-"""What the catalog says, in memory and without the bulk, and the digests that prove it: of commits, of jobs, of all.
+"""The ledger: the catalog's contents in memory without the bulk, and the digests of each commit, each job and of all.
 
-Values that are never changed, only replaced: a transaction that fails goes back to the ledger that it began with.
+The bulk (packed manifests, client states) stays in the database; the ledger has its checksums. Ledgers are immutable,
+so a transaction that fails returns to the ledger with which it began.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from storage.catalog.manifest import SlabIds
 from storage.catalog.records import BadExtent
 from storage.shard import Kind
 
-# Name, world size, steps between durable commits, parameters, time of creation.
+# A row of the table `jobs`: name, world size, steps between durable commits, parameters, time of creation.
 JobRow = tuple[str, int, int, str, float]
-# Id, name, elements, shards.
+# A row of the table `groups`: id, name, number of elements, shards.
 GroupRow = tuple[int, str, int, str]
-# Id, id of the group, kind, element type, placement.
+# A row of the table `slabs`: id, id of the group, kind, element type, placement.
 SlabRow = tuple[int, int, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry:
-    """The slabs of a manifest, and its checksum."""
+    """The ids of a manifest's slabs, and its checksum."""
 
     slabs: SlabIds
     checksum: bytes
@@ -32,7 +33,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True)
 class CommitEntry:
-    """A committed step; `states`: the digest of its client states."""
+    """A committed step; `states` is the digest of its client states."""
 
     committed_at: float
     states: bytes
@@ -48,19 +49,19 @@ class LayoutEntry:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all rows."""
+        """The digest of all rows of the layout."""
         return digest([digest_of_rows(self.groups), digest_of_rows(self.slabs)])
 
     @cached_property
     def slab_ids(self) -> Mapping[tuple[str, Kind], int]:
-        """By group and kind; for rows that were verified."""
+        """The id of each slab by group name and kind. The rows must have been verified."""
         names = {group: name for group, name, *_ in self.groups}
         return {(names[group], Kind(kind)): slab for slab, group, kind, *_ in self.slabs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEntry:
-    """A job, its commits and manifests by step."""
+    """A job, with its commits and manifests by step."""
 
     id: int
     row: JobRow
@@ -71,14 +72,14 @@ class JobEntry:
 
     @property
     def name(self) -> str:
-        """Unique in the catalog."""
+        """The identity of the job, unique in the catalog."""
         return self.row[0]
 
     def sealed(self) -> JobEntry:
-        """The same with the digests that it should have."""
+        """Return a copy of the entry in which all digests are computed from the contents."""
         row = digest(self.row)
         commits = {
-            # Of everything that a reader of the step relies on.
+            # A commit's digest covers everything that a reader of the step relies on.
             step: replace(
                 commit,
                 digest=digest(
@@ -97,13 +98,13 @@ class JobEntry:
 
 @dataclass(frozen=True)
 class BadExtentList:
-    """What must not be used any more, by file and offset."""
+    """The extents that must not be used any more, ordered by file and offset."""
 
     extents: tuple[BadExtent, ...] = ()
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all rows."""
+        """The digest of all rows of the list."""
         return digest_of_rows(
             (b.extent.file, b.extent.offset, b.extent.nbytes, b.reason, b.found_at) for b in self.extents
         )
@@ -111,7 +112,14 @@ class BadExtentList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """All of it. `meta`: key and value, without the digest; `files`: directories by id; `jobs` by name."""
+    """The contents of the whole catalog.
+
+    Attributes:
+        meta: pairs of key and value, without the digest.
+        files: the directory of each data file, by its number.
+        bad_extents: the extents that must not be used any more.
+        jobs: the jobs by identity.
+    """
 
     meta: tuple[tuple[str, str], ...] = ()
     files: Mapping[int, str] = field(default_factory=dict)
@@ -120,15 +128,15 @@ class Ledger:
 
     @property
     def digest(self) -> bytes:
-        """Of every row of every table."""
+        """The digest that covers every row of every table."""
         files = digest_of_rows(sorted(self.files.items()))
         jobs = digest_of_rows((name, job.digest) for name, job in sorted(self.jobs.items()))
         return digest([digest_of_rows(self.meta), files, self.bad_extents.digest, jobs])
 
     def with_job(self, job: JobEntry) -> Ledger:
-        """The same with this job in place of the one of its name, if any."""
+        """Return a copy of the ledger with this job, in place of the job of the same identity if there is one."""
         return replace(self, jobs={**self.jobs, job.name: job})
 
     def without_job(self, name: str) -> Ledger:
-        """The same without this job."""
+        """Return a copy of the ledger without the job of this identity."""
         return replace(self, jobs={other: job for other, job in self.jobs.items() if other != name})

@@ -1,6 +1,6 @@
-"""A manifest: where the bytes of all slabs that were written in one step of a job are, packed into one run of bytes.
+"""A manifest: the places of all slab versions that one step of a job wrote, packed into one run of bytes.
 
-Fixed-size little-endian records, so that ten thousand slabs are packed, searched and thinned out as arrays.
+The records are little-endian and of fixed size, so that numpy packs and filters ten thousand slabs as arrays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`entries` [slabs]: id and number of extents and blocks of each; `extents` and `checksums`: of all, in order."""
+    """The versions of some slabs, as arrays.
+
+    Attributes:
+        entries: [slabs], of each slab its id, its number of extents and its number of blocks.
+        extents: [extents of all slabs], in the order of `entries`.
+        checksums: [blocks of all slabs], in the order of `entries`.
+    """
 
     entries: NDArray[Any]
     extents: NDArray[Any]
@@ -35,7 +41,7 @@ class Manifest:
 
     @classmethod
     def of(cls, slabs: Sequence[int], versions: Sequence[StoredVersion]) -> Manifest:
-        """Of the versions of the slabs with these ids."""
+        """Return the manifest of `versions`, where `versions[i]` belongs to the slab with the id `slabs[i]`."""
         entries = np.empty(len(slabs), _ENTRY)
         entries["slab"] = slabs
         entries["extents"] = [len(version.extents) for version in versions]
@@ -45,7 +51,11 @@ class Manifest:
 
     @classmethod
     def unpack(cls, data: bytes) -> Manifest:
-        """What `pack` gave. Raises ValueError for anything else."""
+        """Return the manifest that `pack` made these bytes of.
+
+        Raises:
+            ValueError: the bytes are not a packed manifest.
+        """
         if len(data) < _HEADER.size:
             raise ValueError(f"a manifest of {len(data)} bytes has no header")
         entries, extents, blocks = _HEADER.unpack_from(data)
@@ -63,17 +73,17 @@ class Manifest:
         return manifest
 
     def pack(self) -> bytes:
-        """The bytes that the catalog keeps."""
+        """Return the bytes that the catalog keeps; `unpack` is the inverse."""
         header = _HEADER.pack(len(self.entries), len(self.extents), len(self.checksums))
         return b"".join([header, self.entries.tobytes(), self.extents.tobytes(), self.checksums.tobytes()])
 
     @property
     def slabs(self) -> SlabIds:
-        """[slabs], the ids."""
+        """The ids of the slabs, [slabs]."""
         return np.array(self.entries["slab"], np.int64)
 
     def only(self, mask: Mask) -> Manifest:
-        """The entries for which `mask` [slabs] is true."""
+        """Return a manifest of the entries for which `mask` [slabs] is true."""
         return Manifest(
             self.entries[mask],
             self.extents[np.repeat(mask, self.entries["extents"])],
@@ -81,7 +91,7 @@ class Manifest:
         )
 
     def replaced_by(self, other: Manifest) -> Manifest:
-        """Both, where of a slab that is in both only the entry of `other` counts."""
+        """Return a manifest of the slabs of both. For a slab that is in both, it has the entry of `other`."""
         kept = self.only(~np.isin(self.slabs, other.slabs))
         return Manifest(
             np.concatenate([kept.entries, other.entries]),
@@ -90,7 +100,7 @@ class Manifest:
         )
 
     def versions(self) -> Iterator[tuple[int, StoredVersion]]:
-        """Each slab's id and version."""
+        """Yield the id and the version of each slab."""
         extents = [Extent(offset, nbytes, file) for offset, nbytes, file in self.extents.tolist()]
         checksums = self.checksums.tobytes()
         extent = block = 0
@@ -102,9 +112,16 @@ class Manifest:
 
 
 def seen(manifests: Mapping[int, SlabIds], steps: Iterable[int]) -> dict[int, Mask]:
-    """For each manifest (the slabs of its entries, by its step), which entries a reader of one of `steps` sees.
+    """Find the manifest entries that readers of `steps` need.
 
-    A reader sees of each slab the newest version that is not newer than its step.
+    A reader of a step sees of each slab the newest version that is not newer than the step.
+
+    Args:
+        manifests: the slab ids of each manifest, by the manifest's step.
+        steps: the committed steps that can be read.
+
+    Returns:
+        By the manifest's step, a mask of its entries: true for each entry that a reader of at least one step sees.
     """
     found = {step: np.zeros(len(slabs), np.bool_) for step, slabs in manifests.items()}
     if not manifests:

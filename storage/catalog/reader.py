@@ -1,4 +1,4 @@
-"""Reading of the catalog: every row is verified before anything is made of it."""
+"""Reader of the catalog. It verifies every row by the digests before it returns anything made of the row."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ from storage.tiers.extents import Extent
 
 @dataclass(frozen=True, slots=True)
 class VerifiedJob:
-    """A job with its bulk: packed manifests by step, client states by step and rank."""
+    """A verified job with its bulk: the packed manifests by step, and the client states by step and rank."""
 
     entry: JobEntry
     manifests: Mapping[int, bytes]
     states: Mapping[int, Mapping[int, bytes]]
 
     def stored(self) -> StoredJob:
-        """What the engine is told. Raises LookupError, TypeError or ValueError where this software wrote nonsense."""
+        """Return the job as the engine's types.
+
+        Raises:
+            LookupError, TypeError, ValueError: the rows are as they were written, but do not describe a valid job.
+        """
         identity, world_size, every_steps, parameters, created_at = self.entry.row
         name, _, layout = identity.partition(LAYOUT_SEPARATOR)
         spec = JobSpec(
@@ -64,7 +68,10 @@ class VerifiedJob:
         )
 
     def _versions(self) -> dict[SlabKey, dict[int, StoredVersion]]:
-        """Those that some commit sees: what else is in a manifest has lost its extents, maybe to others."""
+        """Return the versions that some commit needs, by slab and step.
+
+        Other entries of the manifests are skipped, because their extents are free or hold other versions by now.
+        """
         keys = {slab: SlabKey(self.entry.name, *names) for names, slab in self.entry.layout.slab_ids.items()}
         slabs = {step: manifest.slabs for step, manifest in self.entry.manifests.items()}
         versions: dict[SlabKey, dict[int, StoredVersion]] = {}
@@ -75,7 +82,11 @@ class VerifiedJob:
 
 
 def read_ledger(db: sqlite3.Connection, path: Path) -> Ledger:
-    """All that the catalog says, without the bulk. Raises DataLossError for what was not written so."""
+    """Return the whole catalog without the bulk, verified.
+
+    Raises:
+        DataLossError: a digest does not match the rows. The message names the job and the step if they are known.
+    """
     meta = dict(db.execute("SELECT key, value FROM meta ORDER BY key"))
     written = meta.pop("digest", None)
     ledger = Ledger(
@@ -97,7 +108,11 @@ def read_ledger(db: sqlite3.Connection, path: Path) -> Ledger:
 
 
 def read_jobs(db: sqlite3.Connection, path: Path) -> Iterator[VerifiedJob]:
-    """Every job, one at a time. Raises DataLossError, naming job and step, for what was not written so."""
+    """Yield every job, one at a time, after its digests have been verified.
+
+    Raises:
+        DataLossError: a digest does not match. The message names the job, and the step if it is known.
+    """
     for job_id, *row, written in db.execute(
         "SELECT id, name, world_size, every_steps, parameters, created_at, digest FROM jobs ORDER BY id"
     ):
@@ -122,12 +137,15 @@ def read_jobs(db: sqlite3.Connection, path: Path) -> Iterator[VerifiedJob]:
 
 
 def checksum_of_manifest(job: str, step: int, packed: bytes) -> bytes:
-    """Of a manifest, whose it is and of which step."""
+    """Return the checksum of a packed manifest.
+
+    It also covers the job and the step, so a good manifest in the wrong place does not match.
+    """
     return digest([job, step, packed])
 
 
 def digest_of_states(states: Mapping[int, bytes]) -> bytes:
-    """Of the client states of one step, by rank."""
+    """Return the digest of the client states of one step, given by rank."""
     return digest_of_rows(sorted(states.items()))
 
 

@@ -1,4 +1,4 @@
-"""What the catalog holds, as values; and the layout of a job as the text that the catalog keeps of it."""
+"""The records that the catalog returns, and the text form in which it keeps the parameters and shards of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from storage.tiers.extents import Extent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
-    """One committed step of a job; `client_states` by rank."""
+    """One committed step of a job. `client_states` are by rank; `committed_at` is in seconds since 1970."""
 
     step: int
     committed_at: float
@@ -21,7 +21,7 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """Where the bytes of one version of a slab are, and their checksums (see integrity.py)."""
+    """The place of one version of a slab, and the checksums of its blocks (see integrity.py)."""
 
     extents: tuple[Extent, ...]
     checksums: bytes
@@ -29,7 +29,7 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob:
-    """All that the catalog knows of a job. `versions`: where each slab's bytes are, by step."""
+    """A job as the catalog has it. `versions` has the versions of each slab by the step that wrote them."""
 
     spec: JobSpec
     created_at: float
@@ -40,7 +40,7 @@ class StoredJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadExtent:
-    """Bytes of a data file that must not be used any more; `found_at` in seconds since 1970."""
+    """An extent of a data file that must not be used any more; `found_at` is in seconds since 1970."""
 
     extent: Extent
     reason: str
@@ -48,12 +48,16 @@ class BadExtent:
 
 
 def parameters_to_text(parameters: Sequence[ParameterSpec]) -> str:
-    """JSON: a list of [fqn, shape, dtype, trainable]."""
+    """Return the parameters as JSON: a list of [fqn, shape, dtype, trainable]."""
     return _json_list([p.fqn, list(p.shape), p.dtype.value, p.trainable] for p in parameters)
 
 
 def parameters_from_text(text: str) -> tuple[ParameterSpec, ...]:
-    """Raises ValueError or TypeError for anything else than `parameters_to_text` gave."""
+    """Return the parameters that `parameters_to_text` made this text of.
+
+    Raises:
+        ValueError, TypeError: the text is not of that form.
+    """
     return tuple(
         ParameterSpec(fqn=fqn, shape=tuple(shape), dtype=DType(dtype), trainable=trainable)
         for fqn, shape, dtype, trainable in json.loads(text)
@@ -61,21 +65,25 @@ def parameters_from_text(text: str) -> tuple[ParameterSpec, ...]:
 
 
 def shards_to_text(shards: Sequence[Shard]) -> str:
-    """JSON: a list of [fqn, offset, numel, position], in elements."""
+    """Return the shards as JSON: a list of [fqn, offset, numel, position], in elements."""
     return _json_list([s.fqn, s.offset, s.numel, s.position] for s in shards)
 
 
 def _json_list(items: Iterable[Sequence[object]]) -> str:
-    """Return what `json.dumps` gives for a list of the items.
+    """Return what `json.dumps` returns for a list of the items, with one call per item.
 
-    One call for all of a large model would keep the interpreter's lock for tenths of a second, and with it the event
-    loop, on whatever thread it is made.
+    One call for all shards of a large model would hold the interpreter's lock for tenths of a second. That blocks the
+    event loop even if the call is made on another thread.
     """
     return f"[{', '.join(map(json.dumps, items))}]"
 
 
 def shards_from_text(text: str) -> tuple[Shard, ...]:
-    """Raises ValueError or TypeError for anything else than `shards_to_text` gave."""
+    """Return the shards that `shards_to_text` made this text of.
+
+    Raises:
+        ValueError, TypeError: the text is not of that form.
+    """
     return tuple(
         Shard(fqn=fqn, offset=offset, numel=numel, position=position)
         for fqn, offset, numel, position in json.loads(text)

@@ -1,4 +1,4 @@
-"""The catalog as a database: its tables, its format version, and what SQLite itself can say of damage."""
+"""The catalog's database: its tables, its format version, and the damage that SQLite itself can find."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullEr
 FORMAT_VERSION = 4
 REMEDY = "restore the whole state directory from a backup, or use another one"
 
-# After a large commit the log is cut back to this.
+# SQLite truncates its log to this size after a large commit.
 _LOG_BYTES = 64 << 20
+# Errors while the catalog is opened that do not mean that the file is damaged.
 _NO_DAMAGE = (
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN,
@@ -38,7 +39,7 @@ _COMMON_TABLES = (
     PRIMARY KEY (job, step, rank),
     FOREIGN KEY (job, step) REFERENCES commits ON DELETE CASCADE) STRICT""",
 )
-# By format version.
+# The statements that make the tables, by format version.
 _TABLES = {
     1: (
         *_COMMON_TABLES,
@@ -69,34 +70,34 @@ _TABLES = {
     found_at REAL NOT NULL, PRIMARY KEY (file, offset)) STRICT""",
     ),
 }
-# What is new in 3 is in the names of jobs, in 4 in the number of a region's checksums.
+# Format 3 changed the names of jobs and format 4 the size of a region's blocks. The tables are those of format 2.
 _TABLES[3] = _TABLES[4] = _TABLES[2]
 
 
-# SQLite opens files by names of at most 512 bytes, "-journal" at their end included. A link does not help, because
-# SQLite resolves it first.
+# SQLite opens files whose paths, with "-journal" appended, have at most 512 bytes. A symbolic link to a long path does
+# not help, because SQLite resolves it first.
 _MAX_PATH_BYTES = 512 - len("-journal")
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Opens or creates the file; the caller wraps this, as all that follows, in `errors`.
+    """Open or create the database file. The caller wraps this call and all later ones in `errors`.
 
     Raises:
-        DataLossError: the file says that it must not be written.
+        DataLossError: the file's header has a write version that SQLite does not know.
     """
     if path.exists():
         with path.open("rb") as file:
             header = file.read(100)
-        # SQLite would open it for reading only, and the first commit would be the first to notice.
+        # SQLite would open such a file read-only, and the first commit would fail.
         if header.startswith(b"SQLite format 3\0") and header[18] > 2:
             raise DataLossError(f"{path} is damaged (its header has an unknown write version); {REMEDY}")
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode = WAL")
-        # WAL with NORMAL does not sync at commit; a committed step must survive power loss.
+        # In WAL mode only FULL syncs at each commit, and a committed step must survive a power loss.
         db.execute("PRAGMA synchronous = FULL")
         db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
-        # Some systems' SQLite overwrites what is deleted with zeros, as many bytes again as a commit writes.
+        # Some builds of SQLite overwrite deleted rows with zeros by default. That doubles the bytes of a commit.
         db.execute("PRAGMA secure_delete = OFF")
     except BaseException:
         db.close()
@@ -105,23 +106,23 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def create_tables(db: sqlite3.Connection) -> None:
-    """Makes the tables of the present format, inside a transaction."""
+    """Create the tables of the present format. Call this inside a transaction."""
     for statement in _TABLES[FORMAT_VERSION]:
         db.execute(statement)
 
 
 def drop_tables(db: sqlite3.Connection) -> None:
-    """Drops all tables, inside a transaction and without checks of foreign keys."""
+    """Drop all tables. Call this inside a transaction, with the checks of foreign keys off."""
     for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         db.execute(f'DROP TABLE "{name}"')
 
 
 def find_version(db: sqlite3.Connection, path: Path) -> int | None:
-    """The format of a catalog of which nothing is damaged that SQLite itself can know of; None: it is empty.
+    """Return the format version of a catalog, after SQLite's own checks; None for an empty database.
 
     Raises:
-        ConflictError: it is not a catalog, or has a format that this version does not know.
-        DataLossError: it is damaged.
+        ConflictError: the database is not a catalog, or has a format that this version does not know.
+        DataLossError: SQLite finds damage, or the tables are not those of the format.
     """
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
     if not tables:
@@ -145,7 +146,7 @@ def find_version(db: sqlite3.Connection, path: Path) -> int | None:
 
 
 def check_references(db: sqlite3.Connection, path: Path) -> None:
-    """Raises DataLossError if there are rows of jobs or steps that are not there."""
+    """Raise DataLossError if a row refers to a job, group, slab or step that does not exist."""
     if db.execute("PRAGMA foreign_key_check").fetchone():
         raise DataLossError(f"{path} is damaged (rows refer to others that are not there); {REMEDY}")
 
@@ -163,7 +164,10 @@ def _expected(version: int) -> set[tuple[str, ...]]:
 
 @contextmanager
 def errors(path: Path, *, opening: bool = False) -> Iterator[None]:
-    """Gives SQLite's errors the engine's types. While `opening`, whatever cannot be understood is damage."""
+    """Translate SQLite's errors within the block to the engine's types.
+
+    While `opening`, an error of an unknown cause, or a row that cannot be parsed, counts as damage.
+    """
     try:
         yield
     except sqlite3.Error as error:

@@ -1,10 +1,13 @@
-"""The arena: one region of shared memory behind the host tier, and the exact-size, page-aligned allocator over it.
+"""The arena: one region of shared memory behind the host tier, and its allocator of exact, page-aligned ranges.
 
-Owns the memory and the free list; safe from any thread. Knows nothing of what the ranges hold. Every range carries a
-generation number that no other range ever had, so that a late reference to a reused range can be told from a good one.
+Owns the memory and the free list; safe from any thread. Knows nothing of what the ranges hold. Every range has a
+generation number that no other range ever had, so a late reference to a range that was reused is recognized.
 
-The first pages are the header: the nonce that proves locality, a mark by which a file is known as an arena, then the
-slots (see slots.py).
+The first pages are the header:
+- the nonce, random bytes that the daemon also sends to clients: a client that finds them in the memory that it has
+  mapped knows that it is on the daemon's machine;
+- the mark, by which a file is recognized as an arena;
+- the slots (see slots.py).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ MARK = b"paramserver-arn1"
 
 @dataclass(frozen=True, slots=True)
 class ArenaRange:
-    """`nbytes` (whole pages) at byte `offset` of the arena."""
+    """An allocated range: `nbytes` (whole pages) at byte `offset` of the arena."""
 
     offset: int
     nbytes: int
@@ -51,15 +54,19 @@ class Arena:
         huge_pages: bool = False,
         lock_memory: bool = False,
     ) -> None:
-        """Takes `size_bytes`, rounded down to whole pages, with room for `slots` slots in the header.
+        """Allocate and map the memory.
 
-        The memory has the name `path`, where one is given. Where the system does not grant `huge_pages` or
-        `lock_memory`, it warns and goes on without.
+        Args:
+            size_bytes: the size with the header; rounded down to whole pages.
+            slots: the number of slots in the header.
+            path: the name of the memory on a tmpfs; None: it has no name.
+            huge_pages: use reserved huge pages. If the system refuses, a warning is logged and ordinary ones are used.
+            lock_memory: lock the memory. If the system refuses, a warning is logged and the arena can be swapped out.
 
         Raises:
-            DiskFullError: the machine has not that much shared memory.
-            DeviceError: it has none at all, or no memory can have that name.
-            ConflictError: the memory of another daemon has that name.
+            DiskFullError: the machine does not have that much shared memory available.
+            DeviceError: the kernel refuses to create shared memory, or shared memory with that name.
+            ConflictError: the arena of another daemon has that name.
         """
         huge_fd = _create_in_huge_pages(size_bytes) if huge_pages and path is None else None
         self.huge_pages = huge_fd is not None
@@ -76,7 +83,7 @@ class Arena:
         self._lock = threading.Lock()
         self._free = FreeRuns()
         self._free.add(self.header_bytes, self.size_bytes)
-        # Of ordinary pages, those that have become huge ones meanwhile.
+        # The bytes that the collapser thread has moved from ordinary pages into huge ones so far.
         self.collapsed_bytes = 0
         self._closing = threading.Event()
         self._collapser = threading.Thread(target=self._collapse, name="arena-huge-pages", daemon=True)
@@ -89,7 +96,7 @@ class Arena:
         return syscalls.create_named_shared_memory(path, self.size_bytes, MARK, mark_at=NONCE_BYTES)
 
     def _collapse(self) -> None:
-        """Takes 0.3 to 3 seconds for each GiB (measured), beside whatever the memory is used for."""
+        """Move the memory into huge pages while it is in use. This takes 0.3 to 3 s for each GiB (measured)."""
         try:
             for nbytes in syscalls.collapse_pages(self.fd, self.size_bytes):
                 self.collapsed_bytes += nbytes
@@ -99,22 +106,22 @@ class Arena:
             log.warning("the arena stays in ordinary pages: %s", error)
 
     def finish_collapse(self) -> int:
-        """Waits until the pages are as huge as they get; bytes in huge ones that were ordinary."""
+        """Wait until the collapser thread has ended, and return the bytes that it has moved into huge pages."""
         if self._collapser.ident is not None:
             self._collapser.join()
         return self.collapsed_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in allocated ranges, with the header."""
+        """The bytes of the header and of all allocated ranges."""
         with self._lock:
             return self.size_bytes - self._free.free_bytes
 
     def allocate(self, nbytes: int, *, from_top: bool = False) -> ArenaRange | None:
-        """Takes whole pages for `nbytes`, lowest or highest (`from_top`) first; None where no run is long enough.
+        """Allocate whole pages for `nbytes`; None if no free run is long enough.
 
-        What lives for a step (gradients) comes from the top and what comes and goes from the bottom, so that the two do
-        not fragment each other.
+        Ranges that live for a step (gradients) are allocated from the top, and short-lived ones from the bottom. So
+        they do not fragment each other's space.
         """
         need = round_up(nbytes)
         with self._lock:
@@ -125,16 +132,16 @@ class Arena:
             return ArenaRange(offset, need, next(self._generations))
 
     def free(self, range_: ArenaRange) -> None:
-        """Gives a range back."""
+        """Free a range."""
         with self._lock:
             self._free.add(range_.offset, range_.offset + range_.nbytes)
 
     def view(self, range_: ArenaRange) -> memoryview:
-        """The bytes of a range."""
+        """Return a view of the bytes of a range."""
         return self._view[range_.offset : range_.offset + range_.nbytes]
 
     def close(self) -> None:
-        """Lets go of the memory. Views that others still hold keep it alive until they go."""
+        """Unlink, close and release the memory. It stays mapped as long as views of it exist."""
         self._closing.set()
         self.finish_collapse()
         if self.path is not None:

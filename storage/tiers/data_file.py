@@ -1,7 +1,7 @@
-"""One data file on one device: its free space, its I/O engine, and what is known of the device's speed.
+"""One data file on one device: its free space, its I/O engine, and the measured bandwidth of the device.
 
-Owns the file's length, and the lock of its directory. What an extent holds is the catalog's to know: after a crash, all
-that the catalog does not name is free.
+Owns the file's length, and the lock of its directory. Does not know what an extent holds; the catalog does. After a
+crash, all extents that the catalog does not name are free.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ log = logging.getLogger(__name__)
 
 # The file grows by this much at a time, so that growth is rare and the file system can keep the blocks together.
 GROWTH_BYTES = 64 << 20
+# The bytes that a store with several devices writes and reads at its start, to measure the bandwidth of each device.
 PROBE_BYTES = 32 << 20
-# Shorter samples of the bandwidth say little.
+# A sample of the bandwidth is taken once this many bytes were moved, because smaller samples are too noisy.
 SAMPLE_BYTES = 64 << 20
-# The weight of a new sample of the bandwidth against all that came before.
+# The weight of a new sample in the moving average of the bandwidth.
 SAMPLE_WEIGHT = 0.3
 
 
 class DataFile:
-    """`data.<number>` in one directory."""
+    """The file `data.<number>` in one directory."""
 
     def __init__(
         self,
@@ -44,14 +45,21 @@ class DataFile:
         nice: int = 0,
         lock_fd: int | None = None,
     ) -> None:
-        """Opens or creates the file; `used` are the extents of it that must not be written to.
+        """Open or create the file and start its I/O threads.
 
-        The threads that do its I/O have the niceness `nice`. `lock_fd`, a descriptor that holds the lock of the file's
-        directory, is the file's once this returns; None: the directory is locked otherwise.
+        Args:
+            number: the number by which the catalog knows the file.
+            path: the file's path.
+            used: the extents of the file that must not be written to. All others are free.
+            read_threads: the number of reading threads.
+            write_threads: the number of writing threads.
+            nice: the niceness of all threads that do the file's I/O.
+            lock_fd: the descriptor that holds the lock of the file's directory, which `close` closes. The file owns it
+                once this returns. None: the engine holds the lock, because this is the state directory.
 
         Raises:
             DataLossError: `used` does not fit the file.
-            DeviceError: it cannot be opened.
+            DeviceError: the file cannot be opened.
         """
         self.number = number
         self.path = path
@@ -73,12 +81,12 @@ class DataFile:
                 *(path.name, path.parent),
             )
         self._lock_fd = lock_fd
-        # Bytes per second; None: not measured yet.
+        # The measured bandwidth in bytes per second; None: not measured yet.
         self.bandwidth: float | None = None
         self._sampled = self.io.load
 
     def _take_in(self, used: list[Extent]) -> None:
-        """Makes free what is not `used`, and gives a long unused end back to the file system."""
+        """Make all bytes free that are not `used`, and truncate a long unused end of the file."""
         try:
             runs = unused_runs(self._size, used, self.number)
         except ValueError as error:
@@ -95,55 +103,59 @@ class DataFile:
 
     @property
     def size_bytes(self) -> int:
-        """Its length."""
+        """The file's length."""
         return self._size
 
     @property
     def occupied_bytes(self) -> int:
-        """What it takes of its file system, by allocated blocks."""
+        """The bytes that the file occupies on its file system."""
         return syscalls.allocated_bytes(self._fd)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in allocated extents."""
+        """The bytes in allocated extents."""
         return self._size - self._space.free_bytes
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that can be allocated without growth."""
+        """The bytes that can be allocated without growth."""
         return self._space.usable_bytes
 
     @property
     def free_runs(self) -> int:
-        """In how many pieces the free space is."""
+        """The number of pieces of the free space."""
         return len(self._space)
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Extents for `nbytes`; None where the free space does not hold them."""
+        """Allocate extents for `nbytes`; None if the free space does not suffice."""
         return self._space.allocate(nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Makes an extent free at once."""
+        """Make an extent free at once."""
         self._space.add(extent)
 
     def grow(self, nbytes: int) -> None:
-        """Makes the file longer by whole pages, all promised by the file system.
+        """Extend the file by `nbytes` (whole pages), and allocate their blocks now.
 
         Raises:
-            DiskFullError: there is not that much room; the file is as before.
+            DiskFullError: the file system does not have that much room. The file is as long as before.
         """
         syscalls.extend(self._fd, self._size, nbytes, self.path)
         self._space.add(Extent(self._size, nbytes, self.number))
         self._size += nbytes
 
     async def close(self) -> None:
-        """Finish all requests, close the file, and let go of its directory."""
+        """Finish all requests, close the file, and release the lock of its directory."""
         await self.io.close()
         if self._lock_fd is not None:
             os.close(self._lock_fd)
 
     async def probe(self, room_bytes: int) -> None:
-        """Measures the device with scratch writes and reads; for them the file may grow by `room_bytes`."""
+        """Measure the device's bandwidth by writing and reading scratch bytes.
+
+        If the free space is too small for them, the file grows, but by no more than `room_bytes`. An error is logged,
+        and the bandwidth stays unknown.
+        """
         try:
             if self._space.usable_bytes < PROBE_BYTES <= room_bytes:
                 self.grow(PROBE_BYTES)
@@ -166,7 +178,7 @@ class DataFile:
         self._take_sample(self.io.load)
 
     def sample(self) -> None:
-        """Takes what was moved since the last sample into the measured bandwidth."""
+        """Update the measured bandwidth, if enough bytes were moved since the last sample."""
         load = self.io.load
         if load.bytes_moved - self._sampled.bytes_moved >= SAMPLE_BYTES:
             self._take_sample(load)

@@ -1,4 +1,4 @@
-"""Which blocks of a data file are free: an allocator of extents. Does no I/O."""
+"""The allocator of extents in a data file: it knows which parts of the file are free. Does no I/O."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from storage.tiers.base import round_up
 from storage.tiers.free_runs import FreeRuns
 
-# Less than a checksum's block, for little to be lost of a run that is split: see NvmeRegion.blocks_are_whole.
+# Allocations are split at multiples of this. It is smaller than a checksum's block, so that little of a free run stays
+# unused. A block may then lie in several extents; see NvmeRegion.blocks_are_whole.
 SPLIT_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`nbytes` (whole pages) at byte `offset` of data file number `file`."""
+    """A part of a data file: `nbytes` (whole pages) at byte `offset` of data file number `file`."""
 
     offset: int
     nbytes: int
@@ -22,14 +23,15 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """Where the next extent can begin."""
+        """The byte after the last one of the extent."""
         return self.offset + self.nbytes
 
 
 class ExtentAllocator:
     """The free extents of one file.
 
-    Allocation is best fit, and splits only where no run is long enough: then at multiples of SPLIT_BYTES.
+    Allocation is best fit. Only if no free run is long enough, an allocation is split over several runs, at multiples
+    of SPLIT_BYTES.
     """
 
     def __init__(self, file: int = 0) -> None:
@@ -37,25 +39,28 @@ class ExtentAllocator:
         self._free = FreeRuns()
 
     def __len__(self) -> int:
-        """The number of free runs."""
+        """Return the number of free runs."""
         return len(self._free)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not allocated."""
+        """The bytes that are not allocated."""
         return self._free.free_bytes
 
     @property
     def usable_bytes(self) -> int:
-        """What one allocation can get at most: runs shorter than SPLIT_BYTES can only be the last part of one."""
+        """The bytes that one allocation can certainly get.
+
+        Rests of runs below SPLIT_BYTES do not count, because only the last part of an allocation can use them.
+        """
         return self._free.whole_units(SPLIT_BYTES) * SPLIT_BYTES
 
     def add(self, extent: Extent) -> None:
-        """Makes an extent free."""
+        """Make an extent free."""
         self._free.add(extent.offset, extent.end)
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Takes extents of `nbytes` (rounded up to pages) in all; None where there is not that much."""
+        """Allocate extents of `nbytes` in all, rounded up to pages; None if the free runs do not suffice."""
         need = round_up(nbytes)
         taken: list[Extent] = []
         while need:
@@ -69,7 +74,10 @@ class ExtentAllocator:
         return tuple(taken)
 
     def _take(self, need: int) -> Extent | None:
-        """`need` from the shortest run that holds it, else all of the longest one that a split may take."""
+        """Allocate one extent: `need` bytes of the shortest run that holds them, else the longest run's whole units.
+
+        Returns None if no run has a unit of SPLIT_BYTES left.
+        """
         shortest = self._free.shortest_fit(need)
         if shortest is not None:
             return Extent(self._free.cut(shortest, need), need, self._file)
@@ -82,10 +90,10 @@ class ExtentAllocator:
 
 
 def unused_runs(size_bytes: int, used: Iterable[Extent], file: int = 0) -> list[Extent]:
-    """What `used` leaves free of a file of `size_bytes`.
+    """Return the parts of a file of `size_bytes` that are in none of the `used` extents.
 
     Raises:
-        ValueError: two used extents overlap, or one leaves the file.
+        ValueError: two used extents overlap, or one ends behind the file's end.
     """
     runs: list[Extent] = []
     position = 0
@@ -101,7 +109,7 @@ def unused_runs(size_bytes: int, used: Iterable[Extent], file: int = 0) -> list[
 
 
 def without(extent: Extent, holes: Iterable[Extent]) -> Iterator[Extent]:
-    """The parts of an extent that no hole, of those in the same file, covers."""
+    """Yield the parts of an extent that none of the holes in the same file covers."""
     start = extent.offset
     for hole in sorted(holes, key=lambda hole: hole.offset):
         if hole.file != extent.file or hole.end <= start or hole.offset >= extent.end:
@@ -114,7 +122,7 @@ def without(extent: Extent, holes: Iterable[Extent]) -> Iterator[Extent]:
 
 
 def overlapping(extents: Iterable[Extent], offset: int, nbytes: int) -> Iterator[Extent]:
-    """Where bytes `[offset, offset + nbytes)` of the sequence of `extents` are."""
+    """Yield the parts of `extents` that hold the bytes `[offset, offset + nbytes)` of their concatenation."""
     for extent in extents:
         start, end = max(offset, 0), min(offset + nbytes, extent.nbytes)
         if start < end:

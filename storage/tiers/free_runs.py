@@ -1,6 +1,6 @@
-"""Free space in one dimension: sorted, disjoint runs that never touch. Arena and data file both keep theirs so.
+"""Free space in one dimension: sorted, disjoint runs that never touch. The arena and the data files use it.
 
-Owns no lock: who shares it between threads has one.
+Owns no lock: a caller that shares the runs between threads must have one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 
 class FreeRuns:
-    """Runs `[start, end)`, by start; joined as soon as they touch."""
+    """Free runs `[start, end)`, ordered by start. Runs that touch are joined."""
 
     def __init__(self) -> None:
-        # Packed, so that numpy can look through all lengths in one pass: there may be ten thousands of runs.
+        # The numbers are packed so that numpy searches all lengths in one pass: there may be tens of thousands of runs.
         self._starts = array("q")
         self._lengths = array("q")
         self.free_bytes = 0
@@ -25,34 +25,34 @@ class FreeRuns:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """Start and end of a run."""
+        """Return the start and the end of a run."""
         return self._starts[index], self._starts[index] + self._lengths[index]
 
     def whole_units(self, unit: int) -> int:
-        """How many pieces of length `unit` the runs hold."""
+        """Return the number of pieces of length `unit` that fit into the runs."""
         return int((np.asarray(self._lengths) // unit).sum())
 
     def lowest_fit(self, length: int) -> int | None:
-        """Index of the first run that holds `length`; None where none does."""
+        """Return the index of the first run that holds `length`; None if none does."""
         fitting = self._fitting(length)
         return int(fitting[0]) if len(fitting) else None
 
     def highest_fit(self, length: int) -> int | None:
-        """Index of the last run that holds `length`; None where none does."""
+        """Return the index of the last run that holds `length`; None if none does."""
         fitting = self._fitting(length)
         return int(fitting[-1]) if len(fitting) else None
 
     def shortest_fit(self, length: int) -> int | None:
-        """Index of the shortest run that holds `length`, of those alike the first; None where none does."""
+        """Return the index of the shortest run that holds `length`, the first of equal ones; None if none does."""
         fitting = self._fitting(length)
         return int(fitting[np.asarray(self._lengths)[fitting].argmin()]) if len(fitting) else None
 
     def longest(self) -> int | None:
-        """Index of the longest run, of those alike the first; None where there is no run."""
+        """Return the index of the longest run, the first of equal ones; None if there is no run."""
         return int(np.asarray(self._lengths).argmax()) if self._lengths else None
 
     def add(self, start: int, end: int) -> None:
-        """Makes `[start, end)` free; joins it with its neighbours."""
+        """Make `[start, end)` free, and join it with its neighbours."""
         self.free_bytes += end - start
         i = bisect.bisect_left(self._starts, start)
         if i < len(self._starts) and self._starts[i] == end:
@@ -65,7 +65,7 @@ class FreeRuns:
             self._lengths.insert(i, end - start)
 
     def cut(self, index: int, length: int, *, from_top: bool = False) -> int:
-        """Takes `length` from the lower or upper edge of a run; where it starts."""
+        """Take `length` from the lower or the upper end of a run, and return the start of the part taken."""
         start, end = self[index]
         self.free_bytes -= length
         if end - start == length:

@@ -1,7 +1,8 @@
-"""Notices devices that do not answer, and tells those who wait for them.
+"""Detects devices that do not answer, and raises an error in the calls that wait for them.
 
-A transfer that the kernel has cannot be taken back: its buffer and its extents stay in use until the device answers. So
-the operation goes on by itself and cleans up after itself, and only those who wait for it are told.
+A transfer that the kernel has begun cannot be cancelled: its buffer and its extents stay in use until the device
+answers. So the operation itself continues in the background and cleans up at its end. Only the calls that wait for it
+raise.
 """
 
 from __future__ import annotations
@@ -18,44 +19,49 @@ from storage.tiers.data_file import DataFile
 log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-# How often the devices are looked at within the time that they have.
+# The number of checks within the time after which a device counts as stuck.
 LOOKS = 5
 
 
 class DeviceWatch:
-    """Looks at the oldest transfer of every file, again and again."""
+    """A task that periodically checks the oldest transfer of every file."""
 
     def __init__(self, files: Sequence[DataFile], stuck_after_seconds: float) -> None:
-        """A device whose oldest transfer takes longer than `stuck_after_seconds` counts as stuck until it is over."""
+        """Start the checks.
+
+        A device counts as stuck while its oldest transfer has taken at least `stuck_after_seconds`.
+        """
         self._files = files
         self._stuck_after_seconds = stuck_after_seconds
+        # The files whose devices are stuck, and for how many seconds each.
         self._stuck: dict[DataFile, float] = {}
-        # Done while a device is stuck: which, for how long, and what to do.
+        # Done while a device is stuck. The result is the text of the error: the devices, the times and the remedy.
         self._alarm: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._look_again_and_again())
 
     @property
     def problems(self) -> list[str]:
-        """One line for each device that is stuck."""
+        """One line of text for each device that is stuck."""
         return [
             f"{file.path}: the device has not answered for {seconds:.1f} s" for file, seconds in self._stuck.items()
         ]
 
     def check(self) -> None:
-        """Raises DeviceStuckError while a device is stuck: for what had better not begin."""
+        """Raise DeviceStuckError if a device is stuck. An operation calls this before it begins anything."""
         if self._alarm.done():
             raise DeviceStuckError(self._alarm.result())
 
     async def unless_stuck(
         self, work: Coroutine[Any, Any, ResultT], *, give_back: Callable[[ResultT], None] | None = None
     ) -> ResultT:
-        """The result of `work`, which goes on by itself when this raises.
+        """Wait for `work` and return its result, unless a device is stuck.
 
-        With `give_back` it is cancelled instead, and must then end without the device; a result that comes nevertheless
-        is given back.
+        If this raises DeviceStuckError, the work continues in the background. With `give_back` it is cancelled instead,
+        and it must then end without waiting for the device. If it returns a result nevertheless, `give_back` is called
+        with the result, to free it. If the caller is cancelled, the work is cancelled in both cases.
 
         Raises:
-            DeviceStuckError: a device is stuck, or becomes it, before the work is done.
+            DeviceStuckError: a device was stuck, or became stuck, before the work was done.
         """
         task = asyncio.ensure_future(work)
         alarm = self._alarm
@@ -64,7 +70,8 @@ class DeviceWatch:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
-            # Before the wait, which a second cancellation may end: the client may go while its deadline is answered.
+            # The callback is added before the wait, because a second cancellation may end the wait: the client may
+            # disconnect while the call is being answered for its deadline.
             task.add_done_callback(functools.partial(_end, give_back))
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             raise
@@ -76,7 +83,7 @@ class DeviceWatch:
         raise DeviceStuckError(alarm.result())
 
     async def close(self) -> None:
-        """Stops looking."""
+        """Stop the checks."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -99,6 +106,9 @@ class DeviceWatch:
 
 
 def _end(give_back: Callable[[ResultT], None] | None, task: asyncio.Task[ResultT]) -> None:
-    """The end of work that nobody waits for any more."""
+    """Retrieve the outcome of work for which no call waits any more, and free its result with `give_back`.
+
+    Reading the exception also keeps asyncio from logging it as unhandled.
+    """
     if not task.cancelled() and task.exception() is None and give_back is not None:
         give_back(task.result())

@@ -1,7 +1,8 @@
-"""The contract of what moves bytes between one data file and host memory.
+"""The contract of an I/O engine, which moves bytes between one data file and host memory.
 
-`threaded_io` fulfils it with plain system calls; io_uring or GPUDirect Storage would be other rooms beside it. An I/O
-engine knows positions in a file and buffers, and nothing of regions, shards or checksums: those come as `check`.
+`threaded_io.py` implements it with plain system calls; io_uring or GPUDirect Storage would be other modules beside it.
+An I/O engine knows positions in a file and buffers. It knows nothing of regions, shards or checksums: the caller passes
+functions that verify or record checksums (`IoRequest.check`).
 """
 
 from __future__ import annotations
@@ -13,20 +14,28 @@ from typing import Protocol
 
 
 class Priority(enum.IntEnum):
-    """Who goes first, lowest value first."""
+    """The priority of a request. Requests with lower values are served first."""
 
+    # A client waits for the bytes.
     DEMAND = 0
+    # A client will need the bytes soon.
     PREFETCH = 1
+    # The optimizer's update of a group reads or writes its states.
     UPDATE = 2
+    # Background verification reads.
     SCRUB = 3
 
 
 @dataclass(slots=True, eq=False)
 class IoRequest:
-    """`buffer`, page-aligned whole pages of host memory, from or to byte `position` of the file.
+    """The transfer of a buffer from or to the file.
 
-    `check`, if any, is called where the transfer runs, on any thread: after a read, to raise if the bytes are wrong
-    (the bytes are then read once more before the error counts), or before a write, to take note of them.
+    Attributes:
+        position: the byte of the file at which the transfer begins.
+        buffer: whole, page-aligned pages of host memory.
+        check: a function that is called on some thread of the I/O engine. After a read it raises DataLossError if the
+            bytes are wrong; they are then read and checked once more before the error counts. Before a write it records
+            the bytes' checksums. None: no check.
     """
 
     position: int
@@ -36,7 +45,15 @@ class IoRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoLoad:
-    """What an engine is doing and has done. `stalled_seconds`: how long the oldest transfer has been at the device."""
+    """The work of an I/O engine.
+
+    Attributes:
+        queued: the number of requests that wait or are under way.
+        bytes_in_flight: the bytes of the transfers at the device now.
+        bytes_moved: the bytes of all transfers that have ended.
+        busy_seconds: the time in which the device read, plus the time in which it wrote.
+        stalled_seconds: the age of the oldest transfer or sync at the device; 0 if there is none.
+    """
 
     queued: int
     bytes_in_flight: int
@@ -46,37 +63,41 @@ class IoLoad:
 
 
 class IoEngine(Protocol):
-    """Moves bytes of one file. Called on one event loop; requests complete each on its own, in any order."""
+    """An engine that moves bytes of one file. All methods are called on one event loop's thread."""
 
     async def read(self, requests: Sequence[IoRequest], priority: Priority) -> None:
-        """Fills the buffers.
+        """Fill the buffers of all requests, in any order.
 
-        Returns or raises, also when cancelled, only when no buffer is in use any more: what has not begun is dropped,
-        what has is waited for.
+        If this raises, even because it was cancelled, no buffer is in use any more: requests that had not begun were
+        dropped, and the others were waited for.
 
         Raises:
-            DeviceError: the file system refused.
-            DataLossError: a check failed twice, or the file is too short.
+            DeviceError: the file system refused, or the file is too short.
+            DataLossError: a check failed twice.
         """
         ...
 
     async def write(self, requests: Sequence[IoRequest], priority: Priority) -> None:
-        """Writes the buffers; durable only after `sync`. Otherwise as `read`."""
+        """Write the buffers of all requests, in any order. They are durable only after `sync`.
+
+        Errors and cancellation are as for `read`.
+        """
         ...
 
     async def sync(self) -> None:
-        """Returns when all writes that had returned before are on the device.
+        """Wait until all writes that had returned before this call are on the device.
 
         Raises:
-            DeviceError: they may not be, and never will be because of a later sync: write them again, elsewhere.
+            DeviceError: the sync failed. Some writes may be lost, and a later sync does not prove the contrary; the
+                caller must write the bytes again, in another place.
         """
         ...
 
     @property
     def load(self) -> IoLoad:
-        """What is under way now."""
+        """The present and past work of the engine."""
         ...
 
     async def close(self) -> None:
-        """Finishes all requests and lets go of threads and the file."""
+        """Finish all requests, end the threads and close the file."""
         ...

@@ -1,9 +1,12 @@
-"""The slots in the arena's header: how a process that maps the arena learns that its right to do so has ended.
+"""The slots in the arena's header, by which a process that maps the arena learns that its session has ended.
 
-A slot is an eight-byte word. It holds the generation of whoever has the slot, and something else once that right has
-ended. The process that maps the arena keeps an exclusive record lock on the word's first byte as long as it may write:
-the kernel takes the lock away when the process ends, however it ends, and never while it is merely stopped. A slot is
-given to somebody else only when nobody holds that lock. Knows nothing of who the holders are.
+A slot is a word of eight bytes. The daemon gives each session a slot with a new generation number, and writes the
+number into the word. When the session ends, the daemon writes another value (0), so the client knows that it must not
+write to the arena any more.
+
+The client holds an exclusive record lock on the word's first byte as long as it may write. The kernel releases the lock
+when the process ends in whatever way, and never while the process is only stopped. The daemon reuses a slot only when
+no process holds its lock. Knows nothing of sessions or clients.
 """
 
 from __future__ import annotations
@@ -14,35 +17,40 @@ from dataclasses import dataclass
 
 from storage import syscalls
 
-# After the nonce and the mark. Apart far enough for the word, near enough for thousands of them in some pages.
+# The slots begin after the nonce and the mark. Slots of 16 bytes have room for the word, and 256 of them fit in a page.
 FIRST_SLOT_BYTE = 64
 SLOT_BYTES = 16
 _WORD_BYTES = 8
-_NOBODY = 0
+# The word of a slot that is free or whose session has ended.
+_ENDED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The word at byte `offset` of the arena, which holds `generation` (never one that another slot had) until it is
-    ended."""
+    """A taken slot: the word at byte `offset` of the arena.
+
+    The word has the value `generation`, which no other slot ever had, until the slot is ended.
+    """
 
     offset: int
     generation: int
 
 
 class Slots:
-    """`count` slots in the header `words` of the arena whose descriptor is `fd`."""
+    """The slots of one arena."""
 
     def __init__(self, words: memoryview, fd: int, count: int) -> None:
+        """Manage `count` slots in `words`, the header of the arena whose descriptor is `fd`."""
         self._words = words.cast("Q")
         self._fd = fd
         self._generations = itertools.count(1)
-        # The one that was given back first is given out first: a process that was stopped between being told of its
-        # slot and locking it finds the word changed, not somebody else waiting for the lock.
+        # The slot that was freed first is taken first. If a client is stopped after it got its slot and before it locks
+        # the slot, the slot is then unlikely to be taken again meanwhile: the client finds the word changed, instead of
+        # locking a word that now belongs to another client.
         self._free = deque(range(FIRST_SLOT_BYTE, FIRST_SLOT_BYTE + count * SLOT_BYTES, SLOT_BYTES))
 
     def take(self) -> Slot | None:
-        """A slot of a new generation; None where all are taken."""
+        """Take a free slot and give it a new generation; None if all slots are taken."""
         if not self._free:
             return None
         slot = Slot(self._free.popleft(), next(self._generations))
@@ -50,17 +58,17 @@ class Slots:
         return slot
 
     def end(self, slot: Slot) -> None:
-        """Changes the word. The slot stays taken until it is given back."""
-        self._words[slot.offset // _WORD_BYTES] = _NOBODY
+        """Change the word, so that the client knows that its session has ended. The slot stays taken."""
+        self._words[slot.offset // _WORD_BYTES] = _ENDED
 
     def is_held(self, slot: Slot) -> bool:
-        """Whether a process that maps the arena may still write."""
+        """Return whether a client holds the lock of the slot, and so may still write to the arena."""
         return syscalls.is_locked_elsewhere(self._fd, slot.offset)
 
     def give_back(self, slot: Slot) -> None:
-        """Lets an ended slot, which nobody holds, be taken again."""
+        """Free an ended slot whose lock no process holds, so that it can be taken again."""
         self._free.append(slot.offset)
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Release the view of the memory."""
         self._words.release()

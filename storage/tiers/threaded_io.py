@@ -1,8 +1,8 @@
-"""I/O by worker threads and plain vectored system calls: a lane for reads, a lane for writes, each by priority.
+"""An I/O engine of worker threads and plain vectored system calls.
 
-Requests that lie next to each other in the file and wait together become one system call, so that many small shards
-cost as little as one large one. Checks run on a thread of their own, beside the device and not in its way. Owns the
-file's descriptor and the threads.
+Reads and writes have a lane each: a priority queue with its worker threads. Waiting requests that are neighbours in the
+file become one system call, so that many small shards cost as little as one large one. Checks run on a thread of their
+own, so that the device does not wait for them. Owns the file's descriptor and the threads.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from storage.waiting import wait_out
 
 ArgumentT = TypeVar("ArgumentT")
 
-# One system call: large enough for the device's full speed, small enough that several workers share a large slab.
+# The most bytes of one system call: enough for the device's full speed, and so few that several workers share a large
+# slab.
 COALESCED_BYTES = 4 << 20
-# The kernel takes at most 1024 buffers in one call (IOV_MAX).
+# The most buffers of one system call. The kernel accepts at most 1024 (IOV_MAX).
 COALESCED_BUFFERS = 512
-# What waits for the writers, checked: enough for each to find something, and little enough for the processor's cache.
+# The checker stops while this many checked bytes wait for the writing workers. That is enough to keep all of them busy,
+# and so few that the bytes are still in the processor's cache when they are written.
 LEAD_BYTES = 8 << 20
 
 
 class ThreadedIo:
-    """See IoEngine."""
+    """An I/O engine of threads; see IoEngine for the contract."""
 
     def __init__(self, fd: int, path: Path, *, read_threads: int, write_threads: int, nice: int = 0) -> None:
-        """Takes over the descriptor `fd` of the file at `path`; its threads have the niceness `nice`."""
+        """Take over the descriptor `fd` of the file at `path`, and start threads with the niceness `nice`."""
         self._fd = fd
         self._path = path
         self._reads = _Lane(f"{path.name}-read", read_threads, self._read, nice)
@@ -60,7 +62,7 @@ class ThreadedIo:
 
     async def sync(self) -> None:
         """See IoEngine."""
-        # Not cancellable: what it covered must be known to be durable, or not.
+        # The sync is shielded from cancellation, because the tier must learn whether the writes are durable.
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._syncs, self._sync))
 
     @property
@@ -100,18 +102,27 @@ class ThreadedIo:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests that one caller waits for; guarded by the lane's lock."""
+    """The requests of one call of `read` or `write`; guarded by the lane's lock."""
 
+    # Resolved on the event loop when no request of the batch is in use any more.
     done: asyncio.Future[None]
+    # The number of requests that are not finished or dropped yet.
     left: int = 0
     items: list[_Queued] = field(default_factory=list)
+    # The first error of a request. The requests that had not begun by then are dropped.
     error: BaseException | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A request in a lane: `admitted` while a worker may take it, `taken` when it was or is not wanted any more,
-    `checked` when only moving it is left, `read_again` when its bytes were wrong once."""
+    """A request in a lane.
+
+    Attributes:
+        checked: no check follows the transfer, because the request has none or is checked before it is admitted.
+        admitted: it waits in the queue, and a worker may take it.
+        taken: a worker has taken it, or it was dropped.
+        read_again: its bytes were wrong once, and are read for the second time.
+    """
 
     request: IoRequest
     priority: Priority
@@ -122,7 +133,7 @@ class _Queued:
     read_again: bool = False
 
     def check(self) -> None:
-        """Raises what the request's check does."""
+        """Call the request's check, if it has one."""
         if self.request.check is not None:
             self.request.check()
 
@@ -140,7 +151,10 @@ class _Queued:
 
 
 class _Checker:
-    """One thread for checks: they run at the speed of memory, and a thread that does them cannot feed the device."""
+    """The thread that runs a lane's checks, because a worker thread that runs them could not keep the device busy.
+
+    One thread suffices, because checks run at the speed of memory.
+    """
 
     def __init__(self, name: str, nice: int) -> None:
         self._nice = nice
@@ -149,11 +163,11 @@ class _Checker:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Runs it, in turn."""
+        """Run `work` on the thread, after all work that was submitted before."""
         self._queue.put(work)
 
     def close(self) -> None:
-        """Ends the thread when all is done."""
+        """End the thread when all submitted work is done."""
         self._queue.put(None)
         self._thread.join()
 
@@ -164,28 +178,33 @@ class _Checker:
 
 
 class _Lane:
-    """Worker threads that move requests in the order of their priority, neighbours together."""
+    """Worker threads that transfer requests by priority, and neighbours in the file with one system call."""
 
     def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None], nice: int) -> None:
-        """`move` transfers requests that follow each other in the file."""
+        """Start the threads. `move` is the system call: it transfers requests that are contiguous in the file."""
         self._move = move
         self._nice = nice
         self._checker = _Checker(f"{name}-check", nice)
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
-        # Told when a worker has taken something, and less waits.
+        # Notified when a request has left the queue, so that `_waiting_bytes` is less. The checker waits for it.
         self._taken = threading.Condition(self._lock)
+        # The bytes of all requests that wait for a worker.
         self._waiting_bytes = 0
         self._sequence = itertools.count()
-        # Taken items stay in the heap until they come up.
+        # A heap of (priority, sequence, request). Requests that were taken as neighbours, or dropped, stay in it until
+        # they are popped.
         self._queue: list[tuple[int, int, _Queued]] = []
-        # Waiting requests by where they begin and where they end, to find neighbours.
+        # Admitted requests by their first byte, and by the byte after their last one, to find neighbours.
         self._by_start: dict[tuple[Priority, int], _Queued] = {}
         self._by_end: dict[tuple[Priority, int], _Queued] = {}
+        # Batches that are done and whose futures the event loop has not resolved yet.
         self._finished: list[_Batch] = []
         self._closing = False
+        # The begin of each worker's present transfer, by the worker's number, on the monotonic clock.
         self._began: dict[int, float] = {}
+        # The number of requests that are not finished yet.
         self.depth = 0
         self.bytes_in_flight = 0
         self.bytes_moved = 0
@@ -198,7 +217,7 @@ class _Lane:
             thread.start()
 
     async def run(self, requests: Sequence[IoRequest], priority: Priority, *, check_first: bool) -> None:
-        """Returns when all are done, checked before (writes) or after (reads) they were moved.
+        """Transfer all requests, and check each before (`check_first`, for writes) or after its transfer.
 
         See IoEngine.read for errors and cancellation.
         """
@@ -227,13 +246,14 @@ class _Lane:
             raise
 
     def began(self) -> list[float]:
-        """When each transfer at the device was begun, on the monotonic clock."""
+        """Return the begin of each transfer that is at the device now, on the monotonic clock."""
         with self._lock:
             return list(self._began.values())
 
     def close(self) -> None:
-        """Ends the threads once the queue is empty."""
-        # What is checked before it is moved gets to the workers first, and what they have moved to the checker.
+        """End the threads once the queue is empty."""
+        # The checker first passes the writes that it has on to the workers. It is closed after the workers, because
+        # they submit the reads that they have moved.
         checked = threading.Event()
         self._checker.submit(checked.set)
         checked.wait()
@@ -245,10 +265,10 @@ class _Lane:
         self._checker.close()
 
     def _admit(self, items: Sequence[_Queued]) -> None:
-        """Lets them wait for a worker."""
+        """Put requests into the queue from which the workers take them."""
         with self._lock:
             for item in items:
-                # Dropped meanwhile.
+                # The request was dropped while it was being checked.
                 if item.taken:
                     continue
                 item.admitted = True
@@ -259,12 +279,16 @@ class _Lane:
             self._wanted.notify(min(len(items), len(self._threads)))
 
     def _check_and_admit(self, items: Sequence[_Queued]) -> None:
-        """On the checker's thread, before a write: as much as one call takes at a time, for the device not to wait, and
-        not far ahead of it, for the bytes to be in the processor's cache still when it takes them."""
+        """Check requests that are to be written, and admit them. This runs on the checker's thread.
+
+        Requests are admitted as soon as there are enough for one system call, so that the device does not wait. The
+        checker is at most LEAD_BYTES ahead of the device, so that the bytes are still in the processor's cache when
+        they are written.
+        """
         checked: list[_Queued] = []
         nbytes = 0
         for item in items:
-            # Dropped meanwhile.
+            # The request was dropped while it waited for its check.
             if item.taken:
                 continue
             if (error := _error_of(_Queued.check, item)) is not None:
@@ -282,7 +306,10 @@ class _Lane:
         self._admit(checked)
 
     def _check_and_finish(self, run: Sequence[_Queued]) -> None:
-        """On the checker's thread, after a read. What is wrong is read once more: it may not be the disk's mistake."""
+        """Check requests that were read, and finish them. This runs on the checker's thread.
+
+        A request whose bytes are wrong is read once more, because the error may not be on the device.
+        """
         errors = [_error_of(_Queued.check, item) for item in run]
         again: list[_Queued] = []
         with self._lock:
@@ -312,7 +339,11 @@ class _Lane:
                 self._checker.submit(functools.partial(self._check_and_finish, unchecked))
 
     def _next_run(self, worker: int) -> list[_Queued]:
-        """The most urgent request with its neighbours in the file, begun; empty when the lane is closed."""
+        """Wait for requests; take the most urgent one with its neighbours in the file, and count them as begun.
+
+        Returns:
+            The requests in the order of the file; empty if the lane is closed.
+        """
         with self._lock:
             while (head := self._pop()) is None:
                 if self._closing:
@@ -357,13 +388,16 @@ class _Lane:
             item.admitted = False
             self._waiting_bytes -= item.nbytes
             self._taken.notify()
-        # Of two requests for the same place, an index knows the later one.
+        # If two requests have the same place, the index has the later one, which must stay there.
         for index, place in ((self._by_start, item.start), (self._by_end, item.end)):
             if index.get((item.priority, place)) is item:
                 del index[item.priority, place]
 
     def _transfer(self, run: Sequence[_Queued]) -> list[BaseException | None]:
-        """What became of each. A call for several that failed is repeated one by one: the error belongs to one."""
+        """Transfer contiguous requests, and return the error of each, or None.
+
+        If one system call for several requests fails, they are repeated one by one, to find the ones that fail.
+        """
         requests = [item.request for item in run]
         error = _error_of(self._move, requests)
         if error is None or len(run) == 1:
@@ -371,7 +405,7 @@ class _Lane:
         return [_error_of(self._move, [request]) for request in requests]
 
     def _end(self, item: _Queued, error: BaseException) -> None:
-        """Finishes one that never gets to a worker."""
+        """Finish a request that failed before it got to a worker."""
         if not item.taken:
             self._take(item)
             self._finish(item, error)
@@ -387,7 +421,7 @@ class _Lane:
             self._report(batch)
 
     def _drop_rest(self, batch: _Batch) -> None:
-        """What has not begun is not wanted any more."""
+        """Drop all requests of a batch that have not begun."""
         for item in batch.items:
             if not item.taken:
                 self._take(item)
@@ -395,7 +429,7 @@ class _Lane:
                 self.depth -= 1
 
     def _report(self, batch: _Batch) -> None:
-        """Tells the loop, once for all that finishes before it listens."""
+        """Have the event loop resolve the batch's future. One wake-up serves all batches that finish before it."""
         batch.items.clear()
         self._finished.append(batch)
         if len(self._finished) == 1:
@@ -412,7 +446,10 @@ class _Lane:
 
 
 def _error_of(work: Callable[[ArgumentT], None], argument: ArgumentT) -> BaseException | None:
-    """What the work raises: on a worker's thread every error belongs to whoever waits."""
+    """Call `work` and return its exception, or None.
+
+    Any exception on a worker's thread is passed to the call that waits for the request.
+    """
     try:
         work(argument)
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""Kills the storage engine at any moment, again and again, and checks that no committed step is lost or half visible.
+"""Kills the storage engine at random moments, and checks that no committed step is lost or partly visible.
 
 `python -m tests.faults.campaign --rounds N --seed S [--keep DIR] [--json]`. Un-synced writes are dropped or torn, as at
-a power loss. Ends with a report in JSON; the exit status is 1 if any round failed.
+a power loss. Prints a report in JSON at the end; the exit status is 1 if any round failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What a campaign found. `kills` by kind; `fates` of the writes that no sync covered; `vanished` files."""
+    """The results of a campaign.
+
+    Attributes:
+        kills: the number of kills of each kind.
+        fates: the number of un-synced writes that were kept, dropped or torn.
+        vanished: the number of un-synced files that a power loss removed.
+    """
 
     seed: int
     rounds: int = 0
@@ -42,11 +48,11 @@ class Report:
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def dump(self, indent: int | None) -> str:
-        """JSON."""
+        """Return the report as JSON."""
         return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}, indent=indent)
 
     def add(self, result: dict[str, Any]) -> None:
-        """Takes in what the driver said of a round."""
+        """Add the driver's result of one round."""
         self.rounds += 1
         self.kills.update(result["kills"])
         self.fates.update(result["fates"])
@@ -61,21 +67,21 @@ class Report:
 
 
 def driver_rounds(command: list[str], environment: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """The rounds as the driver finishes them; ends the driver when it is left."""
+    """Yield each round's result as the driver finishes it; end the driver when the caller stops."""
     driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None
         for line in driver.stdout:
             yield json.loads(line)
         if driver.wait():
-            raise SystemExit(f"the driver ended with status {driver.returncode}; what it said is above")
+            raise SystemExit(f"the driver ended with status {driver.returncode}; its output is above")
     finally:
         driver.terminate()
         driver.wait()
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Report:
-    """All rounds."""
+    """Run all rounds, and return the report."""
     report = Report(seed=args.seed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paramserver-faults-") as temporary:
@@ -92,7 +98,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
 
 
 def main() -> None:
-    """Runs a campaign and prints its report."""
+    """Run a campaign and print its report."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one by default")
@@ -101,7 +107,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the report only")
     parser.add_argument("--mutant", help="a fault of tests/faults/mutants.py, which the campaign must find")
     args = parser.parse_args()
-    # As for an interrupt: nothing is left running, or in the temporary directory.
+    # SIGTERM raises, as an interrupt does, so that no process and no temporary file is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     args.keep = args.keep.resolve()
     args.seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed

@@ -1,4 +1,4 @@
-"""Opens the engine after a crash, in a process of its own, and holds what it finds against the oracle."""
+"""Opens the engine after a crash, in a process of its own, and compares the jobs with the oracle."""
 
 from __future__ import annotations
 
@@ -18,25 +18,37 @@ from tests.faults.worker import different_slabs, engine_config, group_specs, job
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What is wrong, and at which step each job is now: its newest and retained ones; None and none: it is gone."""
+    """The result of a check.
+
+    Attributes:
+        errors: everything that is wrong.
+        newest: the newest step of each job; None: the job is gone.
+        retained: the retained steps of each job; empty: the job is gone.
+    """
 
     errors: list[str] = field(default_factory=list)
     newest: dict[str, int | None] = field(default_factory=dict)
     retained: dict[str, list[int]] = field(default_factory=dict)
 
     def dump(self) -> str:
-        """One line of JSON."""
+        """Return the verdict as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, line: str) -> Verdict:
-        """What `dump` gave."""
+        """Return the verdict of which `dump` made this line."""
         return cls(**json.loads(line))
 
 
 async def check(state_dir: Path, oracle: Oracle, *, roll_back: bool, close: bool) -> Verdict:
-    """Checks every job; with `roll_back` also the older retained steps, to which the jobs are then brought
-    back. Without `close` the engine is left as it is, and so is SQLite's log, for the next process to go on with."""
+    """Open the engine and check every job.
+
+    Args:
+        state_dir: the engine's state directory.
+        oracle: the expected steps and bytes.
+        roll_back: roll each job back to its older retained steps, and check their bytes, too.
+        close: close the engine at the end. Otherwise SQLite's log stays as it is for the next process.
+    """
     verdict = Verdict()
     engine = await Engine.open(engine_config(state_dir))
     verdict.errors += space_errors(engine)
@@ -86,7 +98,7 @@ def _check_records(job: Job, oracle: Oracle, name: str, newest: int) -> list[str
 
 
 def run(state_dir: Path, oracle: Oracle, pipe: int, *, roll_back: bool, close: bool) -> int:
-    """The life of a checker process; it always says a verdict. Its exit status."""
+    """Run a check in the present process, write its verdict to `pipe`, and return the exit status."""
     try:
         verdict = uvloop.run(check(state_dir, oracle, roll_back=roll_back, close=close))
     except BaseException:

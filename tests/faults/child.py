@@ -1,4 +1,4 @@
-"""A process forked for one piece of work, which ends with its parent at the latest and speaks to it in lines."""
+"""A process forked for one piece of work, which writes lines to its parent and ends when its parent ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """A forked process that says lines; killed at the latest at the end of the `with` block."""
+    """A forked process that writes lines to a pipe. It is killed at the end of the `with` block if it still runs."""
 
     def __init__(self, work: Callable[[int], int], log: Path) -> None:
-        """Forks. `work` gets the descriptor to speak to, and returns the exit status."""
+        """Fork. The child calls `work` with the descriptor of the pipe, and exits with the status that it returns."""
         self._pipe, theirs = os.pipe()
         self.status: int | None = None
         self._pid = os.fork()
@@ -51,7 +51,7 @@ class Child:
         os.close(self._pipe)
 
     def lines(self, seconds: float) -> Iterator[str]:
-        """What it says within that time, or until it ends."""
+        """Yield the lines that the child writes, until it ends or the time is over."""
         deadline = time.monotonic() + seconds
         while True:
             while self._said:
@@ -67,7 +67,7 @@ class Child:
             self._said += (line.decode() for line in lines)
 
     def end(self) -> int:
-        """Kills it where it has not ended; the wait status."""
+        """Kill the child if it has not ended, and return its wait status."""
         if not self._ended:
             os.kill(self._pid, signal.SIGKILL)
         self._reap()

@@ -1,7 +1,7 @@
-"""The rounds of a campaign: forks workers and checkers from one process that has everything imported, and kills them.
+"""The rounds of a campaign: forks workers and checkers from one process that has imported everything, and kills them.
 
-Started by tests.faults.campaign, with the shim. Has no threads and no event loop, and computes nothing with torch, so
-that it can be forked at any time. Says one line of JSON per round.
+tests.faults.campaign starts this process with the shim. It has no threads and no event loop, and computes nothing with
+torch, so that it can fork at any time. It prints one line of JSON per round.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ from tests.faults.oracle import Act, Announcement, Oracle
 from tests.faults.power_loss import Call, Record, events, lose_power, trim_log
 
 LONGEST_TRAINING_SECONDS = 0.3
-# How long an armed kill is waited for before the process is killed from outside, and how long anything may take at all.
+# A child can be armed to kill itself at a failpoint or a system call. If that does not happen within this time, the
+# driver kills it.
 ARMED_SECONDS = 5.0
+# A process that has not finished its work in this time hangs.
 HANGS_SECONDS = 60.0
-# How often a kill comes with a power loss.
+# The probability that a power loss follows a kill.
 POWER_LOSS = 0.75
 
 TIME = "time"
 CALL = "call"
 TORN = "torn"
 RECOVERY_CALL = "recovery call"
-# In turn, so that few rounds cover everything. The first one needs a new directory: the file grows once.
+# The kinds of kills, which rounds use in turn so that a few rounds cover all of them. FILE_GROWN needs a new directory,
+# because the data file grows only once.
 TURNS: tuple[str | Failpoint, ...] = (
     Failpoint.FILE_GROWN,
     TIME,
@@ -70,7 +73,7 @@ TURNS: tuple[str | Failpoint, ...] = (
 
 @dataclass(slots=True, kw_only=True)
 class Round:
-    """What happened in one round. `first`: the round in which its directory was new."""
+    """The result of one round. `first` is the number of the round in which its directory was new."""
 
     number: int
     first: int
@@ -82,18 +85,18 @@ class Round:
     kept: str = ""
 
     def dump(self) -> str:
-        """One line of JSON."""
+        """Return the result as one line of JSON."""
         return json.dumps(asdict(self))
 
 
 @dataclass(slots=True)
 class Epoch:
-    """One state directory through its rounds."""
+    """One state directory, which several rounds use after each other."""
 
     directory: Path
     first: int
     oracle: Oracle = field(default_factory=lambda: Oracle(JOBS))
-    # Those that the undo log tells of, and that are counted already.
+    # The number of kills in the undo log that are counted already.
     kills: int = 0
 
     def __post_init__(self) -> None:
@@ -102,27 +105,27 @@ class Epoch:
 
     @property
     def state_dir(self) -> Path:
-        """What the engine has."""
+        """The engine's state directory."""
         return self.directory / "state"
 
     @property
     def undo_log(self) -> Path:
-        """What the shim writes."""
+        """The log that the shim writes; see power_loss.py."""
         return self.directory / "undo.log"
 
     @property
     def output(self) -> Path:
-        """What the processes print."""
+        """The file that gets the output of all processes."""
         return self.directory / "output.log"
 
     @property
     def announced(self) -> Path:
-        """What the workers said."""
+        """The file that gets all announcements of the workers."""
         return self.directory / "announced.jsonl"
 
 
 class Campaign:
-    """Round after round."""
+    """The rounds of one campaign."""
 
     def __init__(self, directory: Path, kept: Path, seed: int, *, mutant: str | None) -> None:
         self._directory = directory
@@ -132,7 +135,7 @@ class Campaign:
         self._epoch: Epoch | None = None
 
     def run(self, number: int) -> Round:
-        """One round: train, kill, lose power, check."""
+        """Run one round: train, kill, lose power, check."""
         rng = random.Random(f"{self._seed} {number}")
         turn = TURNS[number % len(TURNS)]
         if self._epoch is None or turn is Failpoint.FILE_GROWN:
@@ -157,11 +160,11 @@ class Campaign:
         return result
 
     def close(self) -> None:
-        """Removes the directory of the last rounds."""
+        """Remove the directory of the last rounds."""
         self._drop_epoch()
 
     def _train(self, epoch: Epoch, result: Round, rng: random.Random, turn: str | Failpoint) -> None:
-        """Trains until killed, then perhaps loses power."""
+        """Train in a child until it is killed, then lose power with the probability POWER_LOSS."""
         arm = _armed(turn, rng)
         seed = rng.getrandbits(64)
         seconds = rng.uniform(0, LONGEST_TRAINING_SECONDS) if arm is None else ARMED_SECONDS
@@ -207,7 +210,7 @@ class Campaign:
         torn: int = 0,
         failpoint: Failpoint | None = None,
     ) -> None:
-        """Opens the engine, and kills that; then perhaps loses power once more."""
+        """Open the engine in a child that is killed meanwhile, then lose power with the probability POWER_LOSS."""
 
         async def open_and_close() -> None:
             await (await Engine.open(worker.engine_config(epoch.state_dir))).close()
@@ -258,7 +261,8 @@ class Campaign:
         else:
             result.kills.append(prefix + (f"call: {at_calls[-1]}" if at_calls else TIME))
         reached.unlink(missing_ok=True)
-        # Otherwise it is the process alone that died: what was written is still there, and may be lost later.
+        # Without a power loss only the process died. Its un-synced writes are still there, and a later power loss may
+        # drop them.
         if rng.random() < POWER_LOSS:
             outcome = lose_power(epoch.state_dir, epoch.undo_log, rng)
             epoch.kills = 0
@@ -286,7 +290,7 @@ class Campaign:
             epoch.oracle.jobs[name].settle(newest, verdict.retained[name])
 
     def _prepare(self, epoch: Epoch) -> None:
-        """In a child: has its calls watched."""
+        """Have the shim watch the calling child's system calls. Each child calls this first."""
         _reached_file.path = epoch.directory / "failpoint"
         if self._mutant is not None:
             MUTANTS[self._mutant]()
@@ -308,7 +312,7 @@ class Campaign:
 
 
 class _ReachedFile:
-    """Left behind by a child that a failpoint has killed."""
+    """The file that a child creates just before a failpoint kills it."""
 
     path: Path
 
@@ -331,14 +335,14 @@ def _kill_at_failpoint(failpoint: Failpoint, reach: int) -> None:
 
 
 def _armed(turn: str | Failpoint, rng: random.Random) -> Callable[[], None] | None:
-    """What a worker does to be killed once its engine is open; None: it is killed from outside."""
+    """Return the function by which a worker arms its kill once its engine is open; None: the driver kills it."""
     if turn in (TIME, RECOVERY_CALL, Failpoint.DURING_RECOVERY):
         return None
     if isinstance(turn, Failpoint):
         reach = 1 if turn is Failpoint.FILE_GROWN else _log_uniform(rng, 60)
         return lambda: _kill_at_failpoint(turn, reach)
     torn = rng.randint(1, 999) if turn == TORN else 0
-    # Most calls are writes of data: of the others there are enough only when they are asked for.
+    # Most calls are writes of data. Calls on the catalog would be too rare if they were not chosen explicitly.
     name, kind = rng.choice(
         [("", 0), ("catalog", 0), ("catalog", Call.WRITE if torn else Call.SYNC), ("data", Call.WRITE)]
     )
@@ -356,7 +360,7 @@ def _log_uniform(rng: random.Random, highest: int) -> int:
 
 
 def main() -> None:
-    """Says a line per round on the standard output."""
+    """Run the rounds, and print one line of JSON for each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--keep", type=Path, required=True)

@@ -1,10 +1,11 @@
-"""Sends a daemon thousands of requests that no honest client sends, while an honest one trains beside them.
+"""Sends a daemon thousands of invalid and odd requests, while an honest client trains.
 
 `python -m tests.faults.fuzz --calls N --seed S [--keep DIR] [--json]`. Every call must end with a status that suits it.
-The daemon must not crash, log a traceback, hold up its loop, or keep anything that was its clients', and an honest job
-must have torch's bits. Ends with a report in JSON; the exit status is 1 if anything failed.
+The daemon must not crash, log a traceback, block its event loop or leak resources of its clients, and the honest job
+must have torch's bits. Prints a report in JSON at the end; the exit status is 1 if anything failed.
 
-What failed is kept in a file, with the calls of its session before it: `--replay FILE` sends those to a new daemon.
+A call that failed is written to a file, with the earlier calls of its session. `--replay FILE` sends these calls to a
+new daemon.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ CLIENTS = 6
 CALLS_PER_LIFE = 60
 HONEST_STEP_SECONDS = 0.1
 WATCH_SECONDS = 0.5
-# After so many calls all clients leave, and what the daemon uses must be what its jobs and sessions explain.
+# After this many calls all clients leave, and the daemon's accounts must explain every used byte.
 CALLS_PER_ROUND = 10_000
-# After the last client is gone: silent sessions end, what they waited for, and connections that nobody closed.
+# The time that the daemon has, after the last client has left, to end silent sessions, their waiting calls and
+# connections that no client closed.
 QUIET_SECONDS = 45.0
 DAEMON_CONFIG = {
     "heartbeat_timeout_seconds": 2.0,
@@ -51,16 +53,23 @@ DAEMON_CONFIG = {
     "host_budget": "16MiB",
     "nvme_budget": "256MiB",
 }
-# Of so many calls each kind has come, and the largest, for which malloc keeps room. What its arenas may have grown by
-# after that: a leak in each call or session is far above it in 100 000 calls.
+# After this many calls, requests of each kind and of the largest size have come, and malloc has memory for them.
 WARM_UP_CALLS = 1500
+# The most bytes by which the daemon's own memory may grow after the warm-up. A leak in each call or session grows far
+# more in 100 000 calls.
 MAX_GROWTH_BYTES = 64 * MIB
+# The campaign ends after this many failures.
 MAX_FAILURES = 20
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What a campaign found. `endings` by method and status; `growth_bytes` of the daemon's own memory."""
+    """The results of a campaign.
+
+    Attributes:
+        endings: the number of calls by method and status.
+        growth_bytes: the growth of the daemon's own memory after the warm-up.
+    """
 
     seed: int
     calls: int = 0
@@ -75,13 +84,13 @@ class Report:
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def dump(self, indent: int | None) -> str:
-        """JSON."""
+        """Return the report as JSON."""
         return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}, indent=indent)
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a daemon holds for its clients; of the tiers, the bytes used and leased."""
+    """The resources that a daemon holds for its clients. `tiers` has the used and the leased bytes of each tier."""
 
     tiers: tuple[tuple[int, int], ...]
     sessions: int
@@ -89,7 +98,7 @@ class Holdings:
 
     @classmethod
     def of(cls, daemon: Daemon) -> Holdings:
-        """Now."""
+        """Return what the daemon holds now."""
         with admin_of(daemon.address) as admin:
             reading = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10)
             jobs = admin.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs
@@ -124,13 +133,13 @@ class HonestJob:
                 self._rank.train(self.steps + 1, self.steps + 1)
                 self.steps += 1
                 self._rank.assert_at(self.steps)
-        # Whatever it is, it is the finding.
+        # Any exception is a finding, which the report names.
         except BaseException as error:
             self.error = error
 
 
 class Campaign:
-    """Clients beside each other, until so many calls are made."""
+    """CLIENTS clients that send requests concurrently, until all calls are made."""
 
     def __init__(self, daemon: Daemon, report: Report, args: argparse.Namespace, progress: Progress) -> None:
         self.report = report
@@ -147,7 +156,7 @@ class Campaign:
         self._strangers = deque(["0" * 32, "nobody"], maxlen=CLIENTS)
 
     async def run(self) -> None:
-        """All of them, round after round."""
+        """Make all calls, in rounds of CALLS_PER_ROUND, and check for leaks after each round."""
         watching = asyncio.ensure_future(self._watch())
         while self._left and len(self.report.failures) < MAX_FAILURES:
             self._left_in_round = min(self._left, CALLS_PER_ROUND)
@@ -225,7 +234,11 @@ def _record(life: Life) -> dict[str, Any]:
 
 
 def leaks(daemon: Daemon, quiet_seconds: float) -> list[str]:
-    """Wait for an instant at which jobs, readers and sessions explain every used byte; say what they never explain."""
+    """Wait for an instant at which jobs, readers and sessions explain every used byte.
+
+    Returns:
+        One text for each tier with bytes that nothing explains after `quiet_seconds`; empty if there is none.
+    """
     deadline = time.monotonic() + quiet_seconds
     while True:
         with admin_of(daemon.address) as admin:
@@ -240,7 +253,7 @@ def leaks(daemon: Daemon, quiet_seconds: float) -> list[str]:
 
 
 def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Report, quiet_seconds: float) -> None:
-    """Deletes all jobs; then the daemon must hold for its clients what it held at its start."""
+    """Delete all jobs, and report a failure unless the daemon then holds what it held at its start."""
     # A closed channel of grpc.aio stays connected until the garbage collector finds it, because it and its calls refer
     # to each other. When that is differs by Python version: 3.11 left 7 to 10 connections open here, and 3.13 up to 12.
     gc.collect()
@@ -261,10 +274,10 @@ def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Rep
 
 
 def open_files(daemon: Daemon) -> list[str]:
-    """What the descriptors of the daemon's process lead to."""
+    """Return the targets of all open descriptors of the daemon's process."""
     found = []
     for descriptor in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        # Closed meanwhile.
+        # The daemon may close a descriptor meanwhile.
         with contextlib.suppress(FileNotFoundError):
             found.append(str(descriptor.readlink()))
     return sorted(found)
@@ -273,7 +286,7 @@ def open_files(daemon: Daemon) -> list[str]:
 def _without_jobs(daemon: Daemon) -> Holdings:
     with admin_of(daemon.address) as admin:
         for job in admin.ListJobs(admin_pb.ListJobsRequest(), timeout=10).jobs:
-            # A session that holds it may still be on its way out.
+            # A session that has the job open may not have ended yet. The caller calls this again.
             with contextlib.suppress(grpc.RpcError):
                 admin.DeleteJob(admin_pb.DeleteJobRequest(job=job.name), timeout=10)
     return Holdings.of(daemon)
@@ -281,7 +294,7 @@ def _without_jobs(daemon: Daemon) -> Holdings:
 
 @contextlib.contextmanager
 def daemon_to_try(mutant: str | None = None) -> Iterator[Daemon]:
-    """A daemon of the campaign's own; with a fault of mutants.py, where one is named."""
+    """Start a daemon for the campaign, with the fault `mutant` of mutants.py if it is given."""
     program = ["-m", "paramserver"] if mutant is None else ["-m", "tests.faults.mutants", mutant]
     with (
         tempfile.TemporaryDirectory(prefix="paramserver-fuzz-") as directory,
@@ -291,12 +304,12 @@ def daemon_to_try(mutant: str | None = None) -> Iterator[Daemon]:
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Report:
-    """A campaign, or what a file says of an earlier one."""
+    """Run a campaign, and return its report."""
     report = Report(seed=args.seed)
     started = time.monotonic()
     with daemon_to_try(args.mutant) as daemon:
         before = Holdings.of(daemon)
-        # Its first requests load what it needs once.
+        # The first requests load modules and open files that the daemon keeps.
         with HonestJob(daemon.address, "warm up"):
             time.sleep(5 * HONEST_STEP_SECONDS)
         files = len(open_files(daemon))
@@ -314,7 +327,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
 
 
 def replay(path: Path) -> int:
-    """Sends what a file holds to a new daemon; 1 if something is wrong again."""
+    """Send the calls of a file to a new daemon. Return 1 if something is wrong again, else 0."""
     record = json.loads(path.read_text())
     history = [
         Sent(call=Call.from_json({k: v for k, v in fields.items() if k != "granted"}), granted=tuple(fields["granted"]))
@@ -337,14 +350,14 @@ def replay(path: Path) -> int:
 
 
 def main() -> None:
-    """Runs a campaign and prints its report, or a replay."""
+    """Run a campaign and print its report, or replay a file."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.fuzz", description=__doc__)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one by default")
     parser.add_argument("--keep", type=Path, default=Path("build/faults"), help="where calls that failed are kept")
     parser.add_argument("--json", action="store_true", help="print the report only")
     parser.add_argument(
-        "--quiet", type=float, default=QUIET_SECONDS, help="seconds after which what clients have left must be gone"
+        "--quiet", type=float, default=QUIET_SECONDS, help="seconds after which no resources of clients may be left"
     )
     parser.add_argument("--mutant", help="a fault of tests/faults/mutants.py, which the campaign must find")
     parser.add_argument("--replay", type=Path, default=None, help="send the calls of such a file again")

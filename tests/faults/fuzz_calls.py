@@ -1,4 +1,4 @@
-"""One call of the campaign of `fuzz.py`: what is sent, as bytes, and when; how it ended; whether it may end so."""
+"""One call of the campaign of `fuzz.py`: its messages as bytes, its timing, its ending, and the allowed endings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.faults.fuzz_requests import fields_of
 
 CODE = grpc.StatusCode
-# Within this the store answers whatever has not to wait for somebody.
+# The deadline of calls that need not wait for another client. The store must answer them before it.
 DEADLINE_SECONDS = 10.0
-# Past the deadline, gRPC itself ends the call.
+# gRPC itself ends a call at its deadline. A call that has not ended this much later hangs.
 HANG_SECONDS = 15.0
 _FILES: tuple[FileDescriptor, ...] = (
     pb.DESCRIPTOR,
@@ -38,7 +38,7 @@ METHODS: Mapping[str, MethodDescriptor] = {
     for service in file.services_by_name.values()
     for method in service.methods
 }
-# By contract these last until somebody else has done something, or until the client goes.
+# By contract these calls last until another client has done something, or until their own client ends them.
 _WAITING = ("AcquireLeases", "CommitStep", "WatchJob", "WatchTiers", "Session", "Read", "Write", "Watch")
 WAITING = frozenset(path for path, method in METHODS.items() if method.name in (*_WAITING, "ServerReflectionInfo"))
 
@@ -50,13 +50,15 @@ REFUSALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a client does.
+    """One call as a client makes it.
 
     Attributes:
-        messages: wire forms; one, unless the client streams.
-        half_close: whether the client says that nothing more will come; without it, it waits, or goes.
-        cancel_seconds: when it loses interest; None: it does not.
-        reads: how many answers of a stream it takes before it goes.
+        path: the full name of the method.
+        messages: the wire form of each request; one, unless the client streams.
+        deadline_seconds: the deadline of the call.
+        half_close: whether the client closes its side of the stream after the last message.
+        cancel_seconds: the time after which the client cancels the call; None: it does not.
+        reads: the number of answers of a stream that the client reads before it cancels the call.
     """
 
     path: str
@@ -68,15 +70,15 @@ class Call:
 
     @property
     def method(self) -> MethodDescriptor:
-        """What is called."""
+        """The descriptor of the method."""
         return METHODS[self.path]
 
     def renamed(self, old_session: str, session: str, ids: Mapping[int, int]) -> Call:
-        """The same call in another session, where the store has given out other ids."""
+        """Return the same call for another session, with the ids of leases and readers replaced by `ids`."""
         messages = [data.replace(old_session.encode(), session.encode()) for data in self.messages]
         kind = GetMessageClass(self.method.input_type)
         for index, data in enumerate(messages):
-            # What is no message stays as it is.
+            # Bytes that cannot be parsed as a message stay as they are.
             with contextlib.suppress(DecodeError):
                 message = kind.FromString(data)
                 found = list(fields_of(message, ("lease_id", "grad_lease_id", "reader_id")))
@@ -86,18 +88,18 @@ class Call:
         return replace(self, messages=tuple(messages))
 
     def to_json(self) -> dict[str, Any]:
-        """The inverse of `from_json`."""
+        """Return the call as values for JSON; `from_json` is the inverse."""
         return asdict(self) | {"messages": [base64.b64encode(data).decode() for data in self.messages]}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Call:
-        """The inverse of `to_json`."""
+        """Return the call of which `to_json` made these values."""
         return cls(**fields | {"messages": tuple(base64.b64decode(text) for text in fields["messages"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a call ended: its status, what was said, and the first answer; `code` is None when it did not end."""
+    """The end of a call: its status, the status's text, and the first answer. `code` is None if it did not end."""
 
     code: grpc.StatusCode | None
     details: str = ""
@@ -105,7 +107,7 @@ class Ending:
 
 
 async def send(channel: grpc.aio.Channel, call: Call) -> Ending:
-    """Makes the call, and waits for its end."""
+    """Make the call, and wait for its end."""
     try:
         async with asyncio.timeout(call.deadline_seconds + HANG_SECONDS):
             return await _send(channel, call)
@@ -120,7 +122,7 @@ async def _send(channel: grpc.aio.Channel, call: Call) -> Ending:
     answers: list[bytes] = []
     writing = asyncio.ensure_future(_write(started, call)) if call.method.client_streaming else None
     try:
-        # What ends the call is in its status; a cancelled one raises too.
+        # A failed or cancelled call raises, and its status below has the reason.
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             if not call.method.server_streaming:
                 answers.append(await started)
@@ -130,7 +132,7 @@ async def _send(channel: grpc.aio.Channel, call: Call) -> Ending:
     finally:
         if timer is not None:
             timer.cancel()
-        # A message that waits for a call that never began waits on.
+        # If the call never began, its first message still waits to be written.
         if writing is not None:
             writing.cancel()
             await asyncio.wait([writing])
@@ -163,7 +165,7 @@ async def _read(started: Any, call: Call, answers: list[bytes]) -> None:
 
 
 def what_is_wrong(call: Call, ending: Ending) -> str | None:
-    """Why the call must not have ended like this; None: it may."""
+    """Return the reason why the call must not have ended like this; None if it may."""
     code = ending.code
     if code is None:
         return ending.details
@@ -172,7 +174,7 @@ def what_is_wrong(call: Call, ending: Ending) -> str | None:
     allowed = {
         CODE.CANCELLED: call.cancel_seconds is not None or call.method.server_streaming,
         CODE.DEADLINE_EXCEEDED: call.deadline_seconds < DEADLINE_SECONDS,
-        # What gRPC's client puts in the place of the status when it writes to a call that has ended already.
+        # gRPC's client reports this instead of the real status when it writes to a call that has ended already.
         CODE.INTERNAL: call.method.client_streaming and ending.details == "Internal error from Core",
         CODE.DATA_LOSS: call.method.name == "Write",
         CODE.UNIMPLEMENTED: call.path == "/grpc.health.v1.Health/List",

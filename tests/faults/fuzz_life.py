@@ -1,6 +1,6 @@
-"""A client of the campaign of `fuzz.py`: a session that opens a job of its own and then sends it whatever comes.
+"""A client of the campaign of `fuzz.py`: a session that opens a job of its own and then sends random calls.
 
-Owns its channel and its session. Remembers what it has sent, so that what went wrong can be sent again.
+Owns its channel and its session. Remembers all calls that it has sent, so that a failure can be replayed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Report = Callable[["Life", Call, Ending], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A call of the past. `granted` are ids that the store gave out in its answer."""
+    """A call that was sent. `granted` are the ids of leases and readers in the store's answer."""
 
     call: Call
     granted: tuple[int, ...]
@@ -50,11 +50,15 @@ class Life:
         self._requests = Requests(rng, self.known)
 
     async def live(self, calls: int, report: Report) -> None:
-        """Opens a session, makes that many calls, most of them after a proper beginning, and goes, politely or not."""
+        """Open a session and make `calls` calls.
+
+        Most sessions begin with the valid calls that open and fill a job. At the end, half of them close the session
+        properly, and the others only close the channel.
+        """
         await self._in_session(self._calls, calls, report)
 
     async def replay(self, history: list[Sent], old_session: str, report: Report) -> None:
-        """Sends calls of another life again, as if they were of this one."""
+        """Send the calls of an earlier session again, with the ids of this one."""
         await self._in_session(self._replay, history, old_session, report)
 
     async def _in_session(self, act: Callable[..., Awaitable[None]], *arguments: Any) -> None:
@@ -67,7 +71,7 @@ class Life:
             beating = asyncio.ensure_future(_beat(session, leaving))
             try:
                 await act(channel, *arguments)
-                # It says that it goes; or it does not, and is gone.
+                # Half of the clients close their session properly. The others disappear without it.
                 if self._rng.random() < 0.5:
                     leaving.set()
                     await asyncio.wait([beating])
@@ -99,7 +103,7 @@ class Life:
     # --- what to send
 
     def _beginning(self) -> list[Callable[[], Call]]:
-        """Up to the commit of the initial values, unless the job has some already."""
+        """Return valid calls that open a job, commit its initial values, and acquire leases."""
 
         def valid(method: str) -> Callable[[], Call]:
             return lambda: self._valid(STORE + method)
@@ -123,7 +127,7 @@ class Life:
 
     def _draw(self) -> Call:
         rng = self._rng
-        # The services of others are there to be looked at, not to be tested.
+        # Few calls go to the health and reflection services, because they are gRPC's own and not under test.
         ours = [path for path in METHODS if path.startswith("/paramserver.")]
         path = rng.choice(ours if rng.random() < 0.97 else list(METHODS))
         method = METHODS[path]
@@ -145,7 +149,7 @@ class Life:
     # --- what the answers say
 
     def _learn(self, call: Call, ending: Ending) -> tuple[int, ...]:
-        """Takes in what the store has given or taken; the ids that it gave."""
+        """Keep what an answer says about leases, readers and steps, and return the ids that it granted."""
         if ending.code is not grpc.StatusCode.OK or ending.answer is None or not call.path.startswith(STORE):
             return ()
         known = self.known
@@ -178,7 +182,7 @@ class Life:
 
 
 async def _beat(session: Any, leaving: asyncio.Event) -> None:
-    """Heartbeats until the client leaves, which it says; or until the session ends."""
+    """Send heartbeats until the client leaves, then close the session; or until the session ends."""
     with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
         while not leaving.is_set():
             await session.write(pb.SessionRequest(heartbeat=pb.Heartbeat()))

@@ -1,8 +1,8 @@
 """Requests for the campaign of `fuzz.py`, made from the descriptors of the services: valid ones, and spoiled copies.
 
-Owns the randomness, nothing else: the same seed and the same `Known` give the same bytes. A valid request is built from
-what its client knows; then fields are set to values from the edges of their types, and then bits of the wire form are
-turned over, so that something is left in it that gets past the first check.
+The same seed and the same `Known` give the same bytes. A valid request is built from what its client knows. Then some
+fields are set to edge values of their types, and then some bits of the wire form are flipped. So most of a request
+stays valid and gets past the first check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ EDGES = (0, 1, 2, 15, 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 53, (1 << 
 SIGNED_EDGES = (0, 1, -1, -2, (1 << 31) - 1, -(1 << 31))
 FLOATS = (0.1, 0.5, 1.0)
 FLOAT_EDGES = (0.0, -0.0, 1.0, -1.0, 5e-324, 1.8e308, -1.8e308, float("inf"), float("-inf"), float("nan"), 2.0**64)
-# Python refuses to put this into a string field: it takes the place of a mark in the wire form.
+# Bytes that are not UTF-8. Python refuses to put them into a string field, so they replace NOT_UTF8_MARK in the wire
+# form.
 NOT_UTF8 = b"\xff\xfe\xc0\x80\xed\xa0\x80"
 NOT_UTF8_MARK = "NOTUTF8"
 STRINGS = (
@@ -34,7 +35,7 @@ STRINGS = (
 )
 MANY = (2, 17, 300, 5_000)
 LARGE_PAYLOAD_BYTES = (0, 1, 65_537, (1 << 20) + 1)
-# Nested groups in an unknown field; protobuf gives up at a depth of 100.
+# Nested groups in an unknown field, deeper than the 100 levels that protobuf parses.
 DEEP = b"\xfb\x07" * 5_000 + b"\xfc\x07" * 5_000
 
 EDGES_OF_TYPE: dict[int, Sequence[Any]] = {
@@ -60,20 +61,24 @@ _FLOATS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 @dataclass(slots=True, kw_only=True)
 class Known:
-    """What a client knows that makes its requests mean something."""
+    """The state that a client knows, from which valid requests are made."""
 
     session_id: str
     layout: Layout
-    strangers: list[str] = field(default_factory=list)  # sessions of other clients
-    jobs: list[str] = field(default_factory=list)  # of anybody
+    # The ids of other clients' sessions.
+    strangers: list[str] = field(default_factory=list)
+    # The names of all clients' jobs.
+    jobs: list[str] = field(default_factory=list)
+    # The granted leases by id, and their sizes in bytes.
     leases: dict[int, pb.AcquireLeasesRequest.Want] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)  # of those leases, in bytes
+    sizes: dict[int, int] = field(default_factory=dict)
+    # The ids of the open readers.
     readers: list[int] = field(default_factory=list)
     next_step: int = 0
 
 
 class Requests:
-    """Draws requests from a generator of random numbers."""
+    """A generator of random requests."""
 
     def __init__(self, rng: random.Random, known: Known) -> None:
         self._rng = rng
@@ -92,12 +97,12 @@ class Requests:
     # --- whole requests
 
     def valid(self, kind: Descriptor) -> Any:
-        """A request that its client could mean."""
+        """Return a request that an honest client could send."""
         build = self._builders.get(kind.full_name)
         return self._filled(kind) if build is None else build()
 
     def spoiled(self, kind: Descriptor) -> bytes:
-        """The wire form of a request in which something is wrong, or nothing."""
+        """Return the wire form of a request with some wrong fields or bits, or with none."""
         request = self.valid(kind)
         for _ in range(self._rng.choice((0, 0, 1, 1, 1, 2, 6))):
             self._spoil(request)
@@ -105,7 +110,7 @@ class Requests:
         return self._mutated(data) if self._rng.random() < 0.35 else data
 
     def stream(self, kind: Descriptor) -> tuple[bytes, ...]:
-        """Messages of a client's stream, mostly with a proper beginning."""
+        """Return the messages of a client's stream, most often with a valid beginning."""
         first = [encoded(message) for message in self._stream_of(kind)]
         more = [self.spoiled(kind) for _ in range(self._rng.choice((0, 0, 1, 3)))]
         if self._rng.random() < 0.2:
@@ -165,7 +170,7 @@ class Requests:
     def _apply(self) -> pb.ApplyGradientsRequest:
         known, request = self.known, pb.ApplyGradientsRequest()
         request.session_id, request.step = known.session_id, known.next_step
-        # Groups have AdamW's states: some of the others fit them, some are to be refused.
+        # The groups have AdamW's states. Some of the other optimizers need the same ones; the rest must be refused.
         rows = [_ROWS[0], *self._rng.sample(_ROWS, k=self._rng.randrange(len(_ROWS)))]
         request.hyper_parameters.extend(rows)
         gradients = {want.slab.group: lease for lease, want in known.leases.items() if want.slab.kind == pb.KIND_GRAD}
@@ -292,7 +297,7 @@ class Requests:
     # --- spoiling
 
     def _spoil(self, message: Message) -> None:
-        """Sets one field, somewhere in the message, to a value from the edge of its type."""
+        """Set one random field of the message, or of a message in it, to an edge value of its type."""
         if not message.DESCRIPTOR.fields:
             return
         spec = _one_of(self._rng, message.DESCRIPTOR.fields)
@@ -318,7 +323,7 @@ class Requests:
         return self._rng.choice(EDGES_OF_TYPE.get(spec.type, EDGES))
 
     def _mutated(self, data: bytes) -> bytes:
-        """Bits turned over, bytes lost, doubled, put in, put in another order, and fields that nobody knows."""
+        """Return the bytes with random faults: flipped bits, lost, doubled, moved or new bytes, and unknown fields."""
         rng, changed = self._rng, bytearray(data)
         for _ in range(rng.choice((1, 1, 2, 8))):
             at, length = rng.randrange(len(changed) + 1), rng.choice((1, 2, 7, 60))
@@ -342,7 +347,7 @@ class Requests:
 
 
 def encoded(message: Message) -> bytes:
-    """The wire form; where a string is the mark, bytes that are no UTF-8."""
+    """Return the wire form of a message, with NOT_UTF8 in place of each NOT_UTF8_MARK."""
     return message.SerializeToString().replace(NOT_UTF8_MARK.encode(), NOT_UTF8)
 
 
@@ -366,7 +371,7 @@ def _inner(spec: FieldDescriptor) -> Descriptor:
 
 
 def fields_of(message: Message, names: Sequence[str]) -> Iterator[tuple[Message, str]]:
-    """Every set field of these names, anywhere in the message."""
+    """Yield every set field with one of these names, in the message or in a message in it."""
     for spec, value in message.ListFields():
         if spec.type == FieldDescriptor.TYPE_MESSAGE:
             for inner in value if spec.is_repeated else (value,):

@@ -14,15 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.float32]
-# By kind, as `storage.shard.Kind` names them.
+# The values of a group by kind, named as in `storage.shard.Kind`.
 State = dict[str, npt.NDArray[Any]]
-# old * factor + gradient * gain: powers of two, so that only the sum is rounded.
+# new = old * factor + gradient * gain. The factors and gains are powers of two, so that only the sum is rounded.
 FACTORS = {"weight": (0.5, 1.0), "exp_avg": (0.25, 2.0), "exp_avg_sq": (0.5, 4.0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShape:
-    """A job: `groups` are elements by name. `half`: parameters in bf16 beside a master weight in fp32."""
+    """The shape of a job.
+
+    Attributes:
+        groups: the number of elements of each group, by name.
+        half: whether parameters are in bf16, with a master weight in fp32.
+        moments_on_host: whether the moments are at home in host memory, and not on NVMe.
+        every_steps: the number of steps between durable commits; 0: none is durable.
+    """
 
     name: str
     groups: Mapping[str, int]
@@ -30,17 +37,17 @@ class JobShape:
     moments_on_host: bool
     every_steps: int
     world_size: int = 1
-    # Deleted after some steps, and created anew.
+    # Whether the worker deletes the job after some steps and creates it anew.
     short_lived: bool = False
 
     @property
     def weight_kind(self) -> str:
-        """Where the fp32 weights are."""
+        """The kind that has the fp32 weights."""
         return "master" if self.half else "param"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds that have slabs."""
+        """The kinds that have slabs."""
         return ("param", *(("master",) if self.half else ()), "exp_avg", "exp_avg_sq")
 
 
@@ -75,24 +82,24 @@ JOBS = (
 
 
 def updates(shape: JobShape, salt: int) -> list[str]:
-    """The groups that the step with this salt updates: the first one always, each other one mostly."""
+    """Return the groups that the step with this salt updates: the first one always, each other one in 3 of 4 steps."""
     return [name for i, name in enumerate(shape.groups) if i == 0 or (salt >> i) % 4]
 
 
 def gradient(shape: JobShape, group: str, salt: int) -> Values:
-    """[numel], small integers, which bf16 holds exactly."""
+    """Return a group's gradient [numel]: small integers, which bf16 represents exactly."""
     return _draw(shape, group, salt, 128)
 
 
 def initial(shape: JobShape, group: str, salt: int) -> State:
-    """Step 0 of a group."""
+    """Return the values of a group at step 0."""
     weight = _draw(shape, group, salt, 1 << 20) / np.float32(16)
     zeros = np.zeros_like(weight)
     return _with_param(shape, {shape.weight_kind: weight, "exp_avg": zeros, "exp_avg_sq": zeros})
 
 
 def after_update(shape: JobShape, group: str, old: State, salt: int) -> State:
-    """What one step makes of a group that it updates."""
+    """Return the values of a group after a step that updates it."""
     drawn = gradient(shape, group, salt)
     new: State = {}
     for name, (factor, gain) in FACTORS.items():
@@ -102,7 +109,7 @@ def after_update(shape: JobShape, group: str, old: State, salt: int) -> State:
 
 
 def to_bfloat16(values: Values) -> npt.NDArray[np.uint16]:
-    """The bits of the values rounded to nearest, ties to even. Finite values only."""
+    """Round finite values to bf16 (to nearest, ties to even), and return their bits."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 

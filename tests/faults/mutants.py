@@ -1,6 +1,6 @@
-"""Deliberate faults of the engine, for the campaigns' own tests: a campaign that finds nothing in them finds nothing.
+"""Deliberate faults of the engine, for the tests of the campaigns: each campaign must find them.
 
-`python -m tests.faults.mutants NAME serve ...` is `paramserver serve ...` with the fault NAME in it.
+`python -m tests.faults.mutants NAME serve ...` runs `paramserver serve ...` with the fault NAME.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from storage.slab import NEVER, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.nvme import NvmeRegion, NvmeTier
 
-# A fault that is not in all calls is in every twentieth.
+# An occasional fault happens in every twentieth call.
 EVERY = 20
 
 
 def _sync_nothing() -> None:
-    """Data is not synced before the catalog names it."""
+    """Skip the sync of the data that precedes the catalog's transaction."""
     syscalls.sync_data = lambda fd, path: None
 
 
 def _forget_readers() -> None:
-    """A reader that is closed keeps what it holds, now and then."""
+    """Make some closed readers keep the regions that they hold."""
     close, calls = StepReader.close, itertools.count(1)
 
     def forgetful(self: StepReader) -> None:
@@ -40,7 +40,7 @@ def _forget_readers() -> None:
 
 
 def _forget_new_versions() -> None:
-    """The extents of a version whose write is cancelled or fails are not given back."""
+    """Leak the extents of a version whose write is cancelled or fails."""
 
     @contextlib.asynccontextmanager
     async def forgetful(self: NvmeTier, nbytes: int, label: str) -> AsyncIterator[NvmeRegion]:
@@ -50,7 +50,7 @@ def _forget_new_versions() -> None:
 
 
 def _forget_pins() -> None:
-    """A copy stays pinned, now and then."""
+    """Skip some unpins, so that a host copy stays pinned."""
     unpin, calls = HostCache.unpin, itertools.count(1)
 
     def forgetful(self: HostCache, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
@@ -61,7 +61,7 @@ def _forget_pins() -> None:
 
 
 def _forget_ranges() -> None:
-    """The range of a gradient, or of bytes to put, leaves its job's account and is not freed, now and then."""
+    """Remove some ranges of gradients, or of bytes to put, from their job's account without freeing them."""
     free, calls = ScratchRanges.free, itertools.count(1)
 
     def forgetful(self: ScratchRanges, region: ArenaRange) -> None:
@@ -83,7 +83,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Runs the daemon with a fault in it."""
+    """Run the daemon with a fault."""
     from paramserver import cli  # noqa: PLC0415 - the campaign's processes use this module and need no daemon
 
     MUTANTS[sys.argv.pop(1)]()

@@ -1,7 +1,7 @@
-"""Networks that tests can break: a link between two network namespaces, packet by packet, and a proxy before a socket.
+"""Networks that tests can break: a link of packets between two network namespaces, and a proxy before a TCP port.
 
-Both delay, throttle and hold everything back; the link also loses packets, as a network does, and the proxy resets
-connections. The link is ours, in user space: not every kernel has netem. It needs root and /dev/net/tun.
+Both can delay, throttle and stop everything. The link can also lose packets, and the proxy can reset connections. The
+link forwards packets in this process, because not every kernel has netem. It needs root and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pathlib import Path
 TUN = Path("/dev/net/tun")
 _TUNSETIFF = 0x400454CA
 _IFF_TUN_WITHOUT_HEADER = 0x1001
-# What waits in the buffers of a slow link; what comes then is lost.
+# A slow link buffers this many seconds of packets, and drops the packets that come while its buffer is full.
 _BUFFER_SECONDS = 0.2
 _PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """How a network treats what passes, each way.
+    """The condition of a network, the same for both directions.
 
     Attributes:
-        delay_seconds: added to every packet or piece.
-        loss: the share of packets that vanish (links only).
-        bytes_per_second: None: as fast as it goes.
-        black_hole: nothing passes, and nobody is told.
+        delay_seconds: the delay of every packet (link) or piece (proxy).
+        loss: the share of packets that are lost (links only).
+        bytes_per_second: the bandwidth; None: unlimited.
+        black_hole: no packet passes, and neither side gets an error.
     """
 
     delay_seconds: float = 0.0
@@ -51,7 +51,7 @@ CLEAR = Weather()
 
 
 def why_no_link() -> str | None:
-    """Why a Link cannot be made here; None: it can."""
+    """Return the reason why a Link cannot be made on this machine; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not TUN.exists():
@@ -65,13 +65,19 @@ def why_no_link() -> str | None:
 
 
 class Link:
-    """A network namespace, and the only way into it. `prefix` starts a command in there; `host` is its address."""
+    """A network namespace, and the only link into it.
+
+    Attributes:
+        weather: the present condition of the link.
+        host: the address in the namespace.
+        prefix: the words that start a command within the namespace.
+    """
 
     def __init__(self) -> None:
         self.weather = CLEAR
         number = os.getpid()
         self._name = f"ps{number}"
-        # 198.18.0.0/15 is for tests of networks (RFC 2544): nobody's addresses. Four of them for each process.
+        # 198.18.0.0/15 is reserved for tests of networks (RFC 2544). Each process uses four of its addresses.
         network = f"198.{18 + (number >> 14 & 1)}.{number >> 6 & 255}."
         self.host = f"{network}{(number & 63) * 4 + 2}"
         self.prefix = ("ip", "netns", "exec", self._name)
@@ -117,13 +123,13 @@ class Link:
                 heapq.heappush(under_way, (due, next(numbers), other[end], packet))
             while under_way and under_way[0][0] <= time.monotonic():
                 _, _, end, packet = heapq.heappop(under_way)
-                # The other side is not up yet, or no more.
+                # The other end may not be up yet, or may be down already.
                 with suppress(OSError):
                     os.write(end, packet)
 
 
 class Proxy:
-    """A port on a loopback address before another one. `reset` breaks what goes through it, with a TCP RST."""
+    """A proxy on a loopback address before another port. `reset` breaks its connections with a TCP RST."""
 
     def __init__(self, target: tuple[str, int], host: str = "127.0.0.2") -> None:
         self.weather = CLEAR
@@ -143,7 +149,7 @@ class Proxy:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stopped.set()
-        # Wakes `accept`, which closing the socket would not.
+        # This wakes the thread in `accept`. Closing the socket would not.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self.reset()
@@ -152,13 +158,14 @@ class Proxy:
         self._listener.close()
 
     def reset(self) -> None:
-        """Breaks every connection at once."""
+        """Break every connection at once."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
             self._reset_after = None
         for pair in pairs:
             for end in pair:
-                # With no time to linger, close sends RST and drops what was not sent. It waits for nobody's recv.
+                # With no time to linger, `close` sends RST and drops unsent bytes. A thread in `recv` would delay that,
+                # so `shutdown` wakes the thread first.
                 with suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     end.shutdown(socket.SHUT_RD)
@@ -166,7 +173,7 @@ class Proxy:
         self.resets += len(pairs)
 
     def reset_after(self, nbytes: int) -> None:
-        """Resets once so many bytes more have passed, whichever way."""
+        """Break every connection after `nbytes` more bytes have passed, both directions counted together."""
         self._reset_after = nbytes
 
     def _start(self, target: Callable[..., None], *args: object) -> None:
@@ -200,7 +207,7 @@ class Proxy:
                     self.reset()
                     return
                 sink.sendall(piece)
-            # A reset must not look like an end.
+            # After a reset the pair is not in the list. Then the connection must not be closed in the normal way.
             with self._lock:
                 if pair in self._pairs:
                     sink.shutdown(socket.SHUT_WR)

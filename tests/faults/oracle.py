@@ -1,6 +1,7 @@
-"""What a job may be after a crash, known from what the worker announced before and after each of its acts.
+"""The oracle: the steps at which a job may be after a crash, and the bytes of each step.
 
-Outside of the engine: it imports nothing of it, and computes the bytes that every step must have by itself.
+It derives the steps from the worker's announcements before and after each act. It imports nothing of the engine, and
+computes the bytes itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CACHED_STATES = 24
 
 
 class Act(enum.Enum):
-    """What a worker announces."""
+    """The acts that a worker announces: before (`COMMITS`) and after (`COMMITTED`) each of them."""
 
     TRAINING = "is training"
     COMMITS = "commits"
@@ -32,8 +33,14 @@ class Act(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """One line from a worker. `salt` and `settled`: of the step; `durable`: the newest such step; `text`: of a refusal
-    or failure."""
+    """One line from a worker.
+
+    Attributes:
+        salt: the number from which the step's gradients are drawn.
+        settled: the newest step that all ranks have committed, as the worker tells the engine.
+        durable: the newest durable step after a commit; None: there is none.
+        text: the message of a refusal or failure.
+    """
 
     act: Act
     job: str = ""
@@ -44,32 +51,34 @@ class Announcement:
     text: str = ""
 
     def dump(self) -> str:
-        """One line of JSON."""
+        """Return the announcement as one line of JSON."""
         return json.dumps(asdict(self) | {"act": self.act.value})
 
     @classmethod
     def load(cls, line: str) -> Announcement:
-        """What `dump` gave."""
+        """Return the announcement of which `dump` made this line."""
         values = json.loads(line)
         return cls(**values | {"act": Act(values["act"])})
 
 
 @dataclass(slots=True)
 class History:
-    """One job. Step `s` of it was made with the salts `path[:s + 1]`; what a roll-back discarded is not in there."""
+    """The steps of one job, as its worker announced them."""
 
     shape: JobShape
+    # The salt of each step. A roll-back removes the salts of the steps that it discards.
     path: list[int] = field(default_factory=list)
     # The newest step that the worker knows as committed.
     newest: int | None = None
-    # The newest step after a crash lies between these. low is None: the job may be gone; high is None: it must be.
+    # The newest step after a crash is one from `low` to `high`. If `low` is None, the job may be gone. If `high` is
+    # None, the job must be gone.
     low: int | None = None
     high: int | None = None
-    # Of the commits since this step each was made while other ranks were one behind.
+    # Each commit after this step was made while other ranks were one step behind, so the step before it is retained.
     anchor: int = 0
 
     def allowed(self) -> set[int | None]:
-        """What the newest step may be after a crash; None: the job is gone."""
+        """Return the steps that may be the newest one after a crash. None is among them if the job may be gone."""
         if self.high is None:
             return {None}
         every = self.shape.every_steps
@@ -77,13 +86,20 @@ class History:
         return {s for s in steps if s % every == 0} | ({None} if self.low is None else set())
 
     def must_retain(self, newest: int) -> set[int]:
-        """Steps that must be there if `newest` is: a step stays until all ranks have the next one."""
+        """Return the steps that the engine must retain if `newest` is the newest one.
+
+        A step is retained until all ranks have committed the next one.
+        """
         if self.shape.every_steps != 1 or newest - 1 < self.anchor:
             return {newest}
         return {newest - 1, newest}
 
     def hear(self, said: Announcement) -> None:
-        """Takes in an announcement. Raises AssertionError for one that the engine's promises exclude."""
+        """Update the history by an announcement.
+
+        Raises:
+            AssertionError: the engine promises that this cannot happen.
+        """
         every = self.shape.every_steps
         step = said.step
         if said.act is Act.COMMITS:
@@ -111,14 +127,14 @@ class History:
             self.settle(None, [])
 
     def settle(self, newest: int | None, retained: Iterable[int]) -> None:
-        """What was found after a crash is the truth from now on."""
+        """Set the history to the state that was found after a crash."""
         del self.path[0 if newest is None else newest + 1 :]
         self.newest = self.low = self.high = newest
         self.anchor = min(retained, default=0)
 
 
 class Oracle:
-    """All jobs of one state directory."""
+    """The histories and the expected bytes of all jobs in one state directory."""
 
     def __init__(self, shapes: Iterable[JobShape]) -> None:
         self.jobs = {shape.name: History(shape) for shape in shapes}
@@ -126,13 +142,13 @@ class Oracle:
         self._states: OrderedDict[tuple[str, tuple[int, ...]], dict[str, State]] = OrderedDict()
 
     def hear(self, said: Announcement) -> None:
-        """Takes in an announcement; see History.hear."""
+        """Update the job's history by an announcement; see History.hear."""
         if said.job:
             self.jobs[said.job].hear(said)
         self.commits += said.act is Act.COMMITTED
 
     def states(self, job: str, step: int) -> dict[str, State]:
-        """The bytes of every group and kind at a step."""
+        """Return the values of every group and kind at a step."""
         history = self.jobs[job]
         known = step
         while known >= 0 and (job, tuple(history.path[: known + 1])) not in self._states:
@@ -147,11 +163,11 @@ class Oracle:
         return self._states[key]
 
     def expected(self, job: str, step: int, group: str, kind: str) -> bytes:
-        """The bytes of a slab at a step."""
+        """Return the bytes of a slab at a step."""
         return self.states(job, step)[group][kind].tobytes()
 
     def prepare(self) -> None:
-        """Computes the newest possible states, so that processes forked from this one need not."""
+        """Compute the newest possible states now, so that processes forked from this one need not compute them."""
         for name, history in self.jobs.items():
             if history.high is not None:
                 self.states(name, history.high)

@@ -1,8 +1,8 @@
-"""What a power loss leaves of a directory: writes that no sync covered are kept, dropped or torn, by chance.
+"""Simulates a power loss: keeps, drops or tears the writes of a directory that no sync covered, at random.
 
-Reads the undo log that the shim has kept since the last power loss, and changes the files accordingly. A file whose
-entry no sync of its directory covered may vanish. What was written before a sync that failed is lost, whatever sync
-succeeds later: the kernel may have dropped it and called the pages clean.
+Reads the undo log that the shim has kept since the last power loss, and changes the files accordingly. A new file may
+vanish if its directory was not synced. Writes before a failed sync are always lost, even if a later sync succeeds,
+because the kernel may have dropped them and marked the pages clean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECTOR_BYTES = 512
 
 
 class Record(enum.IntEnum):
-    """What a record says; as in shim.c."""
+    """The kinds of records, with the numbers of shim.c."""
 
     WRITE = 1
     RESIZE = 2
@@ -35,7 +35,7 @@ class Record(enum.IntEnum):
 
 
 class Call(enum.IntEnum):
-    """What was called; as in shim.c."""
+    """The kinds of calls, with the numbers of shim.c."""
 
     WRITE = 1
     SYNC = 2
@@ -46,7 +46,7 @@ class Call(enum.IntEnum):
 
 
 class Fate(enum.Enum):
-    """What becomes of a change that no sync covered."""
+    """The fates of a change that no sync covered."""
 
     KEPT = "kept"
     DROPPED = "dropped"
@@ -54,7 +54,7 @@ class Fate(enum.Enum):
 
 
 class Mood(enum.Enum):
-    """How a power loss treats such changes: all alike, or each by chance."""
+    """The ways in which a power loss treats such changes: all alike (KEEP, DROP), or each by chance (MIX)."""
 
     KEEP = "keep"
     DROP = "drop"
@@ -66,7 +66,7 @@ _HEADER = struct.Struct("=IIQQQQQQQ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One record of the log; `data` is what follows its header. See `struct record` in shim.c."""
+    """One record of the log. `data` are the bytes after its header; the other fields are those of shim.c's record."""
 
     record: Record
     call_kind: int
@@ -81,7 +81,13 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class _Change:
-    """A write or a change of size."""
+    """A write or a change of a file's size.
+
+    Attributes:
+        ended: the call has returned, so that a later sync covers it.
+        synced: a sync has covered it.
+        lost: a sync that was to cover it failed.
+    """
 
     entry: Entry
     ended: bool = False
@@ -91,7 +97,7 @@ class _Change:
 
 @dataclass(slots=True)
 class _Created:
-    """A name in a directory."""
+    """A file that was created; `synced` is true once its directory was synced."""
 
     inode: int
     directory: int
@@ -100,14 +106,14 @@ class _Created:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How many changes met which fate, and which files vanished."""
+    """The number of un-synced changes by their fate, and the names of the files that vanished."""
 
     fates: Counter[Fate]
     vanished: tuple[str, ...]
 
 
 def read_log(data: memoryview) -> Iterator[Entry]:
-    """The whole records; the last one may be cut off, by the kill that it was written before."""
+    """Yield the complete records. The last record may be incomplete, because a kill interrupted its write."""
     at = 0
     while at + _HEADER.size <= len(data):
         kind, call_kind, id_, call, inode, offset, length, old_size, data_length = _HEADER.unpack_from(data, at)
@@ -129,7 +135,7 @@ def read_log(data: memoryview) -> Iterator[Entry]:
 
 
 def trim_log(log: Path) -> None:
-    """Cuts off what is not a whole record, so that another process can go on with the log."""
+    """Remove an incomplete last record, so that another process can append to the log."""
     data = memoryview(log.read_bytes())
     whole = sum(_HEADER.size + len(entry.data) for entry in read_log(data))
     if whole != len(data):
@@ -137,7 +143,7 @@ def trim_log(log: Path) -> None:
 
 
 def events(log: Path) -> list[tuple[Record, Call, str]]:
-    """The kills and failures that the log tells of, with the name of the file."""
+    """Return the kills and failures in the log: the record, the call, and the name of the file."""
     return [
         (entry.record, Call(entry.call_kind), bytes(entry.data).decode())
         for entry in read_log(memoryview(log.read_bytes()))
@@ -146,7 +152,7 @@ def events(log: Path) -> list[tuple[Record, Call, str]]:
 
 
 def lose_power(directory: Path, log: Path, rng: random.Random, mood: Mood | None = None) -> Outcome:
-    """Applies a power loss to the files below `directory`, and empties the log. Without a `mood`, chance chooses it."""
+    """Apply a power loss to the files below `directory`, and empty the log. Without a `mood`, choose one at random."""
     if log.stat().st_size == 0:
         return Outcome(fates=Counter(), vanished=())
     mood = mood or rng.choices([Mood.MIX, Mood.DROP, Mood.KEEP], [6, 3, 1])[0]
@@ -162,34 +168,35 @@ def lose_power(directory: Path, log: Path, rng: random.Random, mood: Mood | None
 
 @dataclass(slots=True)
 class _File:
-    """A file while changes are taken back, newest first."""
+    """A file whose changes are being undone, newest first."""
 
     fd: int
     size: int
-    # By sector: whether a newer change of it was kept, so that no older one matters any more.
+    # For each sector 1 if a newer change of it was kept, so that older changes do not show any more.
     settled: bytearray
+    # Whether a newer change of the file's size was kept.
     size_settled: bool = False
-    # The end of what was kept: the file cannot be shorter.
+    # The end of the kept writes. The file cannot be shorter.
     floor: int = 0
 
     def undo(self, start: int, end: int, old: memoryview) -> None:
-        """Puts the old bytes of `[start, end)` back; zeros where there were none."""
+        """Restore the old bytes of `[start, end)`, padded with zeros."""
         os.pwrite(self.fd, bytes(old) + bytes(end - start - len(old)), start)
 
     def settle(self, first: int, last: int) -> None:
-        """Nothing older can show in sectors `[first, last)`."""
+        """Mark the sectors `[first, last)`: a change of them was kept."""
         if last > len(self.settled):
             self.settled.extend(bytes(last - len(self.settled)))
         self.settled[first:last] = b"\1" * (last - first)
 
     def is_settled(self, sector: int) -> bool:
-        """Whether something newer is there."""
+        """Return whether a newer change of the sector was kept."""
         return sector < len(self.settled) and self.settled[sector] == 1
 
 
 @dataclass(slots=True)
 class _Replay:
-    """One pass forward, to find what is durable, and one backward, to take back what is not."""
+    """A pass through the log forward, to find the durable changes, and one backward, to undo others."""
 
     directory: Path
     data: memoryview
@@ -197,7 +204,7 @@ class _Replay:
     _created: list[_Created] = field(default_factory=list)
 
     def apply(self, rng: random.Random, mood: Mood) -> Outcome:
-        """See `lose_power`."""
+        """Choose the fate of each change, and apply it; see `lose_power`."""
         self._read()
         paths = {path.stat().st_ino: path for path in self.directory.rglob("*") if path.is_file()}
         vanished = self._vanish(paths, rng, mood)
@@ -220,7 +227,7 @@ class _Replay:
             elif entry.record is Record.CREATE:
                 self._created.append(_Created(entry.inode, entry.offset))
             elif entry.record is Record.UNLINK:
-                # The inode's number may be given to another file.
+                # Another file may get the same inode number later.
                 self._changes = [c for c in self._changes if c.entry.inode != entry.inode]
                 self._created = [c for c in self._created if c.inode != entry.inode]
 

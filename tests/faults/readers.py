@@ -1,8 +1,9 @@
-"""Opens thousands of readers of a daemon's jobs while their steps are committed, and checks that nothing is left.
+"""Opens thousands of readers of a daemon's jobs while these commit steps, and checks that no resource is leaked.
 
-`python -m tests.faults.readers --readers N --commits N --seed S [--json]`. Three jobs commit, one in each placement and
-durability; clients open readers of their newest steps, compare what they read with torch's bits, close them, leave them
-to the end of their session, or give up half-way. Ends with a report in JSON; the exit status is 1 if anything failed.
+`python -m tests.faults.readers --readers N --commits N --seed S [--json]`. Three jobs with different placements and
+durabilities commit. Clients open readers of the newest steps, compare some bytes with torch's, and close the reader,
+leave it open until their session ends, or cancel its opening. Prints a report in JSON at the end; the exit status is 1
+if anything failed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DAEMON_CONFIG = {"host_budget": "16MiB", "nvme_budget": "64MiB", "heartbeat_time
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What was done and found. `endings` of calls that open a reader, by status."""
+    """The results of a campaign. `endings` has the number of OpenReader calls by status."""
 
     seed: int
     readers: int = 0
@@ -57,7 +58,7 @@ class Report:
     failures: list[str] = field(default_factory=list)
 
     def dump(self, indent: int | None) -> str:
-        """JSON."""
+        """Return the report as JSON."""
         return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}, indent=indent)
 
 
@@ -73,7 +74,7 @@ class Storm:
         self._reading = True
 
     def run(self) -> None:
-        """Commit and read, until there were as many readers and commits as asked for."""
+        """Commit and read, until the wanted numbers of readers and commits are reached."""
         ranks = [Rank(self._daemon.address, layout).begin() for layout in LAYOUTS]
         trainers = [threading.Thread(target=self._guarded, args=(partial(self._train, rank),)) for rank in ranks]
         readers = [threading.Thread(target=self._guarded, args=(partial(self._read, n),)) for n in range(CLIENTS)]
@@ -90,7 +91,7 @@ class Storm:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        # Whatever it is, it is the finding.
+        # Any exception is a finding, which the report names.
         except BaseException as error:
             self._report.failures.append(f"{type(error).__name__}: {error}")
 
@@ -155,7 +156,7 @@ class Storm:
         found = torch.frombuffer(leased, dtype=torch.float32).clone()
         client.call("ReleaseLeases", releases=[pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id)])
         with self._lock:
-            # torch's states of a step are computed when they are first asked for, from those of the step before.
+            # The reference computes the states of a step on first use, so its threads must take turns.
             expected = reference_of(layout).states(opened.step)[group, fqn, kind]
             self._report.compared += 1
         if not torch.equal(found, expected):
@@ -163,7 +164,7 @@ class Storm:
 
 
 def run(readers: int, commits: int, seed: int) -> Report:
-    """One campaign on a daemon of its own."""
+    """Run a campaign with a daemon of its own, and return its report."""
     report = Report(seed=seed)
     started = time.monotonic()
     with (
@@ -180,7 +181,7 @@ def run(readers: int, commits: int, seed: int) -> Report:
 
 
 def main() -> None:
-    """Runs a campaign and prints its report."""
+    """Run a campaign and print its report."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.readers", description=__doc__)
     parser.add_argument("--readers", type=int, default=10_000)
     parser.add_argument("--commits", type=int, default=2_000)

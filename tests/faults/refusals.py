@@ -1,6 +1,7 @@
-"""Fails each system call of one training step in turn, in processes of their own, and checks what became of the job.
+"""Fails each system call of one training step in turn, each in a process of its own, and checks the job afterwards.
 
-Runs in a process that was started with the shim, and says one line of JSON per call; `refusals` starts it for tests.
+This program runs in a process that was started with the shim, and prints one line of JSON per call. Tests start it by
+the function `refusals`.
 """
 
 from __future__ import annotations
@@ -34,24 +35,31 @@ from tests.faults.power_loss import Mood, Record, events, lose_power, trim_log
 from tests.faults.worker import Announce, Trainer, engine_config
 
 ROOT = Path(__file__).parents[2]
-# Fractions of a tile: every kind of call is there, and few of each.
+# Each group is smaller than a tile, so that a step makes every kind of call and few of each.
 SHAPE = JobShape(name="job", groups={"wide": 10_000, "small": 16}, half=True, moments_on_host=False, every_steps=1)
 
 
 class Way(enum.Enum):
-    """What is done about a refused step, and how the process ends: it never closes the engine."""
+    """The worker's reaction to a refused step, and the end of its process, which never closes the engine."""
 
-    # The job goes back and on; then the power is lost.
+    # The worker rolls back and trains on. Then the power is lost.
     ROLL_BACK = "roll-back"
-    # The same step is committed again; then the power is lost.
+    # The worker commits the same step again. Then the power is lost.
     COMMIT_AGAIN = "commit-again"
-    # The job goes back, and the process is killed when it has written the step anew but not committed it.
+    # The worker rolls back and writes the step anew. The process is killed before the commit.
     KILL = "kill"
 
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """`call`: what failed, and of which file; `refusal`: what the engine said to that; `errors`: all that is wrong."""
+    """The result of one failed call.
+
+    Attributes:
+        number: the number of the call within the step.
+        call: the call's kind and its file; empty: the step made fewer calls, so none failed.
+        refusal: the error that the engine raised.
+        errors: everything that is wrong.
+    """
 
     number: int
     call: str = ""
@@ -60,7 +68,7 @@ class Result:
 
 
 async def _live(state_dir: Path, oracle: Oracle, announce: Announce, arm: Callable[[], None], way: Way) -> None:
-    # A call for each request, so that their number is the same in each process.
+    # Without coalescing each request is one system call, so that the number of calls is the same in each process.
     threaded_io.COALESCED_BYTES = 0
     engine = await Engine.open(engine_config(state_dir))
     trainer = await Trainer.resume(engine, SHAPE, oracle, announce, random.Random(0))
@@ -97,8 +105,14 @@ async def _commit_again(trainer: Trainer, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One process in which, in the third step, the `number`-th call on the files called `name` fails, and `lasting`:
-    the later ones too, until the step is refused."""
+    """One process in which a system call fails in the third step.
+
+    Attributes:
+        name: the beginning of the names of the files whose calls are counted.
+        number: the number of the call that fails.
+        error: the errno.
+        lasting: whether all later calls fail too, until the step is refused.
+    """
 
     directory: Path
     name: str
@@ -108,7 +122,7 @@ class Case:
     lasting: bool
 
     def run(self) -> Result:
-        """What came of it."""
+        """Run the process, check the job in another one, and return the result."""
         result = Result(number=self.number)
         oracle = Oracle([SHAPE])
         state_dir, log = self.directory / "state", self.directory / "undo.log"
@@ -159,7 +173,10 @@ class Case:
 
 
 def refusals(directory: Path, error: int, way: Way, name: str = "", *, lasting: bool = False) -> list[Result]:
-    """What came of each failed call of one step on the files whose names begin with `name`; see Case.
+    """Fail each call of one step on files whose names begin with `name`, one per process; see Case.
+
+    Returns:
+        The result for each call.
 
     Raises:
         NoCompilerError: the shim cannot be compiled.
@@ -172,7 +189,7 @@ def refusals(directory: Path, error: int, way: Way, name: str = "", *, lasting: 
 
 
 def main() -> None:
-    """Says a line per call, until there is none left to fail."""
+    """Print one line of JSON per call, until the step has no more calls that can fail."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--name", required=True)

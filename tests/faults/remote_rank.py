@@ -1,4 +1,4 @@
-"""A rank that trains a layout over a network by the training library's access to the store, and torch beside it."""
+"""A rank that trains a layout over a network with the client's RankStore, and compares its bytes with torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_client.transport.rank_store import GroupUpdate, RankStore, Slab
 
 
 class RemoteRank:
-    """One session over streams; close it."""
+    """A rank with a session whose bytes travel in streams. Use it as a context manager."""
 
     def __init__(self, address: str, layout: Layout) -> None:
         self.layout = layout
@@ -31,7 +31,7 @@ class RemoteRank:
         self.store.close()
 
     def open(self) -> Sequence[pb.CommittedStep]:
-        """Opens the job and registers; the committed steps."""
+        """Open the job and register its groups; return the committed steps."""
         request = pb.OpenJobRequest(
             run_id=secrets.token_hex(8), resume=pb.RESUME_POLICY_AUTO, **job_fields(self.layout)
         )
@@ -40,7 +40,7 @@ class RemoteRank:
         return committed
 
     def begin(self) -> RemoteRank:
-        """Opens the job as a new one, and commits its initial values."""
+        """Open the job as a new one, and commit its initial values."""
         assert not self.open()
         for group in self.layout.groups:
             leased = self._lease(group, self.layout.weight_kind, step=0)
@@ -51,14 +51,14 @@ class RemoteRank:
         return self
 
     def gradient(self, step: int, group: str) -> LeasedBytes:
-        """A lease for a gradient, filled on this side."""
+        """Acquire a lease for a gradient, and fill its local buffer."""
         leased = self._lease(group, Kind.GRAD, step=step)
         shards = range(len(self.layout.shards))
         self._fill(leased, Kind.GRAD, [self._reference.gradient(step, group, index) for index in shards])
         return leased
 
     def apply(self, step: int, group: str, gradient: LeasedBytes) -> None:
-        """Sends a gradient and hands it over."""
+        """Send a gradient to the store, and start the group's update with it."""
         hyper: list[pb.ApplyGradientsRequest.HyperParameters] = []
         indexes: list[int] = []
         for index in range(len(self.layout.shards)):
@@ -70,13 +70,13 @@ class RemoteRank:
         self.store.apply_gradients(step, hyper, [update])
 
     def train(self, step: int) -> None:
-        """One step, to its commit."""
+        """Train and commit one step."""
         for group in self.layout.groups:
             self.apply(step, group, self.gradient(step, group))
         self.store.commit(step, b"", step).wait()
 
     def assert_at(self, step: int) -> None:
-        """The newest bytes are those of torch after `step`."""
+        """Check that the newest bytes are those of torch after `step`."""
         for group in self.layout.groups:
             for kind in self.layout.kinds:
                 (leased,) = self.store.acquire_read([Slab(group=group, kind=vocabulary.KIND_TO_WIRE[kind])], 0).wait()

@@ -1,7 +1,7 @@
-"""Kills the daemon of a run of two ranks at random moments, starts it again, and compares the run with a whole one.
+"""Kills the daemon of a run of two ranks at random moments, starts it again, and compares the run with a quiet one.
 
-`python -m tests.faults.restarts --kills N --seed S`. Ten kills make a round; each round trains at another stage and
-placement. Ends with a report in JSON; the exit status is 1 if a rank ended, or a bit differs.
+`python -m tests.faults.restarts --kills N --seed S`. Ten kills make a round; each round trains with another stage and
+placement. Prints a report in JSON at the end; the exit status is 1 if a rank ended, or a bit differs.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ _COMMITTING = ("step", "after step")
 
 
 class Assassin:
-    """Kills the daemon within steps that were drawn, once the ranks are there: every other time somewhere in it, else
-    while gradients are handed over and committed, which in small models takes the least time of all."""
+    """Kills the daemon once in each of the given steps.
+
+    Every other kill comes at a random time of the step. The others come while a rank hands gradients over or commits,
+    because in small models that takes so little time that random kills would miss it.
+    """
 
     def __init__(self, plan: Plan, steps: list[int], rng: random.Random) -> None:
-        self.kills: list[list[str]] = []  # where each rank was
+        # For each kill, the step and the moment of each rank.
+        self.kills: list[list[str]] = []
         self._files = [plan.progress_file(rank) for rank in range(RANKS)]
         self._steps = sorted(steps)
         self._rng = rng
@@ -53,7 +57,7 @@ class Assassin:
         self._due: float | None = None
 
     def __call__(self, daemon: Daemon, _: Launch) -> None:
-        """Looks where the ranks are; called every few milliseconds."""
+        """Read the progress of the ranks, and kill the daemon if it is time. This is called every few milliseconds."""
         places = [self._place(file) for file in self._files]
         step = min(step for step, _ in places)
         now = time.monotonic()
@@ -63,7 +67,7 @@ class Assassin:
         if there and self._due is None and len(self.kills) % 2 and commits:
             self._due = now
         elif there and self._due is None and len(self.kills) % 2 == 0:
-            # How long a step takes, by those that no kill came into.
+            # The median of all steps' durations is that of a step without a kill.
             times = sorted(self._seen.values())
             durations = [later - earlier for earlier, later in itertools.pairwise(times)]
             self._due = now + self._rng.uniform(0.0, statistics.median(durations) if durations else 0.1)
@@ -75,19 +79,19 @@ class Assassin:
 
     @staticmethod
     def _place(file: Path) -> tuple[int, str]:
-        """The step and the moment that a rank has come to."""
+        """Return the step and the moment that a rank has reached."""
         lines = file.read_text().splitlines() if file.exists() else []
         step, _, moment = lines[-1].partition(" ") if lines else ("0", "", "starting")
         return int(step), moment
 
 
 def play(directory: Path, name: str, kills: int, rng: random.Random) -> dict[str, Any]:
-    """One round: a whole run, and one whose daemon is killed."""
+    """Run one round, a quiet run and a run whose daemon is killed, and return the findings."""
     config = {"zero_optimization": dict(CONFIGS[name])}
     steps = STEPS_PER_KILL * kills + 2
     whole = outlive(make_plan(directory / "whole", config, steps=steps), RANKS)
     plan = make_plan(directory / "killed", config, steps=steps)
-    # Not in neighbouring steps: the run has gone on before the next one.
+    # The chosen steps are never neighbours, so that the run has gone on before the next kill.
     chosen = [1 + STEPS_PER_KILL * index + rng.randrange(STEPS_PER_KILL - 1) for index in range(kills)]
     assassin = Assassin(plan, chosen, rng)
     began = time.monotonic()
@@ -96,7 +100,7 @@ def play(directory: Path, name: str, kills: int, rng: random.Random) -> dict[str
         results = outlive(plan, RANKS, assassin)
     except AssertionError as error:
         return found | {"error": str(error)}
-    # Fewer than kills, where one hit a daemon that the ranks had not attached to yet.
+    # There are fewer restarts than kills if a kill hit a daemon to which no rank had attached yet.
     outlived = [restart for result in results for restart in result["restarts"]]
     return found | {
         "restarts_of_ranks": [len(result["restarts"]) for result in results],
@@ -112,7 +116,7 @@ def play(directory: Path, name: str, kills: int, rng: random.Random) -> dict[str
 
 
 def main() -> None:
-    """Plays the rounds, and prints the report."""
+    """Run the rounds, and print the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.restarts", description=__doc__)
     parser.add_argument("--kills", type=int, default=KILLS_OF_ROUND)
     parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one by default")

@@ -1,4 +1,8 @@
-"""The shim of shim.c from Python: compiles it, and gives the orders to the one that this process was started with."""
+"""The Python side of shim.c: compiles the shim, and controls the one with which this process was started.
+
+The shim is a library for LD_PRELOAD. It logs the system calls that change files, and kills the process at a chosen call
+or makes the call fail.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ class NoCompilerError(Exception):
 
 
 def build(directory: Path) -> Path:
-    """Compiles the shim into `directory`; where it is.
+    """Compile the shim into `directory`, and return its path.
 
     Raises:
         NoCompilerError: this machine has no C compiler.
@@ -32,8 +36,9 @@ def build(directory: Path) -> Path:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """For a process whose calls are to be watched, and which is to have no threads before it forks."""
-    # A space ends a path in LD_PRELOAD, but not a directory in LD_LIBRARY_PATH, where the loader looks for a bare name.
+    """Return the environment of a process that loads the shim, and that has no threads before it forks."""
+    # In LD_PRELOAD a space ends a path, but in LD_LIBRARY_PATH it does not. The loader searches the directories of
+    # LD_LIBRARY_PATH for a bare name.
     directories = [str(library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return os.environ | {
         "LD_PRELOAD": library.name,
@@ -56,27 +61,27 @@ def _library() -> ctypes.CDLL:
 
 
 def configure(directory: Path, log: Path) -> None:
-    """Watches the files below `directory` from now on, and appends what happens to them to `log`."""
+    """Watch the files below `directory` from now on, and append all calls that change them to `log`."""
     error = _library().shim_configure(os.fsencode(directory.resolve()), os.fsencode(log))
     if error:
         raise OSError(error, os.strerror(error), str(log))
 
 
 def match(name: str = "", call_kind: int = 0) -> None:
-    """Makes the orders below count only calls of a kind (0: any) on files whose names begin with `name`."""
+    """Make `kill_at` and `fail_at` count only calls of a kind (0: any) on files whose names begin with `name`."""
     _library().shim_match(os.fsencode(name), call_kind)
 
 
 def kill_at(call: int, torn_permille: int = 0) -> None:
-    """Ends this process at the `call`-th watched call from now; a write after that part of its sectors."""
+    """Kill this process at the `call`-th watched call from now, after `torn_permille` of a write's sectors."""
     _library().shim_kill_at(call, torn_permille)
 
 
 def fail_at(call: int, error: int, *, sticky: bool = False) -> None:
-    """Makes the `call`-th watched call from now fail, and the later ones too if `sticky`; 0: none any more."""
+    """Make the `call`-th watched call from now fail, and all later ones too if `sticky`. Call 0 ends the failures."""
     _library().shim_fail_at(call, error, int(sticky))
 
 
 def calls() -> int:
-    """Watched calls so far."""
+    """Return the number of watched calls so far."""
     return int(_library().shim_calls())

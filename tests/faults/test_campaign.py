@@ -1,4 +1,4 @@
-"""The campaign itself, shortened: it reaches what it is to reach, finds nothing, and is able to find something."""
+"""The campaign, shortened: it reaches all failpoints, finds nothing in the engine, and finds deliberate faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no 
 
 
 def campaign(keep: Path, *flags: str) -> dict[str, Any]:
-    """Runs a campaign in processes of its own; its report."""
+    """Run a campaign in processes of its own, and return its report."""
     command = [sys.executable, "-m", "tests.faults.campaign", f"--keep={keep}", "--json", *flags]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
     report: dict[str, Any] = json.loads(done.stdout)
@@ -32,7 +32,7 @@ def test_no_kill_and_no_power_loss_leaves_anything_but_whole_committed_steps(tmp
     assert report["failures"] == []
     assert {f"failpoint: {failpoint.value}" for failpoint in Failpoint} <= report["kills"].keys()
     assert report["kills"]["time"] > 0
-    # The shim sees what the engine and SQLite do, and power losses take some of it back.
+    # The shim sees the calls of the engine and of SQLite, and power losses undo some of their writes.
     kills = " ".join(report["kills"])
     assert "write data." in kills and "catalog.sqlite" in kills
     assert report["fates"].keys() == {"kept", "dropped", "torn"}

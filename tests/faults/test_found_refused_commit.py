@@ -1,8 +1,8 @@
-"""Found by the campaign: a commit that was refused because the catalog's log could not be synced may come true later.
+"""Found by the campaign: a commit that was refused because the log could not be synced may become valid later.
 
-SQLite has written the transaction's frames to its WAL by then, and leaves them there. Until another transaction
-overwrites them, a process that is killed leaves a WAL from which the refused commit is recovered, though the job was
-rolled back and the extents of the refused step were given to other bytes: the job then stands at a damaged step.
+By then SQLite has written the transaction's frames to its WAL, and it leaves them there. If the process is killed
+before another transaction overwrites them, recovery finds the refused commit. But the job was rolled back, and the
+extents of the refused step hold other bytes, so the job is at a damaged step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Found by the campaign: a step that an engine has shown after a crash may be gone after a power loss that follows.
 
 A process that is killed between writing a transaction to SQLite's WAL and syncing it leaves a whole transaction in the
-page cache. The next engine finds it, and gives the step out as committed and durable without having synced it.
+page cache. The next engine finds it, and reports the step as committed and durable without having synced it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The campaign of requests, shortened: it reaches what it is to reach, finds nothing, and is able to find something."""
+"""The campaign of requests, shortened: it calls all methods, finds nothing in the daemon, and finds a planted fault."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.unit.storage.builders import Layout
 ROOT = Path(__file__).parents[2]
 STORE = "/paramserver.v1.ParameterStore/"
 CODE = grpc.StatusCode
-# These say what is, to whoever asks for it.
+# Methods that answer OK to any valid request, and INVALID_ARGUMENT to some spoiled ones.
 ALWAYS_ANSWERED = ("GetTiers", "ListJobs", "OpenJob", "RegisterShards", "AcquireLeases", "CommitStep", "ListStoredJobs")
 
 
 def fuzz(*flags: str) -> tuple[int, str]:
-    """Runs the campaign's program; its exit status and what it printed."""
+    """Run the campaign's program, and return its exit status and its output."""
     command = [sys.executable, "-m", "tests.faults.fuzz", *flags]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     return done.returncode, done.stdout
 
 
 def drawn(seed: int, count: int) -> list[bytes]:
-    """The first requests of a generator, of all methods."""
+    """Return the first `count` requests of a generator for each method."""
     known = Known(session_id="s" * 32, layout=Layout(), jobs=["job", "other"], strangers=["0" * 32])
     requests = Requests(random.Random(seed), known)
     return [requests.spoiled(method.input_type) for _ in range(count) for method in METHODS.values()]

@@ -1,7 +1,7 @@
-"""A network that is slow, loses packets, breaks or falls silent: calls end in time, and bits are whole or not there.
+"""Calls end in time and bytes stay whole on a network that is slow, loses packets, resets connections or is silent.
 
-Two daemons in network namespaces of their own, one of them behind a link that does all that; or, where there are no
-namespaces, on loopback addresses, behind a proxy.
+Two daemons run in network namespaces of their own, one of them behind a link that can do all that. On machines without
+namespaces they have loopback addresses, and one is behind a proxy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer_client.transport.channel import open_channel, wait_until_serving
 
 HEARTBEAT_TIMEOUT_SECONDS = 8.0
 GRACE_SECONDS = 2.0
-# By when a client has noticed that nothing comes any more: gRPC's keepalive, and a new attempt.
+# The time in which a client notices that nothing arrives any more: gRPC's keepalive, and a new attempt to connect.
 NOTICED_SECONDS = 13.0
 SLACK_SECONDS = 10.0
 MIB = 1 << 20
@@ -44,7 +44,7 @@ SLOW = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A daemon that is reached through a network, and the one of the client's own node."""
+    """A daemon behind the network (`far`), and the daemon of the client's own node (`near`)."""
 
     far: Daemon
     near: Daemon
@@ -52,7 +52,7 @@ class Place:
     address: str
 
     def usage(self) -> list[tuple[int, int]]:
-        """Used and leased bytes of the far daemon, asked for past the network."""
+        """Return the used and leased bytes of the far daemon's tiers; the call does not use the network."""
         with admin_of(self.far.address) as admin:
             return [
                 (tier.used_bytes, tier.leased_bytes)
@@ -60,12 +60,12 @@ class Place:
             ]
 
     def sessions(self) -> int:
-        """Of the far daemon."""
+        """Return the number of sessions of the far daemon."""
         with admin_of(self.far.address) as admin:
             return int(admin.GetTiers(admin_pb.GetTiersRequest(), timeout=20).sessions)
 
     def wait_for_no_session(self, seconds: float) -> None:
-        """Fails unless the far daemon has none within that time."""
+        """Wait until the far daemon has no session; fail if it still has one after `seconds`."""
         deadline = time.monotonic() + seconds
         while self.sessions():
             assert time.monotonic() < deadline, f"a session is still there after {seconds:g} s\n{self.far.log}"
@@ -93,7 +93,7 @@ def whole_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture
 def place(whole_place: Place) -> Iterator[Place]:
-    """Both daemons, without jobs, and clear weather; the far one keeps nothing of what a test did."""
+    """Both daemons without jobs and an undisturbed network. After the test the far one must hold nothing of it."""
     before = whole_place.usage()
     yield whole_place
     whole_place.network.weather = CLEAR
@@ -116,7 +116,7 @@ def layout(numel: int = 300_001) -> Layout:
 
 @contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """Fails if what is inside takes longer."""
+    """Fail if the block takes `seconds` or longer."""
     started = time.monotonic()
     yield
     assert time.monotonic() - started < seconds
@@ -158,7 +158,7 @@ def test_a_black_hole_of_five_seconds_is_only_a_pause(place: Place) -> None:
 
 
 def test_what_falls_into_a_black_hole_is_not_half_written(place: Place) -> None:
-    """The client is told, the daemon lets go of what it held; another daemon's training does not notice."""
+    """The client gets an error, the far daemon frees the client's memory, and training with the near one goes on."""
     near = Rank(place.near.address, layout(1_000))
     with RemoteRank(place.address, layout()) as rank:
         rank.begin()

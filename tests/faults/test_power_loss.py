@@ -1,4 +1,4 @@
-"""What survives a power loss: all that was synced, and of the rest what chance leaves, in whole sectors."""
+"""A simulated power loss keeps all synced writes, and keeps, drops or tears the others at random, in whole sectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Machine:
-    """A watched directory, and processes that work there."""
+    """A directory that the shim watches, and processes that write there."""
 
     def __init__(self, directory: Path) -> None:
         self.files = directory / "files"
@@ -27,7 +27,10 @@ class Machine:
         self._environment = shim.environment(shim.build(directory))
 
     def run(self, program: str) -> int:
-        """Runs a Python program that has `shim`, `os`, and `fd` of a file `data` that it creates; its exit status."""
+        """Run a Python program in a process of its own, and return its exit status.
+
+        The program has the modules `shim` and `os`, and the descriptor `fd` of the file `data`.
+        """
         begin = f"""
             import json, os, random, sys
             from pathlib import Path
@@ -39,7 +42,7 @@ class Machine:
         return subprocess.run([sys.executable, "-c", text], cwd=ROOT, env=self._environment, check=False).returncode
 
     def begin(self, contents: bytes) -> None:
-        """A synced file with these contents."""
+        """Create the file with these contents, and sync it."""
         program = f"os.write(fd, {contents!r}); os.fsync(fd); os.fsync(os.open({str(self.files)!r}, os.O_RDONLY))"
         assert self.run(program) == 0
         assert self.lose(0).fates == {}
@@ -47,19 +50,19 @@ class Machine:
 
     @property
     def data(self) -> Path:
-        """The file."""
+        """The path of the file."""
         return self.files / "data"
 
     def lose(self, seed: int, mood: Mood | None = None) -> Outcome:
-        """A power loss."""
+        """Simulate a power loss."""
         return lose_power(self.files, self.log, random.Random(seed), mood)
 
     def results(self, seeds: int) -> list[bytes]:
-        """What the file may be after it, by seed."""
+        """Return the file's contents after a power loss with each seed below `seeds`, each time from the same start."""
         contents, log = self.data.read_bytes(), self.log.read_bytes()
         found = []
         for seed in range(seeds):
-            # In place: the log knows the file by its inode.
+            # The file is rewritten in place, because the log knows it by its inode.
             self.data.write_bytes(contents)
             self.log.write_bytes(log)
             self.lose(seed)
@@ -146,7 +149,7 @@ def test_the_process_is_killed_at_the_chosen_call_and_a_write_is_torn_there(mach
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_sector_is_as_it_was_at_some_instant_since_its_last_sync(machine: Machine, seed: int) -> None:
-    """Of writes that overlap, and split sectors, at random."""
+    """The writes are random; they overlap and split sectors."""
     machine.begin(bytes(4096))
     history = machine.files.parent / "history.json"
     program = f"""

@@ -1,4 +1,4 @@
-"""The campaign of readers, shortened: readers that come and go beside commits leave nothing behind."""
+"""The campaign of readers, shortened: readers that open and close during commits leak no resource."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shim gets into a process wherever the temporary directory is."""
+"""A process loads the shim, wherever the temporary directory is."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_it_is_loaded_from_a_directory_whose_path_has_spaces(tmp_path: Path) -> 
         text=True,
         check=False,
     )
-    # The loader itself says on stderr what it cannot preload.
+    # The loader writes to stderr if it cannot preload a library.
     assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)

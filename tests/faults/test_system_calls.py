@@ -1,4 +1,4 @@
-"""Whatever system call of a step fails, the engine's or SQLite's: the step is refused, nothing older is lost."""
+"""If any system call of a step fails, the engine's or SQLite's, the step is refused and no older step is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def assert_all_refused(results: list[Result]) -> None:
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.__getitem__)
 @pytest.mark.parametrize("name", [DATA, CATALOG])
 def test_a_refused_step_can_be_left_behind_and_trained_anew(tmp_path: Path, name: str, error: int) -> None:
-    # The engine tries by itself whether a data write that failed among others fails alone, too.
+    # If one data write for several requests fails, the engine repeats it request by request. So the later calls must
+    # fail, too, for the step to be refused.
     assert_all_refused(refusals(tmp_path, error, Way.ROLL_BACK, name, lasting=name == DATA))
 
 

@@ -1,6 +1,6 @@
-"""The process that is killed: trains all jobs on one engine, and announces every act before and after it.
+"""The worker, which trains all jobs on one engine until it is killed, and announces every act before and after it.
 
-Runs in a process forked for it. What it reads back on the way it compares with its own copy of the oracle.
+It runs in a forked process. It compares the bytes that it reads with its own copy of the oracle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Announce = Callable[[Announcement], None]
 
 
 def engine_config(state_dir: Path) -> EngineConfig:
-    """Budgets so small that tiles are, too."""
+    """Return a configuration with small budgets, so that a tile has few elements."""
     return EngineConfig(
         state_dir=state_dir,
         host_budget_bytes=4992 << 10,
@@ -43,7 +43,7 @@ def engine_config(state_dir: Path) -> EngineConfig:
 
 
 def job_spec(shape: JobShape) -> JobSpec:
-    """The job as the engine opens it; one parameter per group."""
+    """Return the job as the engine opens it, with one parameter per group."""
     dtype = DType.BFLOAT16 if shape.half else DType.FLOAT32
     return JobSpec(
         name=shape.name,
@@ -58,7 +58,7 @@ def job_spec(shape: JobShape) -> JobSpec:
 
 
 def group_specs(shape: JobShape) -> list[GroupSpec]:
-    """The groups as the engine registers them."""
+    """Return the groups as the engine registers them."""
     param = DType.BFLOAT16 if shape.half else DType.FLOAT32
     moments = TierName.HOST if shape.moments_on_host else TierName.NVME
     slabs = tuple(
@@ -82,7 +82,7 @@ def group_specs(shape: JobShape) -> list[GroupSpec]:
 
 
 def apply_rule(tile: Tile) -> None:
-    """The rule of tests.faults.jobs on a tile."""
+    """Apply the update rule of tests.faults.jobs to a tile."""
     tile.scratch.copy_(tile.gradient)
     weight_kind = Kind.MASTER if Kind.MASTER in tile.tensors else Kind.PARAM
     for name, (factor, gain) in FACTORS.items():
@@ -93,7 +93,7 @@ def apply_rule(tile: Tile) -> None:
 
 
 async def different_slabs(engine: Engine, oracle: Oracle, job: Job, step: int) -> list[str]:
-    """Slabs of the job, whose newest step is `step`, that have other bytes than the oracle says."""
+    """Compare all slabs of a job with the oracle's bytes of `step`, its newest step; return one text per difference."""
     name, found = job.spec.name, []
     for group in oracle.jobs[name].shape.groups:
         for kind in oracle.jobs[name].shape.kinds:
@@ -105,8 +105,13 @@ async def different_slabs(engine: Engine, oracle: Oracle, job: Job, step: int) -
 
 
 def space_errors(engine: Engine) -> list[str]:
-    """Say what is wrong with the space of the tiers at an instant at which nothing is under way and no reader is open:
-    every used byte must be a job's, and no extent may be given out twice."""
+    """Check the space of the tiers while no operation is under way and no reader is open.
+
+    Every used byte must be a job's, and no extent may belong to two versions.
+
+    Returns:
+        One text per error.
+    """
     errors = [f"{account} is not what the jobs explain" for account in engine.accounts() if not account.is_settled]
     regions = [r for job in engine.jobs.values() for slab in job.slabs() for r in slab.versions.values()]
     end = (-1, 0)
@@ -119,7 +124,7 @@ def space_errors(engine: Engine) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Trainer:
-    """One job's training."""
+    """The training of one job."""
 
     engine: Engine
     shape: JobShape
@@ -133,7 +138,7 @@ class Trainer:
     async def resume(
         cls, engine: Engine, shape: JobShape, oracle: Oracle, announce: Announce, rng: random.Random
     ) -> Trainer:
-        """Goes on where the job is; begins it where it is not."""
+        """Open the job and return its trainer; commit its initial values if it is new."""
         job = await engine.open_job(job_spec(shape), may_exist=True, must_exist=False)
         trainer = cls(engine, shape, oracle, announce, rng, job, rng.randint(*STEPS_OF_A_SHORT_LIFE))
         await engine.register(job, group_specs(shape))
@@ -144,9 +149,9 @@ class Trainer:
         return trainer
 
     async def begin(self) -> None:
-        """Step 0."""
+        """Write and commit the initial values as step 0."""
         salt = self.rng.getrandbits(32)
-        # Now rather than before the commit: the initial bytes come from the oracle.
+        # The commit is announced first, because the oracle computes the initial bytes from the announced salt.
         self.announce(Announcement(act=Act.COMMITS, job=self.shape.name, step=0, salt=salt))
         for group in self.shape.groups:
             for kind in {"param", self.shape.weight_kind}:
@@ -157,7 +162,7 @@ class Trainer:
         await self.commit(0, 0)
 
     async def lap(self) -> None:
-        """Some acts."""
+        """Do one to four random acts."""
         for _ in range(self.rng.randint(1, 4)):
             acts = [self.step, self.roll_back, self.abandon, self.prefetch, self.read]
             await self.rng.choices(acts, [70, 8, 6, 8, 8])[0]()
@@ -165,7 +170,7 @@ class Trainer:
             await self.live_again()
 
     async def step(self) -> None:
-        """Trains and commits one step."""
+        """Train and commit one step, sometimes while readers are open."""
         step, salt = self.job.next_step, self.rng.getrandbits(32)
         settled = step - self.rng.choice([0, 1])
         await self.hand_over(salt)
@@ -192,7 +197,7 @@ class Trainer:
             reader.close()
 
     async def give_up_a_reader(self) -> None:
-        """Cancel the opening of a reader half-way: what it held must be given back."""
+        """Cancel the opening of a reader. The engine must release all that the reader held."""
         opening = asyncio.ensure_future(self.engine.open_reader(self.job))
         await asyncio.sleep(self.rng.choice([0, 0.0002, 0.001]))
         opening.cancel()
@@ -201,7 +206,7 @@ class Trainer:
             opening.result().close()
 
     async def hand_over(self, salt: int) -> None:
-        """Gives the engine the gradients of the next step."""
+        """Give the engine the gradients of the next step, which start its updates."""
         for group in updates(self.shape, salt):
             region = await self.engine.allocate_gradient(self.job, group)
             dtype = DType.BFLOAT16 if self.shape.half else DType.FLOAT32
@@ -210,52 +215,52 @@ class Trainer:
             self.engine.update(self.job, self.job.next_step, group, region, apply_rule)
 
     async def commit(self, step: int, settled: int) -> None:
-        """Commits a step of which everything is handed over; all ranks have step `settled`."""
+        """Commit a step after all its gradients were handed over. `settled` is the newest step of all ranks."""
         await self.engine.commit(self.job, step, {0: f"state {step}".encode()}, settled)
         self.announce(Announcement(act=Act.COMMITTED, job=self.shape.name, step=step, durable=self._durable))
 
     async def roll_back(self) -> None:
-        """To the step before, or the last durable one where those between are in memory only."""
+        """Roll back to the step before, or to the last durable one if the steps after it are in memory only."""
         older = self.job.durable if self.shape.every_steps > 1 else {s for s in self.job.retained if s < self._newest}
         if not older:
             return
-        may_be_let_go = self.has_snapshot_under_way
+        may_be_replaced = self.has_snapshot_under_way
         try:
             await self.roll_back_to(max(older))
         except NotFoundError:
-            # The snapshot that was under way is waited for first, and takes the place of the older one.
-            assert may_be_let_go, "a durable step was let go of"
+            # The engine first waits for the snapshot under way, which then replaces the older one.
+            assert may_be_replaced, "a durable step is gone, and no snapshot has replaced it"
 
     async def roll_back_to(self, step: int) -> None:
-        """Makes a retained step the newest one."""
+        """Roll back to a retained step, which becomes the newest one."""
         self.announce(Announcement(act=Act.ROLLS_BACK, job=self.shape.name, step=step))
         await self.engine.roll_back(self.job, step)
         self.announce(Announcement(act=Act.ROLLED_BACK, job=self.shape.name, step=step))
 
     async def wait_for_updates(self) -> None:
-        """Until what was handed over is written; it may not be committed yet."""
+        """Wait until the updates of all handed-over gradients are done; they are not committed yet."""
         for group in self.shape.groups:
             self.engine.unpin(await self.engine.fetch(self.job, group, Kind.PARAM))
 
     async def abandon(self) -> None:
-        """Leaves a step behind that nobody announced, some of it written."""
+        """Begin a step without announcing it, and abandon it when some of it may be written."""
         await self.hand_over(self.rng.getrandbits(32))
         await asyncio.sleep(self.rng.choice([0, 0.002]))
         await self.engine.abandon_pending(self.job)
 
     async def prefetch(self) -> None:
-        """Asks for slabs, in any order, and does not use them."""
+        """Prefetch some slabs in a random order, and do not use them."""
         wants = [(group, Kind(kind)) for group in self.shape.groups for kind in self.shape.kinds]
         self.rng.shuffle(wants)
         self.engine.prefetch(self.shape.name, self.job, [(*want, float(i)) for i, want in enumerate(wants[:4])])
 
     async def read(self) -> None:
-        """Compares all bytes with those of the oracle."""
+        """Compare all bytes with the oracle's."""
         found = await different_slabs(self.engine, self.oracle, self.job, self._newest)
         assert not found, "\n".join(found)
 
     async def live_again(self) -> None:
-        """Deletes the job and begins it anew."""
+        """Delete the job and begin it anew."""
         self.engine.end_prefetch(self.shape.name)
         self.announce(Announcement(act=Act.DELETES, job=self.shape.name))
         await self.engine.delete_job(self.shape.name)
@@ -265,7 +270,7 @@ class Trainer:
 
     @property
     def has_snapshot_under_way(self) -> bool:
-        """Whether a step that is to be durable is not yet."""
+        """Whether a step that must become durable is not durable yet."""
         every = self.shape.every_steps
         return every > 1 and self._newest // every * every not in self.job.durable
 
@@ -283,7 +288,7 @@ class Trainer:
 async def train(
     state_dir: Path, oracle: Oracle, announce: Announce, rng: random.Random, ready: Callable[[], None]
 ) -> None:
-    """Trains all jobs until the process is killed; calls `ready` when the engine is open."""
+    """Train all jobs until the process is killed. Call `ready` when the engine is open."""
     engine = await Engine.open(engine_config(state_dir))
     ready()
     announce(Announcement(act=Act.TRAINING))
@@ -296,7 +301,7 @@ async def train(
     while True:
         await asyncio.gather(*(trainer.lap() for trainer in trainers))
         if not any(trainer.has_snapshot_under_way for trainer in trainers):
-            # What is being read keeps its extents until it was.
+            # Prefetches under way keep their extents until they end, and the accounts would not explain these.
             while engine.queue.depth:
                 await asyncio.sleep(0.001)
             errors = space_errors(engine)
@@ -304,10 +309,10 @@ async def train(
 
 
 def run(state_dir: Path, oracle: Oracle, pipe: int, seed: int, ready: Callable[[], None]) -> int:
-    """The life of a worker process, which ends by itself only when something is wrong; its exit status."""
+    """Run the worker in the present process, and return its exit status. It ends by itself only after an error."""
 
     def announce(said: Announcement) -> None:
-        # To the pipe first: what the own oracle cannot believe, the other one is to hear, too.
+        # The pipe gets the announcement first, so that the driver has it even if this process's own oracle rejects it.
         os.write(pipe, f"{said.dump()}\n".encode())
         oracle.hear(said)
 

@@ -1,5 +1,5 @@
-"""The README and the page on the config tell the truth: the example runs and resumes, the tables list the keys and
-commands that there are."""
+"""The README and the pages on the config and the daemon are true: the example runs and resumes, and the tables list the
+keys, commands and directories that there are."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from paramserver.admin import cli as admin_cli
-from paramserver.config import DaemonConfig
+from paramserver.config import DaemonConfig, load_config
 from tests.integration.support.daemon import MIB, STATED_OVERHEADS
 from trainer_client.config.training_config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONFIG = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+DAEMON = (ROOT / "docs" / "daemon.md").read_text(encoding="utf-8")
+PACKAGES = ("storage", "paramserver", "trainer_client")
 
 
-def section(heading: str) -> str:
-    """The text under a heading, up to the next one of its level or above."""
+def section(heading: str, page: str = README) -> str:
+    """Return the text under a heading of a page, up to the next heading of its level or above."""
     level = len(heading) - len(heading.lstrip("#"))
-    after = README.split(f"\n{heading}\n", maxsplit=1)[1]
+    after = page.split(f"\n{heading}\n", maxsplit=1)[1]
     return re.split(rf"^#{{1,{level}}} ", after, maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -82,7 +84,25 @@ def test_the_config_table_lists_the_keys_that_are_honoured() -> None:
 
 
 def test_the_daemon_table_lists_the_keys_of_its_config() -> None:
-    assert sorted(keys_of_table(section("## The daemon"))) == sorted(DaemonConfig.model_fields)
+    assert sorted(keys_of_table(section("## Configuration", DAEMON))) == sorted(DaemonConfig.model_fields)
+
+
+def test_the_config_file_that_the_daemons_page_shows_is_valid(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", DAEMON, flags=re.DOTALL)
+    path = tmp_path / "paramserver.toml"
+    path.write_text(example)
+
+    assert load_config(path, {}).host_budget == 64 << 30
+
+
+def test_the_table_of_parts_names_every_package() -> None:
+    first_column = "".join(re.findall(r"^\|([^|]*)\|", section("## The parts"), flags=re.MULTILINE))
+    named = re.findall(r"`([\w/]+)`", first_column)
+    packages = {init.parent.relative_to(ROOT) for name in PACKAGES for init in ROOT.glob(f"{name}/**/__init__.py")}
+
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
+    # The generated package is in the row of the files that it is generated from.
+    assert {str(package) for package in packages} - set(named) == {"paramserver/v1"}
 
 
 def test_the_overhead_of_the_daemon_is_stated_as_the_tests_hold_it() -> None:

@@ -6,17 +6,19 @@ import enum
 
 
 class Home(enum.StrEnum):
-    """Where a kind of state lives. The values are the words of the config, and but for the device those of the store's
-    tiers (contract/tiers.py)."""
+    """The place where a kind of state lives.
+
+    The values are the words of the config. All but the device's are those of the store's tiers (contract/tiers.py).
+    """
 
     DEVICE = "device"
-    """In the trainer's own memory, on the engine's device."""
+    """The trainer's own memory, on the engine's device."""
 
     GPU = "gpu"
-    """In the store's GPU tier."""
+    """The store's GPU tier, which no daemon has yet."""
 
     HOST = "host"
-    """In the store's shared memory."""
+    """The store's shared memory."""
 
     NVME = "nvme"
-    """In the store's files; in its shared memory while it is used."""
+    """The store's files, and its shared memory while the state is in use."""

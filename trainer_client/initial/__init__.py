@@ -1,1 +1,1 @@
-"""The values that a new job begins with: recipes, the modules' own functions, files."""
+"""The initial values of a new job: replayed recipes, the modules' own functions, or files."""

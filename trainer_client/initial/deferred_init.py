@@ -1,19 +1,19 @@
-"""Building a model without its memory: what constructors compute is written down, and done later, a tensor at a time.
+"""Building a model without its memory: the operations of its constructors are recorded, and run later for each tensor.
 
-Owns the recipes. Must never hold a tensor's values: while a `Recorder` is active, what constructors make is on the meta
-device, which has shapes and no bytes.
+Owns the recipes. Must never hold a tensor's values: while a `Recorder` is active, constructors make their tensors on
+the meta device, where a tensor has a shape and no bytes.
 
-[Note: recipes] A recipe belongs to a storage, since views share what is written through any of them, and hangs at the
-meta storage itself: it lives as long as a parameter, buffer or view needs it, and nobody keeps a table. It lists the
-operations that wrote the storage, each with the recipes of what it read and how far they had come by then. To replay
-one is to collect what it depends on and to run that in the order of construction. An operation that overwrites all of a
-storage makes what it held before irrelevant, so that the default initialisation which a model's own one replaces is
-never computed.
+[Note: recipes] A recipe is the list of operations that wrote a storage. Each operation has references to the recipes of
+the tensors that it read, and to how many operations those had at that time. A recipe belongs to a storage and not to a
+tensor, because views of a storage share what is written through any of them. It is an attribute of the meta storage, so
+it lives as long as a parameter, buffer or view that needs it, and no table is kept. To replay a recipe, all operations
+that it depends on are collected and run in the order of construction. If an operation overwrites a whole storage, the
+operations before it are not needed. So a default initialisation that the model's own one replaces is never computed.
 
-[Note: random numbers] Each random operation is replayed with a generator of its own, seeded by the recorder's seed and
-the operation's number in the construction. The values of a tensor are therefore the same whoever replays it, in
-whatever order, and whatever else is replayed: on every rank of any world size. They are always drawn on the CPU, whose
-generator is the same everywhere. They are not those that construction without a recorder draws from one sequence.
+[Note: random numbers] Each random operation is replayed with a generator of its own, whose seed follows from the
+recorder's seed and the operation's number in the construction. A tensor's values therefore depend neither on the rank
+that replays it, nor on the order of replays, nor on the world size. They are always drawn on the CPU, whose generator
+is the same everywhere. A construction without a recorder has other values, because it draws all from one sequence.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _META = torch.device("meta")
 
 _aten = torch.ops.aten
 
-# They make memory and write nothing: a storage without operations is replayed as zeros.
+# Operations that allocate memory and write nothing. They are not recorded; a storage without operations is replayed as
+# zeros.
 _ALLOCATIONS = frozenset(
     (_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided)
 )  # fmt: skip
-# They give every element of `self` a value that does not depend on the one that it had.
+# Operations that give every element of `self` a new value that does not depend on the old one.
 _OVERWRITES = frozenset(
     (
         _aten.zero_,
@@ -58,22 +59,30 @@ _OVERWRITES = frozenset(
         _aten.geometric_,
     )
 )
-# What they are for is the value.
-_NEEDS_VALUE = frozenset((_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero))  # These bypass the dispatcher.
+# Operations that return values to Python, so that they cannot be deferred.
+_NEEDS_VALUE = frozenset((_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero))
+# Methods that return values to Python without passing torch's dispatcher.
 _CONVERSIONS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__))
+# Attributes for which a tensor with a recipe answers as if it were on the CPU already.
 _POSES = {torch.Tensor.is_meta.__get__: False, torch.Tensor.device.__get__: _CPU}  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """Of one storage."""
+    """The recipe of one storage; see [Note: recipes].
+
+    Attributes:
+        recorder: the recorder that made it.
+        nbytes: size of the storage.
+        writes: the operations that wrote the storage, in the order of construction.
+    """
 
     recorder: Recorder
     nbytes: int
     writes: list[Operation] = field(default_factory=list)
 
     def needed(self, steps: int) -> list[Operation]:
-        """The first `steps` operations without those that a later one of them made irrelevant."""
+        """Return the first `steps` operations, from the last one on that overwrites the whole storage."""
         for index in range(steps - 1, -1, -1):
             if self.writes[index].overwrites:
                 return self.writes[index:steps]
@@ -82,10 +91,19 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
-    """An argument or a result that is on the meta device: which storage, and which part of it."""
+    """An argument or a result of an operation that is on the meta device.
+
+    Attributes:
+        recipe: the recipe of its storage.
+        steps: how many operations had written the storage at that time.
+        dtype: the tensor's dtype.
+        size: its shape.
+        stride: its strides, in elements.
+        offset: its first element in the storage.
+    """
 
     recipe: Recipe
-    steps: int  # operations that had written the storage
+    steps: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -98,7 +116,12 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenRef:
-    """An argument that was there before; it must not change until it is used."""
+    """An argument that was made outside of the recorder. It must not change before the operation is replayed.
+
+    Attributes:
+        tensor: the argument.
+        version: torch's version counter of the tensor when the operation was recorded.
+    """
 
     tensor: torch.Tensor
     version: int
@@ -106,11 +129,18 @@ class GivenRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """Attributes:
-    number: in the construction; operations are replayed in this order.
-    inputs: what its result depends on and is on the meta device.
-    outputs: what it made, in the order of its tensor results; None for a result that is one of its arguments.
-    overwrites: it writes one storage, all of it, whatever was there.
+    """A recorded operation.
+
+    Attributes:
+        number: its number in the construction; operations are replayed in this order.
+        function: the operator of torch.
+        args: its positional arguments, with a TensorRef or GivenRef in place of each tensor.
+        kwargs: its keyword arguments, likewise.
+        inputs: the arguments on the meta device that its result depends on.
+        outputs: its tensor results in order; None for a result that shares memory with an argument.
+        is_random: whether it draws random numbers.
+        overwrites: whether it gives every element of the storage that it writes a value that does not depend on the old
+            one.
     """
 
     number: int
@@ -123,21 +153,21 @@ class Operation:
     overwrites: bool
 
     def refs(self) -> Iterator[TensorRef]:
-        """What it uses and makes."""
+        """Yield the references to all recorded tensors that it uses or makes."""
         yield from (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorRef))
         yield from (ref for ref in self.outputs if ref is not None)
 
 
 class Recorder:
-    """A context in which tensors are made on the meta device, with recipes. They say that they are on the CPU: nobody
-    shall leave an initialisation out because there is no memory yet, as some functions of torch.nn.init do.
+    """A context in which tensors are made on the meta device and get recipes.
 
-    An operation that needs a value (`.item()`, `bool(tensor)`, a shape that depends on data) gets it: the recipe is
-    replayed at once, and its memory is given back. That costs time for large tensors (trunc_normal_ looks at what it
-    drew), and nothing else.
+    Their attributes `device` and `is_meta` answer as if they were on the CPU, because some functions of torch.nn.init
+    skip tensors on the meta device. If an operation needs a value (`.item()`, `bool(tensor)`, a shape that depends on
+    data), the recipe is replayed at once and the memory is freed again. That only costs time, which is noticeable for
+    large tensors (trunc_normal_ looks at the values that it drew).
 
     Args:
-        seed: of all random numbers.
+        seed: the seed of all random numbers.
     """
 
     def __init__(self, seed: int) -> None:
@@ -160,7 +190,7 @@ class Recorder:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the construction went by random numbers of this seed, so that there can be no other."""
+        """Whether a constructor has already used random values of this seed, so that it cannot be changed any more."""
         return self._is_fixed
 
     def reseed(self, seed: int) -> None:
@@ -168,14 +198,15 @@ class Recorder:
         self._seed = seed
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation of the construction without memory, and writes it down."""
+        """Run an operation of the construction on the meta device, record it, and return its result."""
         arguments = _tensors((args, kwargs))
         if arguments and not any(recipe_of(tensor) for tensor in arguments):
-            return func(*args, **kwargs)  # torch.tensor, torch.from_numpy, and what was there before
+            # These operations use only tensors with values, as torch.tensor and torch.from_numpy make them.
+            return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if func.overloadpacket in _NEEDS_VALUE or any(recipe_of(tensor) is None for tensor in written):
             return self.evaluate(func, args, kwargs)
-        # Before it runs: it may be what gives an argument its values.
+        # The references are made before the operation runs, because it may write to its arguments.
         refs = tree_map(lambda leaf: self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
         try:
             result = _run_on_meta(func, args, kwargs)
@@ -184,8 +215,8 @@ class Recorder:
                 raise
             if written:
                 raise DeferredInitError(
-                    f"{func} writes where a value says, which zero.Init cannot put off: replace it by an operation on "
-                    "whole tensors (torch.where), or do it after initialize()"
+                    f"{func} writes to elements that values of a tensor select, which zero.Init cannot defer: replace "
+                    "it by an operation on whole tensors (torch.where), or do it after initialize()"
                 ) from error
             return self.evaluate(func, args, kwargs)
         self._record(func, refs, result, written, arguments)
@@ -198,7 +229,8 @@ class Recorder:
         made = [None if t.untyped_storage()._cdata in known else self._new_ref(t) for t in _tensors(result)]
         new = [ref for ref in made if ref is not None]
         if func.overloadpacket in _ALLOCATIONS or not (written or new):
-            return  # memory without values, or a view
+            # The operation has only allocated memory or made a view.
+            return
         args, kwargs = refs
         overwrites = func.overloadpacket in _OVERWRITES and _is_whole(written[0])
         read = (args[1:], kwargs) if overwrites else refs
@@ -226,7 +258,7 @@ class Recorder:
         return _ref_to(tensor)
 
     def evaluate(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation on values, now."""
+        """Run an operation at once, on the replayed values of its arguments, and return its result."""
         refs = [_ref_to(tensor) for tensor in _tensors((args, kwargs)) if recipe_of(tensor)]
         self._is_fixed |= any(operation.is_random for operation in _slice(refs))
 
@@ -238,7 +270,7 @@ class Recorder:
 
 
 class _Recording(TorchDispatchMode):
-    """Every operation comes through here, below autograd."""
+    """The torch mode that passes every operation to the recorder, below autograd."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -250,7 +282,7 @@ class _Recording(TorchDispatchMode):
 
 
 class _Posing(TorchFunctionMode):
-    """Tensors with a recipe say where they will be, and give their values to Python."""
+    """The torch mode that lets tensors with a recipe look like CPU tensors, and gives their values to Python."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -265,7 +297,7 @@ class _Posing(TorchFunctionMode):
 
 
 def recipe_of(tensor: torch.Tensor) -> Recipe | None:
-    """The recipe of the storage that `tensor` shows; None if it was not made under a recorder."""
+    """Return the recipe of the tensor's storage; None if it was not made within a recorder."""
     with torch._C.DisableTorchFunction():
         recipe: Recipe | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
         return recipe
@@ -273,9 +305,9 @@ def recipe_of(tensor: torch.Tensor) -> Recipe | None:
 
 @torch.no_grad()
 def replay(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor that has a recipe: new memory on the CPU, of its shape, strides and dtype.
+    """Compute the values of a tensor with a recipe, and return them in a new CPU tensor.
 
-    What is not initialised by the recipe is zero.
+    It has the tensor's shape, strides and dtype. Elements that the recipe does not initialise are zero.
     """
     ref = _ref_to(tensor)
     storages: dict[int, torch.UntypedStorage] = {}
@@ -336,7 +368,7 @@ def _storage_of(ref: TensorRef, storages: dict[int, torch.UntypedStorage]) -> to
 
 
 def _slice(refs: Iterable[TensorRef]) -> list[Operation]:
-    """The operations that `refs` depend on, in the order of construction."""
+    """Return the operations that `refs` depend on, in the order of construction."""
     operations: dict[int, Operation] = {}
     seen: set[tuple[int, int]] = set()
     waiting = list(refs)
@@ -380,7 +412,7 @@ def _run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operation changes."""
+    """Return the arguments that an operation writes to."""
     written: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -397,5 +429,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _fails_for_meta_only(error: Exception) -> bool:
-    """Whether an operation may succeed with values: there is no kernel for shapes alone, or they depend on values."""
+    """Return whether an operation failed only because its arguments have no values, and may succeed with them.
+
+    Either torch has no meta kernel for it, or the shape of its result depends on values.
+    """
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

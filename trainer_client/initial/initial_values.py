@@ -1,8 +1,7 @@
-"""The values that a new job begins with, and where they come from: the model's own memory, a recipe, the modules'
-functions, or files.
+"""The initial values of a new job, from one of four sources: the model's memory, a recipe, the modules, or files.
 
-Owns each parameter's source. Must never hold more of them than this rank's chunk of one flat group, and one whole
-parameter. Says which memory the model gives back, and when: a group's, as soon as its chunk is in the store.
+Owns each parameter's source. Must never hold more values than this rank's chunk of one flat group and one whole
+parameter. Frees the model's own memory group by group, as soon as the group's chunk is in the store.
 """
 
 from __future__ import annotations
@@ -28,37 +27,42 @@ from trainer_client.ranks.collectives import Collectives
 
 
 class Origin(enum.IntEnum):
-    """How a rank's model has a parameter."""
+    """How a parameter was built in a rank's model."""
 
     GIVEN = 0
-    """With values."""
+    """The parameter has values."""
 
     RECORDED = 1
-    """On the meta device, with a recipe."""
+    """The parameter is on the meta device and has a recipe (built within `zero.Init`)."""
 
     META = 2
-    """On the meta device, without one."""
+    """The parameter is on the meta device and has no recipe."""
 
 
 class Source(Protocol):
-    """Where one parameter's values come from."""
+    """The source of one parameter's initial values."""
 
     def fill(self, target: torch.Tensor, offset: int) -> None:
-        """Fills `target` [n] fp32, on the CPU, with elements [offset, offset + n) of the flattened parameter.
+        """Fill `target` [n], fp32 on the CPU, with elements [offset, offset + n) of the flattened parameter.
 
-        n may be 0. Called by every rank for every parameter, in the same order: it may be a collective.
+        n may be 0. Every rank calls this for every parameter, in the same order, because it may be a collective.
         """
 
 
 class InitialValues:
-    """Args:
-    model: on return its parameters are not on the meta device (they show NaN if they were) and its buffers have values.
-    param_init_fn: see ModuleInit.
-    weights: values from files, in place of all others where they have them.
-    strict_weights: see Weights.match.
+    """The initial values of a model, and the source of each parameter.
+
+    Args:
+        model: the model. When the constructor returns, its buffers have values, and none of its parameters is on the
+            meta device any more: one that was is NaN, without memory.
+        parameters: the model's parameters, in its order.
+        collectives: the collectives of this rank.
+        param_init_fn: see ModuleInit.
+        weights: values from files, which replace those of all other sources.
+        strict_weights: see Weights.match.
 
     Raises:
-        ConfigError: ranks built the model differently, it does not fit the files, or nothing tells a value.
+        ConfigError: the ranks built the model differently, it does not fit the files, or a tensor has no source.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class InitialValues:
         weights: Weights | None = None,
         strict_weights: bool = True,
     ) -> None:
-        """A collective."""
+        """Find each parameter's source, and fill the buffers. A collective."""
         self._model = model
         self._collectives = collectives
         self._origins = self._agree_on_origins(parameters)
@@ -89,7 +93,7 @@ class InitialValues:
         self._sources = [self._source(p, found, recorded.get(p.index)) for p in parameters]
 
     def stage(self, states: Sequence[GroupStates]) -> None:
-        """Stages this rank's chunks as step 0, and gives the model's own memory back. A collective."""
+        """Stage this rank's chunks as step 0, and free the model's own memory. A collective."""
         with self._progress(sum(state.group.layout.numel for state in states) * torch.float32.itemsize) as progress:
             (task,) = progress.task_ids
             for state in states:
@@ -102,7 +106,7 @@ class InitialValues:
 
     @torch.no_grad()
     def chunk(self, group: FlatGroup) -> torch.Tensor:
-        """This rank's chunk: fp32, on the CPU, padding zero. A collective."""
+        """Return this rank's chunk of a group, fp32 [layout.chunk] on the CPU, with zeros as padding. A collective."""
         chunk = torch.zeros(group.layout.chunk, dtype=torch.float32)
         shards = {shard.slot: shard for shard in group.shards}
         for slot, parameter in enumerate(group.parameters):
@@ -112,7 +116,11 @@ class InitialValues:
         return chunk
 
     def _agree_on_origins(self, parameters: Sequence[ModelParameter]) -> list[Origin]:
-        """Rank 0's: where it has values, the others need none."""
+        """Return rank 0's origin of each parameter. Other ranks need no values for those that rank 0 has.
+
+        Raises:
+            ConfigError: a parameter has no values on rank 0, and another origin on another rank.
+        """
         mine = torch.tensor([_origin(p.tensor) for p in parameters], dtype=torch.int64)
         agreed = self._collectives.gather_rows(mine)[0].cpu()
         differs = (agreed != mine) & (agreed != Origin.GIVEN)
@@ -126,7 +134,11 @@ class InitialValues:
         return [Origin(value) for value in agreed.tolist()]
 
     def _agree_on_seeds(self, parameters: Sequence[ModelParameter]) -> None:
-        """Rank 0's."""
+        """Give all ranks the seeds of rank 0's recorders.
+
+        Raises:
+            ConfigError: the seeds differ, and a constructor has already used random values of one of them.
+        """
         tensors = [p.tensor for p in parameters if self._origins[p.index] is Origin.RECORDED]
         recorders: dict[int, Recorder] = {}
         for tensor in (*tensors, *self._model.buffers()):
@@ -142,14 +154,14 @@ class InitialValues:
                 continue
             if fixed:
                 raise ConfigError(
-                    f"the ranks have built the model from different random numbers (seeds {seeds}), and the model has "
-                    "looked at them: pass the same seed to zero.Init(seed=...) on every rank"
+                    f"the ranks have built the model from different random numbers (seeds {seeds}), and its "
+                    "constructor has already used their values: pass the same seed to zero.Init(seed=...) on every rank"
                 )
             recorder.reseed(seeds[0])
 
     @torch.no_grad()
     def _fill_buffers(self, found: Found) -> None:
-        """Gives memory to all buffers on meta, and to tensors that are plain attributes of modules."""
+        """Give values to all buffers on the meta device, and to tensors with a recipe that are plain attributes."""
         known: dict[int, torch.Tensor] = {}
         for fqn, module in self._model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -166,7 +178,7 @@ class InitialValues:
             self._load_buffer(name, stored)
 
     def _load_buffer(self, name: str, stored: FileTensor) -> None:
-        """Only rank 0 reads it. A collective."""
+        """Read a buffer from its file on rank 0, and broadcast it. A collective."""
         buffer = self._model.get_buffer(name)
         values = torch.empty(buffer.numel(), dtype=buffer.dtype)
         if self._collectives.rank == 0:
@@ -187,7 +199,7 @@ class InitialValues:
 
     @contextmanager
     def _progress(self, total_bytes: int) -> Iterator[Progress]:
-        """A bar where somebody watches."""
+        """Show a progress bar within the context, on rank 0 and if its stderr is a terminal."""
         console = Console(stderr=True)
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         attended = self._collectives.rank == 0 and console.is_terminal
@@ -239,7 +251,7 @@ class _FromFile:
         self._dtype = dtype
 
     def fill(self, target: torch.Tensor, offset: int) -> None:
-        # By way of the parameter's own dtype, as load_state_dict has it.
+        # Values are rounded to the parameter's own dtype first, as load_state_dict does.
         self._stored.read_into(target, offset, self._dtype)
 
 
@@ -250,9 +262,9 @@ def _origin(tensor: torch.Tensor) -> Origin:
 
 
 def _leave_meta(parameter: nn.Parameter) -> None:
-    """Makes a parameter on meta, the same object, one of its shape that shows NaN."""
+    """Turn a parameter on the meta device into one of its shape whose elements are NaN; it stays the same object."""
     nan = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
     other = nn.Parameter(nan, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
-    # `.data` cannot be assigned across these devices.
+    # The tensors are swapped, because torch does not allow to assign `.data` from another device to a meta tensor.
     torch.utils.swap_tensors(parameter, other)

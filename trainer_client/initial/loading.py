@@ -1,8 +1,7 @@
-"""Weights in safetensors files, read by element ranges: each rank reads the bytes of its own chunks, and no others.
+"""Reading weights from safetensors files by element ranges, so that each rank reads only the bytes of its own chunks.
 
-Owns the reading of the format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the
-header, the header, which is JSON, and the tensors' bytes. Must never read a tensor that was not asked for, nor hold
-more than one piece of one.
+The format (https://github.com/huggingface/safetensors#format) is eight bytes with the length of the header, the header
+as JSON, and the tensors' bytes. Must never read a tensor that was not asked for, nor hold more than one piece of one.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from trainer_client.errors import ConfigError
 _INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = "model.safetensors"
 
+# The number of bytes that are read at once.
 _PIECE_BYTES = 16 << 20
-_MAX_HEADER_BYTES = 100_000_000  # as the reference implementation has it
+# The reference implementation has the same limit.
+_MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES = {
     "F64": torch.float64,
@@ -45,7 +46,11 @@ class FileTensor:
     """A tensor in a file.
 
     Attributes:
-        first_byte: of its bytes, in the file.
+        path: the file.
+        name: the tensor's name in it.
+        dtype: its dtype.
+        shape: its shape.
+        first_byte: position of its first byte in the file.
     """
 
     path: Path
@@ -55,13 +60,15 @@ class FileTensor:
     first_byte: int
 
     def read_into(self, target: torch.Tensor, offset: int, as_dtype: torch.dtype) -> None:
-        """Fills `target` [n], on the CPU, with elements [offset, offset + n) of the flattened tensor.
+        """Fill `target` [n], on the CPU, with elements [offset, offset + n) of the flattened tensor.
 
         Args:
-            as_dtype: what the values are rounded to before they are converted to the target's dtype.
+            target: tensor of any dtype.
+            offset: first element.
+            as_dtype: values are rounded to this dtype before they are converted to that of `target`.
 
         Raises:
-            ConfigError: the file ends before, or cannot be read.
+            ConfigError: the file is too short, or cannot be read.
         """
         step = _PIECE_BYTES // self.dtype.itemsize
         try:
@@ -89,11 +96,11 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a model takes from files.
+    """The tensors in files that a model takes its values from.
 
     Attributes:
-        parameters: by a key of the caller's.
-        buffers: by name.
+        parameters: those of parameters, by the key that the caller has given to each.
+        buffers: those of buffers, by name.
     """
 
     parameters: Mapping[int, FileTensor]
@@ -101,11 +108,14 @@ class Found:
 
 
 class Weights:
-    """The tensors of a file, or of a directory with model.safetensors, or with model.safetensors.index.json and what it
-    names.
+    """The tensors of a safetensors file or of a directory of such files.
+
+    Args:
+        path: a file, or a directory that has model.safetensors, or model.safetensors.index.json and the files that it
+            names.
 
     Raises:
-        ConfigError: there is no such file, or one that is not safetensors.
+        ConfigError: a file does not exist or is not a safetensors file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -120,16 +130,16 @@ class Weights:
     def match(
         self, wanted: Sequence[tuple[str, torch.Tensor]], keys: Mapping[int, int], *, strict: bool
     ) -> Found:  # fmt: skip
-        """What a model takes from the files.
+        """Return the tensors that a model takes from the files.
 
         Args:
-            wanted: the model's state by name; a tied parameter has several, of which the files need one. If they have
-                several, the last one counts.
+            wanted: the tensors of the model's state with their names. A tied parameter has several names, and the
+                files need only one of them; if they have several, the last one counts.
             keys: the key of each parameter, by the id of its tensor; the other tensors are buffers.
-            strict: whether a missing or an unexpected tensor is an error. A shape that does not fit is one always.
+            strict: whether a missing or an unexpected tensor is an error. A shape that does not fit always is one.
 
         Raises:
-            ConfigError: lists all that does not fit.
+            ConfigError: the files do not fit the model; the message lists every difference.
         """
         parameters: dict[int, FileTensor] = {}
         buffers: dict[str, FileTensor] = {}
@@ -156,7 +166,7 @@ class Weights:
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files, with the names of the tensors in each where an index tells."""
+    """Return the files, each with the names that the index lists for it; None: there is no index."""
     if path.is_file():
         return {path: None}
     index = path / _INDEX_NAME
@@ -167,7 +177,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     files: dict[Path, list[str] | None] = {}
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            # An index names its neighbours, not other places.
+            # Only the last part of a path counts, because an index may only name files in its own directory.
             names = files.setdefault(path / Path(file).name, [])
             assert names is not None
             names.append(name)

@@ -1,12 +1,12 @@
-"""Initial values of a model that was built on torch.device("meta"): nobody wrote down how they come about, so the
-model's own functions are asked, for one module at a time.
+"""Initial values of a model that was built on torch.device("meta"), made by the model's own functions.
 
-Must never give memory to more than one module's own tensors, nor take a value that no function has set.
+Such a model has no recipes, so its initialisation is run again for one module at a time. Must never give memory to more
+than one module's own tensors, nor take a value that no function has set.
 
-[Note: which functions] What a plain construction runs: the constructor's `module.reset_parameters()`, which torch's
-layers have, then the enclosing transformers model's `_init_weights(module)`, which knows its layers and their buffers.
-`param_init_fn(module)`, FSDP's, replaces both. Random numbers are seeded by the module's FQN: they are the same on
-every rank, whatever else is initialised there.
+[Note: which functions] Those that a plain construction runs: first `module.reset_parameters()`, which torch's layers
+have, then `_init_weights(module)` of the enclosing transformers model, which knows its layers and their buffers. If
+given, `param_init_fn(module)` (as in FSDP) replaces both. The random seed follows from the module's FQN, so the values
+are the same on every rank, whatever else is initialised there.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ ParamInitFn: TypeAlias = Callable[[nn.Module], None]
 
 
 class ModuleInit:
-    """Args:
-    model: what becomes of its parameters meanwhile does not matter.
-    param_init_fn: initialises the parameters and buffers that a module itself has, in place.
-    seed: of all random numbers; the same on every rank.
+    """The initialisation of single modules of a model.
+
+    Args:
+        model: the model. Its parameters may already be in the store, because their values are not used.
+        param_init_fn: initialises the parameters and buffers that a module itself has, in place; None: the model's own
+            functions do.
+        seed: the seed of all random numbers, the same on every rank.
     """
 
     def __init__(self, model: nn.Module, param_init_fn: ParamInitFn | None, seed: int) -> None:
@@ -38,10 +41,12 @@ class ModuleInit:
 
     @torch.no_grad()
     def tensors_of(self, fqn: str) -> Mapping[str, torch.Tensor]:
-        """The initial values of the parameters and buffers that a module itself has, by their names in it; on the CPU.
+        """Return the initial values of the parameters and buffers that a module itself has, by their names in it.
+
+        They are on the CPU.
 
         Raises:
-            ConfigError: no function sets them.
+            ConfigError: no function sets some of them.
         """
         module = self._model.get_submodule(fqn)
         parameters = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
@@ -51,14 +56,14 @@ class ModuleInit:
         state = torch.default_generator.get_state()
         try:
             for name, parameter in parameters.items():
-                # In its place, for it may be in the store already.
+                # A fresh parameter takes its place, because the parameter itself may already be in the store.
                 module._parameters[name] = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
             for name, buffer in buffers.items():
                 module._buffers[name] = _unset(buffer) if buffer.is_meta else buffer.clone()
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             self._run(fqn, module)
             for name in (*parameters, *buffers):
-                # Looked up anew: the function may have put another tensor there.
+                # The attribute is read again, because the function may have assigned another tensor.
                 fresh[name] = getattr(module, name).detach()
         except RuntimeError as error:
             error.add_note(f"while {self._described(fqn, module)} was initialised")
@@ -87,7 +92,7 @@ class ModuleInit:
             initialise(module)
 
     def _enclosing_init_weights(self, fqn: str) -> Callable[[nn.Module], None] | None:
-        """`_init_weights` of the innermost transformers model around a module."""
+        """Return `_init_weights` of the innermost module that has it, among the module `fqn` and those around it."""
         found = None
         module = self._model
         for name in ("", *fqn.split(".")):
@@ -101,7 +106,7 @@ class ModuleInit:
 
 
 def _unset(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of a tensor's shape that tells whether it was written."""
+    """Return a CPU tensor of the same shape and dtype whose elements show whether they were written."""
     return torch.full(tensor.shape, _marker(tensor.dtype), dtype=tensor.dtype)
 
 

@@ -1,1 +1,1 @@
-"""The model as units, flat groups and shards: what is where, how it comes together, and how it is given back."""
+"""The model as units, flat groups and shards: where parameters live, and how they are gathered and released."""

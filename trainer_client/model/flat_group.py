@@ -1,18 +1,20 @@
-"""Flat groups: the memory that the parameters of a unit live in while they are gathered, and what the store calls it.
+"""Flat groups: the flat buffers in which the gathered parameters of units lie, and their names in the store.
 
 Owns the flat buffers and the parameters' `.data`. Must never know where a chunk comes from, nor when it is needed.
 
-[Note: released parameters] A flat buffer gives its memory back and is refilled in place (see flat_memory.py): tensors
-that autograd saved from the parameters (F.linear saves a view of its weight) share the storage and are right again once
-it is refilled. `.data` assignment keeps the version counters of parameter and buffer apart, so a refill does not look
-like an in-place change to autograd. A tensor with a freed storage must not be read: it may be a null pointer with a
-shape. Released parameters therefore show a NaN of their shape, expanded from one element, and are
-`ReleasedParameter`s: who wants the values has them gathered by `want`, or gets an error.
+[Note: released parameters] A flat buffer frees its memory and is refilled in place (see flat_memory.py). Tensors that
+autograd saved from the parameters (F.linear saves a view of its weight) share the storage, so they have the right
+values again once it is refilled. Because `.data` is assigned, the version counters of parameter and buffer are
+separate, and a refill does not look like an in-place change to autograd. A tensor with a freed storage must not be
+read, because it may be a null pointer with a shape. The data of a released parameter is therefore one NaN, expanded to
+the parameter's shape, and its class is `ReleasedParameter`: if a function of torch needs the values, that class calls
+`want`, which gathers them or raises.
 
-[Note: autocast] Within `torch.autocast` torch keeps the low-precision copy of each fp32 parameter until the outermost
-context ends, whatever becomes of the parameter's values. So the copies are dropped where values are released, and where
-an update or the user replaces them (hooks.py): a context may contain `engine.step()`, and released units stay released.
-torch can only drop all copies at once, which takes 0.3 us; what is still gathered is cast again at its next use.
+[Note: autocast] Within `torch.autocast`, torch keeps a low-precision copy of each fp32 parameter that was used, until
+the outermost context ends. The copies would keep memory of released units, and old values after an update. They are
+therefore dropped when parameters are released, and when an update or the user replaces values (hooks.py), so that a
+context may contain `engine.step()`. torch can only drop all copies at once, which takes 0.3 us; parameters that are
+still gathered are cast again at their next use.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from trainer_client.transport.group_names import group_name
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import Slab
 
-# What lives on the device is in the store only as of the last commit.
+# The tier where the store keeps each kind. Kinds that live on the device are written to the store only for commits, so
+# NVMe is enough for them.
 _TIERS = {home: tiers.NVME if home is Home.DEVICE else tiers.TIERS[home.value] for home in Home}
 
 
@@ -47,17 +50,23 @@ class FlatGroup:
 
     Attributes:
         unit: name of the unit.
-        want: called when a released parameter's values are wanted, with the name of torch's function; gathers the
-            group, or raises.
-        trainable: whether the store has optimizer states of the parameters, and takes gradients of them. Those of a
-            trainable group may be frozen for a while.
-        shards: the parameter ranges in this rank's chunk, by position.
-        name: of the rank's shard group in the store; says which part of the flat buffer it is, not whose. It ends in
-            `suffix`, which tells groups of one unit apart that differ in dtype.
-        state_kinds: the optimizer's states, fp32; none for a frozen group.
-        gradient_dtype: of KIND_GRAD, by default as the parameters.
-        flat: the flat buffer [layout.numel], without memory while released.
-        chunk: this rank's part [layout.chunk] of the parameters, where they live on the device; None: the store has it.
+        parameters: the parameters, in the order of their places in the flat buffer.
+        dtype: dtype of the flat buffer.
+        want: called when the values of a released parameter are needed, with the parameter and the name of torch's
+            function; it gathers the group or raises.
+        trainable: whether the store has optimizer states of the parameters and takes gradients of them. Parameters of a
+            trainable group may still be frozen for some steps.
+        layout: the places of the parameters in the flat buffer, and the ranks' chunks.
+        start, stop: the elements [start, stop) of the flat buffer are this rank's chunk.
+        shards: the parts of parameters in this rank's chunk.
+        name: name of this rank's shard group in the store. It has the unit, the elements and, if the dtype is not the
+            usual one, a suffix with the dtype; it does not have the rank's number.
+        state_kinds: the kinds of the optimizer's fp32 states; none for a frozen group.
+        gradient_dtype: dtype of KIND_GRAD, by default that of the parameters.
+        device: the device of the flat buffer.
+        flat: the flat buffer [layout.numel], without memory while the group is released.
+        chunk: this rank's part [layout.chunk] of the parameters if they live on the device; None: they live in the
+            store.
     """
 
     def __init__(
@@ -88,7 +97,7 @@ class FlatGroup:
         self.shards = self.shards_of(rank)
         self.device = device
         self.chunk: torch.Tensor | None = None
-        # Views are made while the storage has its size: torch checks their bounds then, and only then.
+        # The views are made while the storage still has its full size, because torch checks their bounds only then.
         firsts = [slot.position for slot in self.layout.slots if slot.numel]
         self._memory = FlatMemory(self.layout.numel, dtype, device, marks=firsts)
         self.flat = self._memory.tensor
@@ -103,22 +112,22 @@ class FlatGroup:
 
     @property
     def weight_kinds(self) -> tuple[Kind, ...]:
-        """The kinds that hold the weight: the parameter, and the master weight where there is one."""
+        """The kinds that hold the weight: KIND_PARAM, and KIND_MASTER if there is one."""
         return (PARAM, MASTER) if self.has_master else (PARAM,)
 
     @property
     def weight_kind(self) -> Kind:
-        """The kind that holds the weight which the optimizer updates."""
+        """The kind of the weight that the optimizer updates: KIND_MASTER, or KIND_PARAM for fp32 parameters."""
         return self.weight_kinds[-1]
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What is kept of the group beyond a step: the parameter, the master weight and the optimizer's states."""
+        """The kinds that outlast a step: those of the weight, and the optimizer's states."""
         return (*self.weight_kinds, *self.state_kinds)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one rank's part of the parameters."""
+        """Bytes of one rank's chunk of the parameters."""
         return self.layout.chunk * self.dtype.itemsize
 
     @property
@@ -132,7 +141,7 @@ class FlatGroup:
         return self.dtype if kind == PARAM else torch.float32
 
     def name_of(self, rank: int) -> str:
-        """The name of a rank's shard group in the store."""
+        """Return the name of a rank's shard group in the store."""
         start, stop = self.layout.chunk_range(rank)
         return group_name(self.unit, start, stop, trainable=self.trainable, suffix=self._suffix)
 
@@ -140,15 +149,15 @@ class FlatGroup:
         return self.layout.shards_of(rank)
 
     def slab(self, kind: Kind, rank: int | None = None) -> Slab:
-        """The slab of a kind of this rank's chunk, or of another rank's."""
+        """Return the name of the slab with one kind of a rank's chunk; None: this rank's."""
         return Slab(group=self.name if rank is None else self.name_of(rank), kind=kind)
 
     def to_proto(self, placement: GroupPlacement) -> pb.ShardGroup:
-        """The declaration of this rank's shard group."""
+        """Return the declaration of this rank's shard group, for the store."""
         optimizer = _TIERS[placement.optimizer]
         param = _TIERS[placement.parameters]
         if self.trainable and placement.parameters is Home.DEVICE:
-            # Where the update runs in the store, they are a part of what it updates.
+            # If the update runs in the store, it also writes the parameters, so they are kept with its states.
             param = optimizer
         kinds = [
             pb.KindSpec(
@@ -165,14 +174,14 @@ class FlatGroup:
         return pb.ShardGroup(name=self.name, numel=self.layout.chunk, shards=shards, kinds=kinds)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat` [layout.numel] as the group's parameters."""
+        """Return views of `flat` [layout.numel] with the shapes of the group's parameters."""
         return [
             flat[slot.position : slot.position + slot.numel].view(parameter.shape)
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
         ]
 
     def keep(self, residence: Residence) -> None:
-        """The parameters live on the device from now on: this rank's chunk, or the whole flat buffer; uninitialised."""
+        """Keep parameters on the device from now on: this rank's chunk, or the whole flat buffer (uninitialised)."""
         if residence is Residence.SHARDED:
             self.chunk = torch.zeros(self.layout.chunk, dtype=self.dtype, device=self.device)
         else:
@@ -181,7 +190,7 @@ class FlatGroup:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Gives the parameters' own memory back: from now on they live in the flat buffer."""
+        """Free the parameters' own memory; from now on their data is in the flat buffer."""
         if self._memory.is_there:
             self._point_to(self._whole)
         else:
@@ -189,31 +198,34 @@ class FlatGroup:
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Gives the flat buffer its memory, to be filled by the caller, and shows it in the parameters."""
+        """Allocate the flat buffer, which the caller fills unless it was only hidden; parameters become views of it."""
         self._memory.take()
         self._point_to(self._whole)
 
     def show(self, rank: int, leased: LeasedBytes) -> bool:
-        """Shows a rank's chunk in its place of the flat buffer, after `allocate`, without copying it: the lease must be
-        held until the group is freed or owned. False where it has to be copied."""
+        """Map a rank's leased chunk to its place in the flat buffer, instead of copying it.
+
+        Call this after `allocate`. The lease has to be held until `free` or `own`. Returns False if the chunk cannot be
+        mapped, so that the caller has to copy it.
+        """
         first, last = self.layout.chunk_range(rank)
         size = self.dtype.itemsize
         return leased.source is not None and self._memory.show(first * size, (last - first) * size, leased.source)
 
     @torch.no_grad()
     def own(self) -> None:
-        """Copies what is shown: no lease need be held any more."""
+        """Replace mapped chunks by copies, so that their leases can be released."""
         self._memory.own()
 
     def hide(self) -> None:
-        """Releases the parameters; their memory stays until `free`, and `allocate` shows it again."""
+        """Release the parameters, but keep the flat buffer with its values, which `allocate` makes visible again."""
         torch.clear_autocast_cache()
         self._point_to(self._released)
         for parameter in self.parameters:
             release(parameter.tensor, partial(self._want, parameter))
 
     def free(self) -> None:
-        """Releases the parameters, and gives their memory back."""
+        """Release the parameters, and free the flat buffer."""
         self.hide()
         self._memory.give_back()
 
@@ -221,7 +233,7 @@ class FlatGroup:
         return any(parameter.tensor is tensor for parameter in self.parameters)
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a view of the gathered flat buffer."""
+        """Return whether `tensor` is a view of the gathered flat buffer."""
         if not self._memory.is_there or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()

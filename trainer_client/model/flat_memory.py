@@ -1,16 +1,17 @@
-"""The memory behind a flat buffer, given back and taken again in place: tensors that view it stay what they are.
+"""The memory of a flat buffer. It is freed and taken again at the same address, so that views of the buffer stay valid.
 
-[Note: host memory] malloc keeps what is freed. Blocks of up to 32 MiB come from its heap, where the activations of a
-forward are put into the hole that one unit left, so that the next unit needs new memory: a pass over 128 units of 1 MiB
-grew the process by 128 MiB. So the CPU's flat buffers are pages of their own, which go back to the kernel at once. A
-device's allocator has no such trouble.
+[Note: host memory] On the CPU, a flat buffer has pages of its own, which go back to the kernel at once when they are
+freed. malloc would keep them: it takes blocks of up to 32 MiB from its heap, where the activations of a forward fill
+the hole that a released unit left, so that the next unit needs new memory. A pass over 128 units of 1 MiB grew the
+process by 128 MiB. The allocator of a GPU does not have this problem.
 
-Such pages read as zeros afterwards, where torch would refuse to read a storage without memory. So that nobody computes
-with them unnoticed, some elements are NaN while the memory is given back, at the price of a page for each.
+Freed pages read as zeros, while torch raises an error for a storage without memory. So that a computation with freed
+memory does not go unnoticed, some elements are NaN then. Each of them costs one page.
 
-[Note: shown memory] Pages of its own also let a flat buffer show bytes that lie in the store's shared memory, at the
-buffer's own address: nothing is copied (25 MB: 20 ms with a copy into fresh pages, 3 ms of page faults without;
-measured). What is written to a shown page is this process's alone. Whoever shows bytes holds the lease on them.
+[Note: shown memory] Because a flat buffer has pages of its own, bytes of the store's shared memory can be mapped at the
+buffer's address instead of being copied. For 25 MB that takes 3 ms of page faults, and a copy into fresh pages 20 ms
+(measured). The mapping is copy-on-write, so writes stay in this process. The caller has to hold the lease on the bytes
+as long as they are mapped.
 """
 
 from __future__ import annotations
@@ -24,19 +25,28 @@ from trainer_client.transport.mapping import FileRange, show_file, show_zeros
 
 
 class FlatMemory:
-    """Attributes:
-    tensor: [numel] of the dtype; uninitialised after `take`, not to be read after `give_back`. Made given back.
+    """The memory of one flat buffer. It is allocated at first, so that views can be made, until the first `give_back`.
+
+    Attributes:
+        tensor: the flat buffer [numel]; uninitialised after `take`, and not to be read after `give_back`.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, marks: Sequence[int] = ()) -> None:
-        """`marks`: the elements that are NaN while the memory is given back, on the CPU."""
+        """Make the buffer.
+
+        Args:
+            numel: number of elements.
+            dtype: dtype of the elements.
+            device: device of the buffer.
+            marks: indexes of the elements that are NaN while the memory is freed, on the CPU.
+        """
         self._nbytes = numel * dtype.itemsize
         self._pages: mmap.mmap | None = None
         self._is_there = False
         self._shows = False
         self._marks = torch.tensor(marks, dtype=torch.int64)
         if device.type == "cpu" and numel:
-            # Private: the kernel would keep the pages of a shared mapping, wherever it shows them.
+            # The mapping is private, because the kernel would keep the pages of a shared one when they are freed.
             self._pages = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.tensor = torch.frombuffer(self._pages, dtype=dtype)
         else:
@@ -52,8 +62,11 @@ class FlatMemory:
             self.tensor.untyped_storage().resize_(self._nbytes)
 
     def show(self, offset: int, nbytes: int, source: FileRange) -> bool:
-        """Shows the bytes of `source` from byte `offset` on, `nbytes` of them, until the memory is given back or owned;
-        False where that cannot be: the memory has no pages of its own, or the bytes share one with others."""
+        """Map `nbytes` of `source` at byte `offset` of the buffer, until `give_back` or `own`.
+
+        Returns False if that is not possible, because the buffer has no pages of its own, or because the bytes do not
+        fill whole pages of the buffer and of the file.
+        """
         whole = offset + nbytes == self._nbytes or nbytes % mmap.PAGESIZE == 0
         if self._pages is None or not whole or offset % mmap.PAGESIZE or source.offset % mmap.PAGESIZE:
             return False
@@ -62,7 +75,7 @@ class FlatMemory:
         return True
 
     def own(self) -> None:
-        """Copies what is shown: the memory is all of this process afterwards, with the same values."""
+        """Replace mapped bytes by a copy in memory of this process."""
         if self._shows:
             values = self.tensor.clone()
             self._hide()

@@ -1,7 +1,7 @@
-"""How the whole parameters of a unit come together: by an all-gather of what each rank has, or all from the store.
+"""The two ways to gather a unit's parameters: an all-gather of the ranks' chunks, or reading all chunks in the store.
 
 A gather is split into start and finish. Owns nothing between two gathers, and no lease. Must never decide when to
-gather: that is the hooks' business.
+gather, because step/hooks.py does.
 """
 
 from __future__ import annotations
@@ -21,38 +21,45 @@ from trainer_client.transport.rank_store import RankStore, Slab
 
 
 class Gather(Protocol):
-    """The contract. `groups` are those of one unit."""
+    """The contract of a way to gather. The argument `groups` has the flat groups of one unit."""
 
     @property
     def is_one_sided(self) -> bool:
-        """Whether a rank can gather alone, whatever the others do."""
+        """Whether a rank can gather by itself, without the other ranks."""
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
-        """What `start` will lease, in its order."""
+        """Return the slabs that `start` leases, in the same order."""
 
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
-        """Bytes of those slabs."""
+        """Return the total bytes of the slabs that `start` leases."""
 
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
-        """Asks for the bytes; None if there is nothing to lease. Does not wait."""
+        """Request the leases, and return their future; None if there is nothing to lease. Does not wait."""
 
     def finish(
         self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_show: bool
     ) -> list[LeasedBytes]:
-        """Fills the flat buffers.
+        """Fill the flat buffers with the leased bytes.
+
+        Args:
+            groups: the groups of the unit.
+            leases: the leases that `start` has requested.
+            may_show: allows to map leased bytes instead of copying them.
 
         Returns:
-            Those of the leases whose bytes the flat buffers show now, only where they `may_show` any: to be held until
-            the groups are freed or owned. The others may be returned at once.
+            The leases whose bytes are mapped, which have to be held until the groups are freed or own their bytes. The
+            other leases can be released at once.
         """
 
     def give_up(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
-        """Take note that a gather which `start` had begun has failed on this rank, before it was whole."""
+        """Handle the failure, on this rank, of a gather that `start` had begun."""
 
 
 class CollectiveGather:
-    """Each rank has its own chunk on its device, or leases it, and an all-gather makes the flat buffer of them. A
-    collective."""
+    """A gather by an all-gather of the ranks' chunks. Each rank leases its own chunk, or has it on its device.
+
+    A collective.
+    """
 
     is_one_sided = False
 
@@ -88,16 +95,17 @@ class CollectiveGather:
         return []
 
     def give_up(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
-        # The others may be in the all-gather already, which this rank does not come to any more.
+        # Other ranks may already wait in the all-gather, in which this rank will not take part.
         self._collectives.give_up(f"the gather of {groups[0].unit}" if groups else "a gather", error)
 
 
 class OneSidedGather:
-    """A rank leases every rank's chunk where all ranks share a store, which has the chunks of all groups, and nothing
-    passes between the ranks. On the CPU nothing is copied either, where the pages allow it.
+    """A gather without communication between ranks: each rank leases the chunks of all ranks.
 
-    Ranks may then use different units, in any order. After a hand-over of gradients the ranks must meet once before any
-    of them gathers: a chunk whose update the store does not know of yet would be read as it was.
+    All ranks have to share one store, which has the chunks of all groups. On the CPU a chunk is mapped instead of
+    copied, if it consists of whole pages. Ranks may use different units, in any order. After gradients were handed
+    over, the ranks must meet once before any of them gathers: otherwise a rank could read another rank's chunk before
+    the store knows that it is to be updated.
     """
 
     is_one_sided = True
@@ -131,7 +139,7 @@ class OneSidedGather:
                 first, last = group.layout.chunk_range(rank)
                 group.flat[first:last].copy_(leased.data.view(group.dtype), non_blocking=True)
             if group.flat.is_cuda:
-                # The leases are returned next: the device must have read them.
+                # The caller releases the leases next, so the device must have finished reading from them.
                 torch.cuda.current_stream(group.device).synchronize()
         return shown
 

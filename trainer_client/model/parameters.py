@@ -1,4 +1,4 @@
-"""The parameters of a model, by name. Owns which ones can be kept in the store at all."""
+"""The list of a model's parameters. Owns the rule which parameters the store can hold."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ class ModelParameter:
     """A parameter of the model.
 
     Attributes:
-        index: in the model's order, frozen parameters included.
-        shape: of the whole parameter (`tensor` keeps its shape too, but not always its memory).
+        index: its number in the model's order, which includes frozen parameters.
+        fqn: its fully qualified name, as in `named_parameters()`.
+        tensor: the parameter itself. It keeps its shape while it is released, but has no memory then.
+        shape: its shape.
     """
 
     index: int
@@ -26,10 +28,10 @@ class ModelParameter:
 
 
 def list_parameters(model: nn.Module) -> list[ModelParameter]:
-    """The model's parameters in its order; a tied one appears once, under its first FQN.
+    """Return the model's parameters in its order; a tied parameter appears once, with its first FQN.
 
     Raises:
-        ConfigError: names a parameter that the store cannot hold.
+        ConfigError: the store cannot hold a parameter, which the message names.
     """
     parameters = []
     for index, (fqn, tensor) in enumerate(model.named_parameters()):

@@ -1,11 +1,11 @@
-"""Where the state of each flat group lives: the policy that the config asks for, and its assignment to groups.
+"""The placement of each flat group's state: the policy that the config asks for, and its assignment to groups.
 
-Pure functions of the config and of sizes: every rank comes to the same assignment. Must never move a byte.
+Pure functions of the config and of sizes, so every rank computes the same assignment. Must never move a byte.
 
 [Note: three kinds of state] *Parameters* are what forward and backward compute with. *Gradients* are this rank's
-reduced part between two micro-batches. *Optimizer* means the optimizer's states and the fp32 master weight; in fp32 the
-parameter is its own master, and lives where the parameters do. The store holds every job whole, whatever the
-placement: what lives on the device is put into the store when a step is committed.
+reduced part between two micro-batches. *Optimizer* means the optimizer's states and the fp32 master weight. An fp32
+parameter is its own master weight, and lives where the parameters do. The store has every job whole, whatever the
+placement: state that lives on the device is put into the store when a step is committed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from trainer_client.errors import ConfigError
 
 
 class Residence(enum.Enum):
-    """How much of a group a rank keeps on its device."""
+    """The part of a group that a rank keeps, by ZeRO stage."""
 
     SHARDED = enum.auto()
-    """Stage 3: the whole parameters only while their unit is in use."""
+    """Stage 3: a rank has the whole parameters on its device only while their unit is in use."""
 
     RESIDENT = enum.auto()
-    """Stages 1 and 2: the whole parameters always, the states of this rank's chunk."""
+    """Stages 1 and 2: a rank always has the whole parameters on its device, and the states of its chunk."""
 
     REPLICATED = enum.auto()
-    """Stage 0: the whole parameters and the states of all of them."""
+    """Stage 0: a rank always has the whole parameters and all states on its device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlacement:
-    """Where the kinds of state of one flat group live; see [Note: three kinds of state]."""
+    """The homes of the three kinds of state of one flat group; see [Note: three kinds of state]."""
 
     residence: Residence
     parameters: Home
@@ -44,7 +44,8 @@ class GroupPlacement:
     optimizer: Home
 
 
-Shares = Mapping[Home, float]  # sum to 1
+# The fraction of the bytes that each home gets; the fractions sum to 1.
+Shares = Mapping[Home, float]
 
 _ALL_ON_DEVICE: Shares = {Home.DEVICE: 1.0}
 _DEEPSPEED_HOMES = {"none": Home.DEVICE, "cpu": Home.HOST, "nvme": Home.NVME}
@@ -53,7 +54,14 @@ _RESIDENCES = (Residence.REPLICATED, Residence.RESIDENT, Residence.RESIDENT, Res
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPolicy:
-    """What the config asks for. `gradients` None: beside each group's optimizer states."""
+    """The placement that the config asks for.
+
+    Attributes:
+        residence: the part of a group that a rank keeps, by ZeRO stage.
+        parameters: the shares of the homes of parameters.
+        gradients: those of gradients; None: on the device if the group's optimizer state is there, else in host memory.
+        optimizer: those of optimizer states.
+    """
 
     residence: Residence
     parameters: Shares
@@ -62,7 +70,11 @@ class PlacementPolicy:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> PlacementPolicy:
-        """Raises ConfigError for a placement that the stage, or this version, does not have."""
+        """Return the policy of a config.
+
+        Raises:
+            ConfigError: the ZeRO stage, or this version, does not support the placement.
+        """
         zero, section = config.zero_optimization, config.paramserver.placement
         parameters, optimizer = _ALL_ON_DEVICE, _ALL_ON_DEVICE
         if zero.offload_param is not None:
@@ -95,7 +107,7 @@ class PlacementPolicy:
         return cls(residence=_RESIDENCES[zero.stage], parameters=parameters, gradients=gradients, optimizer=optimizer)
 
     def assign(self, sizes: Sequence[int]) -> list[GroupPlacement]:
-        """The placement of each flat group, given the elements of one rank's chunk, in forward order."""
+        """Return the placement of each flat group, given the sizes of one rank's chunks in forward order."""
         parameters, optimizer = spread(self.parameters, sizes), spread(self.optimizer, sizes)
         if self.gradients is None:
             gradients = [Home.DEVICE if home is Home.DEVICE else Home.HOST for home in optimizer]
@@ -108,8 +120,11 @@ class PlacementPolicy:
 
 
 def spread(shares: Shares, sizes: Sequence[int]) -> list[Home]:
-    """A home for each item, so that at every point of the sequence each home has its share of the bytes as nearly as
-    whole items allow: the next item goes where most is lacking."""
+    """Return a home for each item, given the items' sizes.
+
+    The next item goes to the home that lacks most of its share. So every home has its share of each beginning of the
+    sequence, as nearly as whole items allow.
+    """
     homes = []
     total = 0
     given: Counter[Home] = Counter()

@@ -1,10 +1,11 @@
-"""Parameters whose memory is given back: shape and dtype stay, and whoever asks for a value is noticed.
+"""Released parameters: they keep shape and dtype but have no values, and a function that needs the values is noticed.
 
-Owns what a released parameter does when torch is handed it. Must never let its values be read as if it had some.
+Owns the behaviour of a released parameter as an argument of torch's functions. Must never let its values be read as if
+it had some.
 
-[Note: the class of a released parameter] torch calls `__torch_function__` of an argument's class. While it is released
-a parameter therefore has the class `ReleasedParameter`, and its own again while it is gathered, when it costs nothing:
-as torch does it with the uninitialised parameters of lazy modules (`UninitializedTensorMixin.materialize`).
+[Note: the class of a released parameter] torch calls `__torch_function__` of an argument's class. A parameter therefore
+has the class `ReleasedParameter` while it is released, and its own class while it is gathered, so that it costs nothing
+then. torch does the same with the uninitialised parameters of lazy modules (`UninitializedTensorMixin.materialize`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-# Attributes that are values, or views of them; all others may be looked at.
+# Attributes that return values or views of them. All other attributes of a released parameter can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 _METADATA = frozenset(
@@ -38,7 +39,7 @@ _METADATA = frozenset(
         torch.Tensor.requires_grad_,
         torch.Tensor.size,
         torch.Tensor.stride,
-        torch.Tensor.untyped_storage,  # how much memory there is; a NaN
+        torch.Tensor.untyped_storage,  # This does no harm, because the storage of a released parameter is one NaN.
         torch.is_complex,
         torch.is_floating_point,
         torch.numel,
@@ -48,14 +49,14 @@ _METADATA = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Original:
-    """What a released parameter was, and whom to tell that somebody wants it."""
+    """The class of a parameter before its release, and the callback for a use of its values."""
 
     cls: type[nn.Parameter]
     want: Callable[[str], None]
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter without values: the first function of torch that needs them has it gathered, or is refused."""
+    """A parameter without values. A function of torch that needs them first lets `want` gather them, or fails."""
 
     _paramserver_original: _Original
 
@@ -68,7 +69,7 @@ class ReleasedParameter(nn.Parameter):
         if name not in _VALUES if is_attribute else func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for argument in tree_leaves((args, kwargs)):
-            # Gathering one gathers its whole unit: the next one may be there already.
+            # The class is looked up for each argument, because gathering one parameter gathers its whole unit.
             if isinstance(argument, ReleasedParameter):
                 argument._paramserver_original.want(name)
         return func(*args, **kwargs)
@@ -78,22 +79,25 @@ class ReleasedParameter(nn.Parameter):
 
 
 def release(parameter: nn.Parameter, want: Callable[[str], None]) -> None:
-    """From now on `want` is called, with the name of a function of torch, before that function gets the parameter; it
-    must `restore` the parameter or raise. Idempotent."""
+    """Make the parameter a `ReleasedParameter`; idempotent.
+
+    Before a function of torch gets the parameter's values, `want` is called with the function's name. It has to call
+    `restore` with the parameter, or raise.
+    """
     if not isinstance(parameter, ReleasedParameter):
         parameter._paramserver_original = _Original(type(parameter), want)  # type: ignore[attr-defined]
         parameter.__class__ = ReleasedParameter
 
 
 def restore(parameter: nn.Parameter) -> None:
-    """The parameter is what it was before `release`. Idempotent."""
+    """Give the parameter the class back that it had before `release`; idempotent."""
     if isinstance(parameter, ReleasedParameter):
         parameter.__class__ = parameter._paramserver_original.cls  # type: ignore[assignment]
         del parameter._paramserver_original
 
 
 def _name_of(func: Callable[..., Any]) -> tuple[str, bool]:
-    """The name of a function of torch, or of the attribute that it gets or sets; whether it is an attribute's."""
+    """Return the name of a function of torch and False, or of the attribute that it gets or sets and True."""
     if type(func).__name__ == "method-wrapper":
         return str(func.__self__.__name__), True  # type: ignore[attr-defined]
     return str(getattr(func, "__name__", func)), False

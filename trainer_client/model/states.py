@@ -1,7 +1,7 @@
-"""This rank's chunk of every kind of a flat group, wherever it lives: what everything but a training step reads and
-writes (initial values, access between steps, another partition on resume), and what a step updates on the device.
+"""This rank's chunk of each kind of state of a flat group, in the store or on the device.
 
-Owns the tensors of the kinds that live on the device, and which of them the store does not have yet.
+Initial values, access between two steps and a resume with another partition read and write chunks here. A training step
+uses only those that live on the device. Owns these tensors, and the knowledge which of them are newer than the store's.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ from trainer_client.transport.rank_store import RankStore, Value
 
 
 class GroupStates(Protocol):
-    """The contract, for the kinds `group.kinds`."""
+    """The contract of a flat group's states; its kinds are `group.kinds`."""
 
     @property
     def group(self) -> FlatGroup: ...
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """The newest values [layout.chunk] of `group.dtype_of(kind)`, a copy on the CPU."""
+        """Return a copy on the CPU of the newest values: [layout.chunk], of dtype `group.dtype_of(kind)`."""
 
     def stage(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
-        """Makes `values` [layout.chunk] the version of the uncommitted `step` of their kinds, converting the dtype.
+        """Stage `values` [layout.chunk] of some kinds as the version of the uncommitted `step`, converting the dtype.
 
-        A state that was never staged or updated is zero. To be followed by `refill`, on every rank.
+        A state that was never staged or updated is zero. Every rank has to call `refill` afterwards.
         """
 
     def refill(self) -> None:
-        """Makes what a rank keeps of other ranks' chunks equal to them again, after `stage`. A collective."""
+        """Gather the other ranks' chunks again into what this rank keeps of them, after `stage`. A collective."""
 
 
 class PlacedStates:
-    """Of a group whose kinds live in the store, on the device, or some here and some there.
+    """The states of a flat group; each kind lives in the store or on the device, as `placement` says.
 
     Attributes:
-        held: the kinds that live on the device: [layout.numel] each where states are replicated, else [layout.chunk].
+        group: the flat group.
+        placement: where its kinds live.
+        held: the kinds that live on the device: [layout.numel] each if states are replicated, else [layout.chunk].
     """
 
     def __init__(self, group: FlatGroup, placement: GroupPlacement, store: RankStore, collectives: Collectives) -> None:
@@ -54,7 +56,8 @@ class PlacedStates:
         self.held: dict[Kind, torch.Tensor] = {}
         self._store = store
         self._collectives = collectives
-        self._newer: dict[Kind, torch.Tensor] = {}  # than the store's: [layout.chunk] each
+        # The kinds whose values here are newer than the store's, [layout.chunk] each.
+        self._newer: dict[Kind, torch.Tensor] = {}
         self._loading: Pending[list[LeasedBytes]] | None = None
         replicated = placement.residence is Residence.REPLICATED
         self._own = slice(group.start, group.stop) if replicated else slice(None)
@@ -69,7 +72,7 @@ class PlacedStates:
 
     @property
     def is_in_store(self) -> bool:
-        """Whether an update of the group changes something in the store, which every step has to commit then."""
+        """Whether an update of the group changes bytes in the store, so that every step has to be committed."""
         on_device = self.placement.parameters is Home.DEVICE and self.placement.optimizer is Home.DEVICE
         return self.group.trainable and not on_device
 
@@ -95,38 +98,43 @@ class PlacedStates:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Takes what lives on the device from the store's newest step. To be followed by `refill`, on every rank."""
+        """Copy the kinds that live on the device from the store's newest step. Every rank has to `refill` then."""
         for kind, tensor in self.held.items():
             tensor[self._own].copy_(self._read_stored(kind))
 
     def start_load_parameters(self) -> None:
-        """Asks for parameters that live on the device and that the store has updated, if these are such. Does not wait;
-        idempotent."""
+        """Request the updated parameters, if they live on the device and the store updates them. Does not wait.
+
+        Idempotent until `load_parameters` or `forgo_parameters`.
+        """
         if self.group.chunk is not None and self.placement.optimizer is not Home.DEVICE and self._loading is None:
             self._loading = self._store.acquire_read([self.group.slab(PARAM)], position=0)
 
     @torch.no_grad()
     def load_parameters(self) -> None:
-        """Takes what `start_load_parameters` has asked for. To be followed by `refill`, on every rank."""
+        """Copy the parameters that `start_load_parameters` has requested. Every rank has to `refill` afterwards."""
         pending, self._loading = self._loading, None
         if pending is not None and self.group.chunk is not None:
             with self._store.holding(pending) as (leased,):
                 self.group.chunk.copy_(leased.data.view(self.group.dtype))
 
     def forgo_parameters(self) -> None:
-        """Give back what `start_load_parameters` has asked for, where it is not taken any more. Idempotent."""
+        """Give back the leases that `start_load_parameters` has requested, if they were not used. Idempotent."""
         pending, self._loading = self._loading, None
         if pending is not None:
             pending.forgo()
 
     def note_update(self, parameters: torch.Tensor | None = None) -> None:
-        """What lives on the device was updated, and so were the `parameters` [layout.chunk] that live in the store."""
+        """Note that an update on the device has changed the kinds there.
+
+        `parameters` [layout.chunk] are the new parameters if they live in the store.
+        """
         self._newer = {kind: tensor[self._own] for kind, tensor in self.held.items()}
         if parameters is not None:
             self._newer[PARAM] = parameters
 
     def flush(self, step: int) -> None:
-        """Stages what is newer than what the store has."""
+        """Stage the kinds whose values here are newer than the store's as the version of `step`."""
         newer, self._newer = self._newer, {}
         if newer:
             self._write(newer, step)
@@ -144,7 +152,7 @@ class PlacedStates:
 
 
 def placement_bytes(states: Iterable[PlacedStates]) -> dict[str, dict[str, int]]:
-    """For each kind of state, this rank's bytes by their home."""
+    """Return this rank's bytes by home, for each of parameters, gradients and optimizer."""
     totals: dict[str, Counter[str]] = {"parameters": Counter(), "gradients": Counter(), "optimizer": Counter()}
     for state in states:
         group, placement = state.group, state.placement

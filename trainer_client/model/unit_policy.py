@@ -1,4 +1,4 @@
-"""Which modules of a model are units. Pure functions of the model."""
+"""Policies that choose which modules of a model are units. Pure functions of the model."""
 
 from __future__ import annotations
 
@@ -13,21 +13,32 @@ from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
 
 UnitPolicy = Callable[[nn.Module], Iterable[nn.Module]]
-"""From a model to the modules that shall be units: with a forward of their own, none within another."""
+"""A function that returns the modules of a model that shall be units.
 
-# They have no forward of their own and cannot be hooked.
+Each has a forward of its own, and none lies within another.
+"""
+
+# Containers cannot be units, because they have no forward that could be hooked.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    fqn: str  # "" is the root
+    """A unit and the parameters that belong to it.
+
+    Attributes:
+        fqn: name of its module; "" is the root.
+        module: its module.
+        parameters: its parameters, in the model's order.
+    """
+
+    fqn: str
     module: nn.Module
     parameters: tuple[ModelParameter, ...]
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The elements of the outermost ModuleLists whose elements are of one class."""
+    """Yield the elements of the outermost ModuleLists whose elements are of one class."""
     for child in model.children():
         if isinstance(child, nn.ModuleList) and _is_uniform(child):
             yield from dict.fromkeys(child)
@@ -36,7 +47,10 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def modules_of_classes(names: Sequence[str]) -> UnitPolicy:
-    """The outermost modules whose class has one of the names."""
+    """Return a policy that chooses the outermost modules whose class has one of the names.
+
+    The policy raises ConfigError if the model has no module of one of the classes.
+    """
 
     def outermost(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
@@ -58,7 +72,10 @@ def modules_of_classes(names: Sequence[str]) -> UnitPolicy:
 
 
 def modules_up_to(max_parameters: int) -> UnitPolicy:
-    """The largest modules of at most so many elements, and the modules without children that have more."""
+    """Return a policy that chooses the largest modules of at most `max_parameters` elements.
+
+    It also chooses modules with more elements that have no children, because those cannot be divided.
+    """
 
     def policy(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
@@ -73,10 +90,14 @@ def modules_up_to(max_parameters: int) -> UnitPolicy:
 
 
 def choose_policy(section: UnitsSection, policy: UnitPolicy | None) -> UnitPolicy:
-    """What `initialize(unit_policy=...)` or the config says."""
+    """Return `policy`, the argument of `initialize(unit_policy=...)`, or the policy that the config asks for.
+
+    Raises:
+        ConfigError: both are given.
+    """
     if policy is not None:
         if section.classes or section.max_parameters:
-            raise ConfigError("paramserver.units and initialize(unit_policy=...) both say what units are: pass one")
+            raise ConfigError("paramserver.units and initialize(unit_policy=...) both choose the units: pass one")
         return policy
     if section.classes:
         return modules_of_classes(section.classes)
@@ -86,17 +107,18 @@ def choose_policy(section: UnitsSection, policy: UnitPolicy | None) -> UnitPolic
 def find_units(
     model: nn.Module, parameters: Sequence[ModelParameter], policy: UnitPolicy = repeated_blocks
 ) -> list[UnitSpec]:
-    """The root unit, then those that `policy` chooses, in the model's order.
+    """Return the root unit and then those that `policy` chooses, in the model's order.
 
-    A parameter that the model holds in one unit only belongs to that unit; everything else belongs to the root: what is
-    outside of the units, and what is tied between units or with the outside.
+    A parameter that the model holds in one unit only belongs to that unit. All others belong to the root: those outside
+    of the units, and those that are tied between units or between a unit and the rest of the model.
 
     Raises:
-        ConfigError: what the policy chose cannot be units.
+        ConfigError: a module that the policy chose cannot be a unit.
     """
     chosen = set(policy(model))
     names = _names_of_units(model, chosen)
-    units: dict[nn.Module, str] = {}  # by their first names
+    # The first name of each unit.
+    units: dict[nn.Module, str] = {}
     for name, module in names.items():
         units.setdefault(module, name)
     holders: dict[int, set[str]] = {}
@@ -111,7 +133,11 @@ def find_units(
 
 
 def _names_of_units(model: nn.Module, chosen: set[nn.Module]) -> dict[str, nn.Module]:
-    """All names of the units in the model's order; a module that the model holds twice has two."""
+    """Return all names of the chosen modules, in the model's order; a module that the model holds twice has two names.
+
+    Raises:
+        ConfigError: a module cannot be a unit.
+    """
     names: dict[str, nn.Module] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if module not in chosen:
@@ -128,19 +154,19 @@ def _names_of_units(model: nn.Module, chosen: set[nn.Module]) -> dict[str, nn.Mo
 
 
 def _unit_of(parameter: str, names: dict[str, nn.Module], units: dict[nn.Module, str]) -> str:
-    """The first name of the unit that a parameter's name is within; "" if of none."""
+    """Return the first name of the unit that a parameter's name lies in; "" if it lies in none."""
     return next((units[names[name]] for name in _ancestors(parameter) if name in names), "")
 
 
 def _ancestors(fqn: str) -> Iterator[str]:
-    """The names of the modules around it, the outermost first."""
+    """Yield the names of the modules around `fqn`, the outermost first."""
     for index, character in enumerate(fqn):
         if character == ".":
             yield fqn[:index]
 
 
 def _is_uniform(modules: nn.ModuleList) -> bool:
-    """Whether the elements are blocks of one kind."""
+    """Return whether all elements are of one class that is no container, and have parameters."""
     classes = {type(module) for module in modules}
     return (
         len(classes) == 1

@@ -1,6 +1,6 @@
 """Units: the parameters that are gathered and released together.
 
-Owns each unit's state. Must never decide when to gather: that is the hooks' business.
+Owns each unit's state. Must never decide when to gather, because step/hooks.py does.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from trainer_client.transport.rank_store import RankStore, Slab
 
 class UnitState(enum.Enum):
     SHARDED = enum.auto()
-    """No memory on the device: the parameters are in the store only."""
+    """The unit takes no memory on the device; its parameters are only in the store."""
 
     FETCHING = enum.auto()
-    """As SHARDED, with read leases requested or held: this rank's chunks are pinned in the store's host tier."""
+    """As SHARDED, but read leases are requested or held, so this rank's chunks are pinned in the store's host tier."""
 
     GATHERED = enum.auto()
-    """The whole parameters of the unit are in the flat buffers, or are shown there: then read leases are held."""
+    """The whole parameters are in the flat buffers, as copies or as mapped bytes of the store with read leases held."""
 
     SET_ASIDE = enum.auto()
-    """As GATHERED and shown, with nobody who uses the parameters: they are released, and the leases stay."""
+    """The parameters are released, but the store's bytes stay mapped and leased, for the next use without a gather."""
 
     RESIDENT = enum.auto()
-    """As GATHERED, for good (stages 0 to 2): nothing is gathered and nothing released."""
+    """The whole parameters are in the flat buffers for good (stages 0 to 2), and are never gathered or released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherCost:
-    """What a gather took.
+    """The cost of a gather.
 
     Attributes:
-        waited_seconds: for the store's grant of the leases, less what this thread computed meanwhile.
-        copied_bytes: of those leased; the others are shown where they are.
+        waited_seconds: time that this thread waited for the leases, without its own processor time meanwhile.
+        copied_bytes: number of leased bytes that were copied; the others are mapped in place.
     """
 
     waited_seconds: float = 0.0
@@ -50,11 +50,16 @@ class GatherCost:
 
 
 class Unit:
-    """A unit and its flat groups; a gather is split into start and wait, both idempotent.
+    """A unit and its flat groups. A gather is split into `start_gather` and `wait_gather`, both idempotent.
 
     Attributes:
-        index: in the list of units; the root is 0.
-        passing_bytes: what leases on all of its parameters take of the store's host memory; 0 where they live there.
+        index: number of the unit in the list of units; the root is 0.
+        fqn: name of its module; "" is the root.
+        module: its module.
+        groups: its flat groups.
+        state: what it holds just now.
+        passing_bytes: how many bytes of the store's host memory are occupied only while leases on the unit's parameters
+            are held; 0 if the parameters live there anyway.
     """
 
     def __init__(
@@ -76,12 +81,15 @@ class Unit:
         self._store = store
         self.passing_bytes = 0
         self._pending: Pending[list[LeasedBytes]] | None = None
-        # What the unit holds: all leases of a gather while it is being finished, then those whose bytes are shown.
+        # The leases that the unit holds: while a gather is being finished all of them, then those with mapped bytes.
         self._leases: list[LeasedBytes] = []
-        self._copied = False  # whether any part of the gathered parameters is
+        # Whether any part of the gathered parameters was copied.
+        self._copied = False
         self._next_use: int | None = None
+        # The number of `hold` calls without their `let_go`.
         self._holders = 0
-        self._release_owed = False  # once nobody holds it any more
+        # Whether the last `let_go` has to release the unit.
+        self._release_owed = False
 
     @property
     def is_root(self) -> bool:
@@ -89,25 +97,25 @@ class Unit:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that this rank fetches from the store for one gather."""
+        """Bytes of this rank's chunks that the store has to fetch for one gather."""
         return sum(group.chunk_bytes for group in self.groups if group.chunk is None)
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that this rank leases for one gather: its own chunks, or every rank's where gathers are one-sided."""
+        """Bytes that this rank leases for one gather: its own chunks, or all ranks' if gathers are one-sided."""
         return self._gather.leased_bytes(self.groups)
 
     @property
     def elements(self) -> int:
-        """Elements that are gathered, padding included."""
+        """Number of elements of the unit's flat buffers, with padding."""
         return sum(group.layout.numel for group in self.groups)
 
     def slabs(self) -> list[Slab]:
-        """What a gather of the unit leases."""
+        """Return the slabs that a gather of the unit leases."""
         return self._gather.slabs(self.groups)
 
     def start_gather(self, position: int) -> None:
-        """Asks for the bytes. Does not wait."""
+        """Request leases on the parameters, if the unit is SHARDED. Does not wait."""
         if self.state is not UnitState.SHARDED:
             return
         with self._gathering():
@@ -117,35 +125,40 @@ class Unit:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the parameters are the store's own bytes: leases are held as long as the unit is gathered."""
+        """Whether parameters are mapped bytes of the store, so that leases are held as long as the unit is gathered."""
         return self.state is not UnitState.FETCHING and bool(self._leases)
 
     @property
     def takes_no_memory(self) -> bool:
-        """Whether, being gathered, it needs no memory that it would not need otherwise: neither here nor in the store's
-        host memory, where its parameters live."""
+        """Whether the gathered unit needs no more memory than a released one.
+
+        That is so if all its parameters are mapped, and live in the store's host memory anyway.
+        """
         return self.is_shown and not self._copied and not self.passing_bytes
 
     def wait_gather(self, next_use: int | None, *, may_show: bool = False) -> GatherCost:
-        """Makes the parameters whole, after `start_gather`, or usable again, after `set_aside`. A collective, unless
-        gathers are one-sided.
+        """Finish a gather, or make the parameters usable again after `set_aside`. Return what that cost.
+
+        A collective, unless gathers are one-sided.
 
         Args:
-            next_use: the position at which the unit is needed again, for the store's placement.
-            may_show: leases may be held until the release, instead of copying their bytes.
+            next_use: the position at which the unit is needed again, which the store gets with the released leases.
+            may_show: allows to map the store's bytes and to hold their leases until the release, instead of copying.
         """
         with self._gathering():
             return self._wait_gather(next_use, may_show=may_show)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Surround a part of a gather. Whatever it fails with, the unit is released then and holds nothing, so that the
-        next gather begins anew."""
+        """Enclose a part of a gather. If it fails, release the unit, so that the next gather begins from the start.
+
+        See tests/integration/test_failures.py, where each call within a gather fails once.
+        """
         try:
             yield
         except BaseException as error:
             leases, self._leases = self._leases, []
-            # The memory comes first: until it is given back, it may show the store's bytes.
+            # The memory is freed before the leases are returned, because leased bytes may be mapped in it.
             self.release()
             self._store.give_back(leases)
             self._gather.give_up(self.groups, error)
@@ -177,9 +190,9 @@ class Unit:
         return self._holders > 0
 
     def hold(self) -> None:
-        """Makes the parameters whole, and keeps them so until as many calls of `let_go`. As `wait_gather`.
+        """Gather the parameters and keep them gathered until `let_go` was called as often. A collective, as a gather.
 
-        They are copied: what a user holds may be more than the store's host memory.
+        Mapped parameters are copied, because a user may hold more of them than fit into the store's host memory.
         """
         if not self.is_held:
             self._release_owed = self.state is not UnitState.GATHERED
@@ -194,7 +207,7 @@ class Unit:
         self._holders += 1
 
     def own(self) -> None:
-        """Copies the parameters if they are the store's own bytes, and returns the leases on them."""
+        """Copy parameters that are mapped bytes of the store, and release the leases on them."""
         if self.is_shown:
             for group in self.groups:
                 group.own()
@@ -206,15 +219,17 @@ class Unit:
             self.release()
 
     def set_aside(self) -> None:
-        """Releases the parameters and keeps what is gathered, for the next `wait_gather`; not where they are held."""
+        """Release the parameters but keep their bytes for the next `wait_gather`; do nothing if they are held."""
         if self.state is UnitState.GATHERED and not self.is_held:
             for group in self.groups:
                 group.hide()
             self.state = UnitState.SET_ASIDE
 
     def release(self) -> None:
-        """Gives the memory and all leases back, unless the unit is resident or held: also those of a gather that has
-        failed half-way, or that nobody waited for."""
+        """Free the memory and release all leases, also those of a gather that has failed or was not waited for.
+
+        Does nothing if the unit is resident. If it is held, the last `let_go` releases it.
+        """
         if self.state is UnitState.RESIDENT:
             return
         if self.is_held:
@@ -230,7 +245,7 @@ class Unit:
         self._return_all()
 
     def abandon(self) -> None:
-        """Lets go of shared memory without a word to the store, whose session is about to end with all its leases."""
+        """Unmap the store's bytes without releasing the leases, because the session is about to end with them."""
         self._pending = None
         if self.is_shown:
             for group in self.groups:
@@ -239,7 +254,7 @@ class Unit:
             self.state = UnitState.SHARDED
 
     def check(self) -> None:
-        """Raises SessionEndedError if what is shown may be somebody else's bytes."""
+        """Raise SessionEndedError if mapped bytes of the store may be those of another session."""
         if self.is_shown:
             check(self._leases)
 
@@ -248,7 +263,7 @@ class Unit:
         self._return(leases)
 
     def _return(self, leases: list[LeasedBytes]) -> None:
-        """Returns leases whose bytes were used. Raises SessionEndedError if they may have been somebody else's."""
+        """Release leases whose bytes were used. Raises SessionEndedError if those may have been of another session."""
         if leases:
             check(leases)
             self._store.release(leases, self._next_use)

@@ -1,2 +1,4 @@
-"""The optimizers that a training loop can have the store run: one record each, in the registry of those that there
-are, and their parameter groups as rows of hyper-parameters."""
+"""The optimizers that the store runs for a training loop, one record each, and their groups as rows.
+
+registry.py has the records, hyper_parameters.py makes rows of hyper-parameters of the groups.
+"""

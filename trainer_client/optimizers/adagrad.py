@@ -24,6 +24,8 @@ class AdagradSection(ArgumentsSection):
 
 
 class AdagradOptimizer(OptimizerSection):
+    """The config's `optimizer` where its `type` is "Adagrad"."""
+
     type: Literal["Adagrad"]
     params: AdagradSection = AdagradSection()
 

@@ -37,6 +37,8 @@ class AdamSection(ArgumentsSection):
 
 
 class AdamOptimizer(OptimizerSection):
+    """The config's `optimizer` where its `type` is "Adam"."""
+
     type: Literal["Adam"]
     params: AdamSection = AdamSection()
 

@@ -27,6 +27,8 @@ class AdamWSection(ArgumentsSection):
 
 
 class AdamWOptimizer(OptimizerSection):
+    """The config's `optimizer` where its `type` is "AdamW"."""
+
     type: Literal["AdamW"]
     params: AdamWSection = AdamWSection()
 

@@ -49,8 +49,10 @@ class HyperParameterTable:
         self._known: dict[tuple[int, int], int] = {}
 
     def row_of(self, parameter: int) -> int:
-        """Return the index of the parameter's row in `rows`. Returns -1 for a parameter that is in no group, and so is
-        not updated."""
+        """Return the index of the parameter's row in `rows`.
+
+        Returns -1 for a parameter that is in no group, and so is not updated.
+        """
         group = self._group_of.get(parameter)
         if group is None:
             return -1

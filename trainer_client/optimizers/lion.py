@@ -92,6 +92,8 @@ class LionSection(ArgumentsSection):
 
 
 class LionOptimizer(OptimizerSection):
+    """The config's `optimizer` where its `type` is "Lion"."""
+
     type: Literal["Lion"]
     params: LionSection
 

@@ -24,6 +24,8 @@ class SgdSection(ArgumentsSection):
 
 
 class SgdOptimizer(OptimizerSection):
+    """The config's `optimizer` where its `type` is "SGD"."""
+
     type: Literal["SGD"]
     params: SgdSection = SgdSection()
 

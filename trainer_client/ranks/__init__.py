@@ -1,1 +1,1 @@
-"""What ranks say to one another: collectives, whether they are in step, and who is waited for."""
+"""Communication between ranks: collectives, checks that all ranks do the same, and where each rank is if one waits."""

@@ -1,7 +1,7 @@
-"""What all ranks must have alike, compared before anything is built on it.
+"""The comparison of what all ranks must have alike (config, model, optimizer), before anything is built on it.
 
-Owns the comparison and its message. Must never send what does not differ: ranks exchange digests first. Every decision
-follows from what all ranks have received, so that all raise the same error, or none does.
+Ranks exchange digests first. Must never send a value that does not differ. Every decision follows from what all ranks
+have received, so that either all ranks raise the same error or none does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DIGEST_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _WHAT = "the comparison of configs"
 
-# Of a message, however many ranks and keys there are.
+# Limits of the error message, which is short however many ranks and keys there are.
 _SHOWN_KEYS = 10
 _SHOWN_VALUES = 4
 _SHOWN_RANGES = 6
@@ -31,13 +31,13 @@ _ABSENT = "not set"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What a rank has, as texts that are shown where they differ: never a secret.
+    """What one rank was given, as texts. A text that differs appears in the error message, so none may be a secret.
 
     Attributes:
-        run: by key, what all ranks must have alike.
-        node: by key, what the ranks of a node must have alike.
-        lists: by the name of an item ("parameter"), long lists that all ranks must have alike; the first item that
-            differs is shown.
+        run: values that all ranks must have alike, by key.
+        node: values that the ranks of one node must have alike, by key.
+        lists: long lists that all ranks must have alike, by the name of an item ("parameter"). The message shows the
+            first item that differs.
     """
 
     run: Mapping[str, str]
@@ -46,10 +46,10 @@ class Declaration:
 
 
 def require_agreement(mine: Declaration, local_rank: int, collectives: Collectives) -> None:
-    """Compare what all ranks declare. A collective: of 56 bytes for each rank where they agree.
+    """Compare what all ranks declare. A collective; if the ranks agree, each sends 56 bytes.
 
     Raises:
-        RankMismatchError: they do not; on every rank, with one message.
+        RankMismatchError: the ranks differ. Every rank raises it, with the same message.
     """
     if collectives.world_size == 1:
         return
@@ -78,13 +78,13 @@ def require_agreement(mine: Declaration, local_rank: int, collectives: Collectiv
 
 
 class _Comparison:
-    """The exchanges that find out what differs."""
+    """The collectives that find out which values differ, and the lines about them in the error message."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
     def of_keys(self, mine: Mapping[str, str], groups: Iterable[Sequence[int]], suffix: str) -> list[str]:
-        """A line for each key that differs within a group of ranks."""
+        """Return a line for each key whose values differ within one of the groups of ranks. A collective."""
         groups = list(groups)
         digests = self._gather({key: _digest(value).hex() for key, value in mine.items()})
         keys = sorted({key for row in digests for key in row})
@@ -98,13 +98,13 @@ class _Comparison:
         return lines
 
     def of_lists(self, mine: Mapping[str, Sequence[str]]) -> list[str]:
-        """A line for each list that differs: its first item that does."""
+        """Return a line for each list that differs, with the first item that differs. A collective."""
         lines = []
         for name, items in sorted(mine.items()):
             sizes = self._gather(len(items))
             if not self._differs_within(items, max(sizes)):
                 continue
-            # The first `equal` items are known to be alike on all ranks, the first `differing` ones not to be.
+            # Bisection: the first `equal` items are alike on all ranks, and the first `differing` items are not.
             equal, differing = 0, max(sizes)
             while differing - equal > 1:
                 middle = (equal + differing) // 2
@@ -125,8 +125,11 @@ class _Comparison:
 
 
 def _nodes(places: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
-    """The ranks of each node, by (boot, local rank) of all ranks: a kernel that runs has one boot id, and a local rank
-    that comes again begins another node, where a test has several on one machine."""
+    """Group the ranks by node, given (boot id, local rank) of each rank.
+
+    Ranks of one node have the same boot id of the kernel. If a local rank occurs twice with one boot id, the second
+    begins another node, because tests run several nodes on one machine.
+    """
     nodes: list[list[int]] = []
     current: dict[bytes, tuple[list[int], set[bytes]]] = {}
     for rank, (boot, local_rank) in enumerate(places):
@@ -151,7 +154,7 @@ def _differ(values: Sequence[object], groups: Iterable[Sequence[int]]) -> bool:
 
 
 def _who_has_what(values: Sequence[str], ranks: Iterable[int]) -> str:
-    """ "3 on ranks 0, 2-5; 2 on rank 1"."""
+    """Return a text such as "3 on ranks 0, 2-5; 2 on rank 1"."""
     by_value: dict[str, list[int]] = {}
     for rank in ranks:
         by_value.setdefault(values[rank], []).append(rank)
@@ -175,7 +178,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _cut(text: str) -> str:
-    """Shorten a long text; two that differ are still told apart, by their digests."""
+    """Shorten a long text, with its digest at the end, so that two shortened texts still differ."""
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}... (digest {_digest(text).hex()[:8]})"

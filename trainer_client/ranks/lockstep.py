@@ -1,12 +1,12 @@
-"""Before ranks gather a unit together they make sure that it is the same one for all.
+"""The check, before each gather of a unit, that all ranks are about to gather the same unit.
 
-Owns the announcement under way. Must never let a gather begin that could fill a unit with another one's bytes.
+Owns the announcement under way. Must never let a gather begin that could fill a unit with another unit's bytes.
 
-[Note: announcements] A rank announces the unit that it expects to gather next, by an exchange of headers that is under
-way while the current unit computes; where the expectation was right on all ranks, no round trip is waited for. Else the
-ranks exchange what they really want. All ranks expect and want the same as long as they run the same units in the same
-order; a rank that does not is found by comparison, or by the time-out of the exchange that it does not come to. Headers
-travel in a process group of their own and have one size: they cannot be taken for anything else.
+[Note: announcements] While a unit computes, the ranks exchange headers that name the unit which each expects to gather
+next. If all expected the unit that they then want, the gather begins without a further round trip. Otherwise the ranks
+exchange headers again, now with the unit that they really want. Ranks that run the same units in the same order expect
+and want the same. A rank that does not is found because its header differs, or because it never joins the exchange,
+which then times out. Headers have one size and a process group of their own, so no other message is taken for one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEADER_BYTES = 128
 
 
 class Lockstep:
-    """The gathers of one rank, in step with those of the others."""
+    """The announcements of one rank, which keep its gathers in step with those of the other ranks."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -31,18 +31,20 @@ class Lockstep:
         self._gathers = 0
 
     def announce(self, unit: str) -> None:
-        """This rank expects to gather `unit` next. A collective, which is not waited for; without effect as long as an
-        announcement is under way."""
+        """Announce that this rank expects to gather `unit` next. A collective, which is begun but not waited for.
+
+        Does nothing while an announcement is under way.
+        """
         if self._announced is None and self._collectives.world_size > 1:
             header = _header(unit, self._gathers + 1)
             self._announced = unit, self._collectives.start_gather_headers(header, what=f"the gather of {unit}")
 
     def confirm(self, unit: str) -> None:
-        """This rank is about to gather `unit`: returns if the others are, too. A collective.
+        """Wait until it is certain that all ranks are about to gather `unit`. A collective.
 
         Raises:
-            CollectiveMismatchError: others are about to gather another unit.
-            CollectiveError: others did not come.
+            CollectiveMismatchError: another rank is about to gather another unit.
+            CollectiveError: another rank did not take part.
         """
         if self._collectives.world_size == 1:
             return
@@ -66,7 +68,7 @@ class Lockstep:
 
 
 def _header(unit: str, number: int) -> torch.Tensor:
-    """[_HEADER_BYTES] uint8: digest of the name, number of the gather, and the end of the name for people."""
+    """Return a header, uint8 [_HEADER_BYTES]: digest of the unit's name, number of the gather, end of the name."""
     name = unit.encode()
     fixed = hashlib.sha256(name).digest()[:_DIGEST_BYTES] + number.to_bytes(8, "little")
     shown = name[-(_HEADER_BYTES - len(fixed)) :]

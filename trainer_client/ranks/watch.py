@@ -1,7 +1,7 @@
-"""Where each rank is, for the moment when one of them waits in vain.
+"""The watch: which collective each rank is in, for the error message of a rank that waits for the others in vain.
 
-Owns a thread that tells the others, through the store of the process group, what this rank does, and what it has last
-heard of them. Must never be waited for by training, nor fail it.
+Owns a thread that writes this rank's place to the store of the process group (torch.distributed's key-value store), and
+what it has last read of the other ranks' places. Must never make training wait or fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ _UNKNOWN = "has said nothing yet"
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a rank does, or did last. `number` counts its collectives."""
+    """The collective that a rank is in (`inside`) or was in last.
+
+    Attributes:
+        number: how many collectives the rank has begun.
+        what: name of the last one, for people.
+        inside: whether the rank is still in it.
+    """
 
     number: int
     what: str
@@ -32,7 +38,7 @@ class _Place:
 
 
 class SharedStore(Protocol):
-    """What the watch needs of torch.distributed's stores."""
+    """The methods of torch.distributed's key-value stores that the watch uses."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -42,9 +48,13 @@ class SharedStore(Protocol):
 
 
 class Watch:
-    """Args:
-    store: that all ranks of the group share.
-    timeout_seconds: how long a rank waits; ranks say several times in that time where they are.
+    """The place of this rank and those of the others, as far as it has heard of them.
+
+    Args:
+        store: the key-value store that all ranks share.
+        rank: number of this rank.
+        world_size: number of ranks.
+        timeout_seconds: time-out of a collective. A rank writes its place at least four times in it.
     """
 
     def __init__(self, store: SharedStore, rank: int, world_size: int, timeout_seconds: float) -> None:
@@ -60,11 +70,11 @@ class Watch:
 
     @contextmanager
     def within(self, what: str) -> Iterator[None]:
-        """A collective of this rank; for people: "the gather of blocks.2"."""
+        """Enclose a collective of this rank; `what` names it for people, as "the gather of blocks.2"."""
         number = self._place.number + 1
         self._place = _Place(number, what, True)
         yield
-        # Not where it failed: that is where this rank still is.
+        # This line is skipped if the collective fails, because the rank is then still in it.
         self._place = _Place(number, what, False)
 
     def give_up(self, what: str, why: str) -> None:
@@ -73,7 +83,7 @@ class Watch:
         self._say()
 
     def places(self) -> str:
-        """Where each rank is, or was when it was last heard of."""
+        """Return a text with the place of each rank, as of the last time that it was heard of."""
         self._say()
         self._listen()
         ranks = [f"rank {self._rank} (this one) is {self._place}"]
@@ -83,7 +93,7 @@ class Watch:
         return "; ".join(ranks)
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the thread; idempotent."""
         self._closed.set()
         self._thread.join()
 
@@ -91,7 +101,8 @@ class Watch:
         seen = self._place
         while not self._closed.wait(self._interval_seconds):
             self._say()
-            # Whom this rank waits for may be gone, and the store with it, by the time that the wait has failed.
+            # While this rank waits in a collective, it reads the others' places already: when the wait has failed, the
+            # rank that it waited for may be gone, and the store with it.
             if self._place.inside and self._place is seen:
                 self._listen()
             seen = self._place
@@ -100,7 +111,8 @@ class Watch:
         try:
             self._store.set(str(self._rank), f"{time.time()} {self._place}")
         except RuntimeError:
-            return  # the rank that keeps the store has gone: the collectives tell
+            # The rank that hosts the store is gone. The collectives report that.
+            return
 
     def _listen(self) -> None:
         for rank in range(self._world_size):

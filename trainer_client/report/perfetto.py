@@ -1,7 +1,7 @@
-"""Writes spans as a Chrome trace, the JSON that https://ui.perfetto.dev and chrome://tracing open.
+"""A writer of Chrome traces, the JSON files that https://ui.perfetto.dev and chrome://tracing open.
 
-Format: "Trace Event Format" (Google, 2016): complete events ("X", microseconds) and metadata events ("M") that name
-processes and rows. Owns nothing. Must never leave half a file under the name that was asked for.
+Format: "Trace Event Format" (Google, 2016), with complete events ("X", microseconds) and metadata events ("M") that
+name processes and rows. Owns nothing. Must never leave an incomplete file under the name that was asked for.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from trainer_client.recorder import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """Rows under one heading; `spans` are on one clock in all processes of a trace."""
+    """A heading of the trace and the spans under it; those of all processes of a trace are on one clock."""
 
     name: str
     spans: Sequence[Span]
 
 
 def write_trace(path: Path, processes: Sequence[Process], began: float, rows: Sequence[str]) -> None:
-    """Writes the file, whole or not at all.
+    """Write the trace to `path`, atomically.
 
     Args:
-        began: the reading of the spans' clock that is the trace's zero, in seconds.
-        rows: in their order on the screen; others follow.
+        path: the file, which is replaced if it exists.
+        processes: the headings of the trace, in their order on the screen.
+        began: the time on the spans' clock at which the trace begins, in seconds.
+        rows: names of rows in their order on the screen; rows with other names follow.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     events = [event for pid, process in enumerate(processes, start=1) for event in _events(pid, process, began, rows)]
     part = path.with_name(f"{path.name}.part")
@@ -75,7 +77,10 @@ def _events(pid: int, process: Process, began: float, rows: Sequence[str]) -> It
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans in as few rows as it takes that none overlap in any: events of a row must nest."""
+    """Distribute spans over as few lanes as possible so that none overlap within a lane.
+
+    The format requires that, because overlapping events of one row have to be nested.
+    """
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.began, span.ended)):
         lane = next((lane for lane in lanes if lane[-1].ended <= span.began), None)

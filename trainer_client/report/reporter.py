@@ -1,7 +1,7 @@
-"""Makes the report of each step, with what the store says of its part, and the line of the log about it.
+"""The reporter, which makes the report of each step and logs a line about it.
 
-Owns the last report and the question to the store that is under way. Must never make a step wait: the answer comes
-while the next one runs, and only who asks for a report waits for it.
+A report needs the counters of the store, which are requested when the step ends and arrive while the next step runs.
+Owns the last report and that request. Must never make a step wait; only a caller that asks for a report waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step that has ended; `report` is there when the store has answered."""
+    """A step that has ended.
+
+    Attributes:
+        number: number of the step in the job.
+        sums: what this rank has recorded in the step.
+        gathers: counts of its gathers.
+        line: called with the report, to log a line; None: nothing is logged.
+        answered: set when the store has answered, or failed to.
+        report: the report; None before `answered` is set, or if it could not be made.
+    """
 
     number: int
     sums: StepSums
@@ -37,7 +46,7 @@ class _Step:
 
 
 class Reporter:
-    """One for each rank; steps end on the thread that trains."""
+    """The reporter of one rank. The training thread calls `end_step`."""
 
     def __init__(
         self,
@@ -47,10 +56,14 @@ class Reporter:
         part: Part,
         trace: StepTrace | None = None,
     ) -> None:
-        """Asks the store for its counters as they are before the first step. Does not wait.
+        """Request the store's counters from before the first step. Does not wait.
 
         Args:
-            trace: is told the steps.
+            recorder: has what this rank records of a step.
+            gathers: counts this rank's gathers.
+            store: gives its counters.
+            part: this rank's place in the job.
+            trace: gets each step that ends; None: no trace is taken.
         """
         self._recorder = recorder
         self._gathers = gathers
@@ -58,7 +71,7 @@ class Reporter:
         self._part = part
         self._trace = trace
         self._roofline = Roofline()
-        # What came before is no step's.
+        # What was recorded before the first step belongs to no report.
         recorder.end_step()
         gathers.reset()
         self._before = pb.ReadCountersResponse()
@@ -66,10 +79,11 @@ class Reporter:
         store.read_counters().add_done_callback(self._begin)
 
     def end_step(self, number: int, line: Callable[[StepReport], None] | None = None) -> None:
-        """A step is made.
+        """End step `number`, and begin to make its report. Does not wait.
 
         Args:
-            line: is given the report when it is there, on another thread.
+            number: number of the step in the job.
+            line: called with the report when it is made, on another thread.
         """
         sums = self._recorder.end_step()
         gathers = self._gathers.snapshot().total
@@ -81,7 +95,7 @@ class Reporter:
             self._trace.end_step(number, sums)
 
     def last(self) -> StepReport | None:
-        """The report of the newest step; None before the first. Waits for the store's answer, which is quick."""
+        """Return the report of the newest step, after waiting for the store's quick answer; None before the first."""
         step = self._last
         if step is None:
             return None
@@ -93,7 +107,7 @@ class Reporter:
             self._before = reading
 
     def _answer(self, step: _Step, future: Future[pb.ReadCountersResponse]) -> None:
-        """On the thread of gRPC; answers come in the order of the questions."""
+        """Make the report of `step`; runs on a thread of gRPC, once for each step and in their order."""
         try:
             work, reading = StoreWork(), _reading(future)
             if reading is not None and self._before.tiers:
@@ -103,14 +117,14 @@ class Reporter:
             if step.line is not None:
                 step.line(step.report)
         except Exception:
-            # Nobody else would hear of it: training goes on without the report.
+            # The error is logged here, because no thread waits for this one; training goes on without the report.
             log.exception("the report of step %d could not be made", step.number)
         finally:
             step.answered.set()
 
 
 def _reading(future: Future[pb.ReadCountersResponse]) -> pb.ReadCountersResponse | None:
-    """None where the store did not answer: whoever needs it is told so by the next call that matters."""
+    """Return the counters; None if the store did not answer, which the next call that needs the store reports."""
     try:
         return future.result()
     except (grpc.RpcError, grpc.FutureCancelledError) as error:

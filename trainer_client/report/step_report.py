@@ -1,12 +1,11 @@
 """The report of a step: where its time went, what was waited for and why, what was moved, and the roofline.
 
-Owns what is known from one step to the next: the last reading of the store's counters and the best rate seen on each
-resource. Must never hold a step up: the store is asked while the next step runs.
+Owns the best rate that each resource has shown in the run. Must never communicate: `reporter.py` asks the store.
 
-[Note: the roofline] T_roof is the longest time that any one resource needed for what the step really moved and
-computed, each at the best rate that it has shown in this run: compute is the time in forward and backward without waits
-and copies, every other resource is bytes / bandwidth. Nothing can make the step shorter but to use that resource less,
-so T_roof / T_step says how well the rest was hidden behind it.
+[Note: the roofline] For each resource (compute, and each link that moves bytes), the report has the least time that it
+needed for this step. For compute this is the time in forward and backward without waits and copies, for a link it is
+bytes / the best bandwidth that the link has shown in this run. T_roof is the longest of these times. The step could not
+be shorter without using that resource less, so T_roof / T_step says how well all other work was hidden behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ COPIED = "copied"
 COMPUTE = "compute"
 
 _COMPUTING = ("forward", "backward")
-# A rate over fewer bytes says more about delays than about bandwidth.
+# A transfer of fewer bytes does not count as a measured bandwidth, because latency dominates it.
 _LEAST_BYTES = 1 << 20
 
 
@@ -43,28 +42,32 @@ class Stall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Of one rank. The store's part (NVMe, fetches) is of its whole node and of all jobs there: what its daemon did
-    from the end of the step before to the end of this one.
+    """The report of one step of one rank.
+
+    The values of the store (NVMe, fetches) are those of its whole node and of all jobs there, from the end of the step
+    before to the end of this one.
 
     Attributes:
-        step: `engine.global_steps` when it was made.
-        seconds: from the end of the step before, so that loading data counts.
-        phases: seconds in forward (up to the backward, so with the loss), backward, step, inference, and idle (none of
-            them): together `seconds`.
-        stalls: what was waited for, the longest first.
-        stall_seconds: of all of them, by cause.
-        gathers: how often a unit was made whole of leased bytes; in `gather_seconds` what that took besides waiting.
-        prefetch_hits: of them, those whose bytes were there when they were wanted.
-        predicted_gathers: of them, those that the store had been told of ahead.
-        fetch_seconds: in which the store was fetching from NVMe for forward and backward.
-        bytes: moved, by link: `store_to_trainer`, `trainer_to_store`, `copied` (of what came from the store, to where a
-            unit uses it), `collectives`, `nvme_read`, `nvme_written`.
-        bytes_per_parameter: the same, per parameter in this rank's part (model / ranks); of NVMe, per parameter in the
-            parts of all ranks that share the store.
-        bandwidths: bytes per second, the best of the run, of each link that has shown one.
+        step: `engine.global_steps` at the end of the step.
+        seconds: duration since the end of the step before; it includes the loading of data.
+        phases: seconds in forward (until backward begins, so with the loss), backward, step, inference, and idle (none
+            of these). They add up to `seconds`.
+        stalls: the waits of this rank, the longest first.
+        stall_seconds: seconds of all waits, by cause.
+        gathers: how often a unit was gathered from leased bytes.
+        gather_seconds: seconds of these gathers without the waits in them.
+        prefetch_hits: number of gathers whose bytes were in place when they were wanted.
+        predicted_gathers: number of gathers that were announced to the store ahead.
+        fetch_seconds: seconds in which the store was fetching from NVMe for forward and backward.
+        data_plane: how bytes pass between rank and store: "arena" or "streams".
+        bytes: bytes moved, by link: `store_to_trainer`, `trainer_to_store`, `copied` (leased bytes that were copied to
+            where a unit uses them), `collectives`, `nvme_read`, `nvme_written`.
+        bytes_per_parameter: `bytes` divided by the number of parameters in this rank's part (model / ranks); for the
+            NVMe links, in the parts of all ranks that share the store.
+        bandwidths: for each link with a measured rate, the best one of the run in bytes per second.
         resources: the least seconds that each resource needed; see [Note: the roofline].
-        binding: the resource that needed longest.
-        daemon_restarts: how often the store daemon was restarted in this step, and the rank has gone on with the next.
+        binding: the resource that needed the most time.
+        daemon_restarts: how often the store daemon was restarted in this step.
     """
 
     step: int
@@ -87,40 +90,40 @@ class StepReport:
 
     @property
     def stall_fraction(self) -> float:
-        """The part of the step in which this rank waited."""
+        """The fraction of the step in which this rank waited."""
         return sum(self.stall_seconds.values()) / self.seconds if self.seconds else 0.0
 
     @property
     def prefetch_hit_rate(self) -> float | None:
-        """The part of the gathers whose bytes were there when they were wanted; None: nothing was gathered."""
+        """The fraction of gathers whose bytes were in place when they were wanted; None: nothing was gathered."""
         return self.prefetch_hits / self.gathers if self.gathers else None
 
     @property
     def hidden_fetch_fraction(self) -> float | None:
-        """The part of the store's fetch time that nobody here waited for; None: nothing was fetched from NVMe."""
+        """The fraction of the store's fetch time that this rank did not wait for; None: nothing came from NVMe."""
         if not self.fetch_seconds:
             return None
         return max(0.0, 1.0 - self.stall_seconds.get(Cause.FETCH.value, 0.0) / self.fetch_seconds)
 
     @property
     def roofline_seconds(self) -> float:
-        """T_roof."""
+        """T_roof in seconds; see [Note: the roofline]."""
         return self.resources[self.binding]
 
     @property
     def roofline_fraction(self) -> float:
-        """T_roof / T_step: 1 if all else was hidden behind the binding resource."""
+        """T_roof / T_step; it is 1 if all other work was hidden behind the binding resource."""
         return self.roofline_seconds / self.seconds if self.seconds else 0.0
 
     def stalls_of_units(self) -> dict[str, dict[str, float]]:
-        """Seconds by unit (or collective) and cause."""
+        """Return the seconds of waits by unit (or collective), and then by cause."""
         totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for stall in self.stalls:
             totals[stall.where][stall.cause] += stall.seconds
         return {where: dict(causes) for where, causes in totals.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, derived values too, as JSON has it."""
+        """Return all values, including those of the properties, as types that JSON has."""
         return asdict(self) | {
             "stalls": [asdict(stall) for stall in self.stalls],
             "stall_fraction": self.stall_fraction,
@@ -131,7 +134,7 @@ class StepReport:
         }
 
     def __str__(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         rate = self.prefetch_hit_rate
         shown = "" if rate is None else f" prefetch_hits={rate:.0%}"
         if self.daemon_restarts:
@@ -147,10 +150,10 @@ class Part:
     """This rank's place in the job.
 
     Attributes:
-        parameters: elements of the whole model.
-        world_size: ranks of the job.
-        sharers: those of them that share this rank's store.
-        data_plane: how bytes pass between them.
+        parameters: number of elements of the whole model.
+        world_size: number of ranks of the job.
+        sharers: number of ranks that use the same store as this one.
+        data_plane: how bytes pass between rank and store: "arena" or "streams".
     """
 
     parameters: int
@@ -172,7 +175,7 @@ class StoreWork:
 
     @classmethod
     def between(cls, before: pb.ReadCountersResponse, after: pb.ReadCountersResponse) -> StoreWork:
-        """Of two readings; a daemon that was started anew between them has done nothing."""
+        """Return the difference of two readings of the counters; 0 if the daemon was restarted between them."""
         old, new = _by_tier(before), _by_tier(after)
         nvme, was, host = new[tiers.NVME], old[tiers.NVME], new[tiers.HOST]
         return cls(
@@ -186,13 +189,13 @@ class StoreWork:
 
 
 class Roofline:
-    """The best rates of a run, in bytes per second by link, and what a step needs at them."""
+    """The best rate of each link in the run, in bytes per second, and the times that follow from them."""
 
     def __init__(self) -> None:
         self._best: dict[str, float] = {}
 
     def see(self, link: str, nbytes: int, seconds: float) -> None:
-        """Takes note of a rate."""
+        """Keep the rate of a transfer if it is the link's best so far."""
         if nbytes >= _LEAST_BYTES and seconds > 0:
             self._best[link] = max(self._best.get(link, 0.0), nbytes / seconds)
 
@@ -201,14 +204,14 @@ class Roofline:
         return dict(self._best)
 
     def seconds(self, moved: Mapping[str, int]) -> dict[str, float]:
-        """What each link whose rate is known needs at least."""
+        """Return the least seconds that each link needs for the bytes `moved`, for links with a known rate."""
         return {link: nbytes / self._best[link] for link, nbytes in moved.items() if link in self._best}
 
 
 def make_report(
     step: int, sums: StepSums, gathers: UnitGathers, work: StoreWork, part: Part, roofline: Roofline
 ) -> StepReport:
-    """The report of a step, which `roofline` learns from."""
+    """Return the report of a step, and add the rates of the step to `roofline`."""
     stalls = [
         Stall(phase=key.phase, cause=key.cause.value, where=key.where, seconds=seconds)
         for key, seconds in sorted(sums.stalls.items(), key=lambda item: -item[1])
@@ -224,7 +227,7 @@ def make_report(
     roofline.see(COPIED, gathers.copied_bytes, sum(sums.gather_seconds.values()))
     roofline.see(NVME_READ, work.nvme_read, work.nvme_read_seconds)
     roofline.see(NVME_WRITTEN, work.nvme_written, work.nvme_write_seconds)
-    # The daemon's own measurement is over both directions and all that it ever moved.
+    # The daemon measures one rate for both directions, over all bytes that it has moved since its start.
     if work.device_bytes_per_second:
         for name in (NVME_READ, NVME_WRITTEN):
             roofline.see(name, _LEAST_BYTES, _LEAST_BYTES / work.device_bytes_per_second)

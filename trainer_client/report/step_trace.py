@@ -1,11 +1,12 @@
-"""A trace of some steps of a run: what this rank and the store did, and when, in one file.
+"""A trace of some steps of a run: one file with what this rank and the store did, and when.
 
-Owns which steps are traced, what the store has told of them, and the thread that writes the file. Must never make a
+Owns the choice of the steps, the spans that the store has sent, and the thread that writes the file. Must never make a
 step wait, nor end the training because the trace cannot be written.
 
-[Note: two clocks] The daemon's spans are on its node's clock. Each answer says when it was given; half-way between
-question and answer on our clock is the same moment, to half of what the round trip took, as with NTP. The quickest
-round trip counts. Where the difference is less than that, both are on one node and its one clock.
+[Note: two clocks] The daemon's spans are on the clock of its node. Each response has the reading of that clock at the
+moment when it was sent. As with NTP, that moment is taken to be half-way between request and response on our clock,
+with an error of at most half the round trip. The sample with the shortest round trip counts. If the two clocks differ
+by less than its error, rank and daemon are on one node and use the same clock, so the difference is taken as 0.
 """
 
 from __future__ import annotations
@@ -41,40 +42,43 @@ log = logging.getLogger(__name__)
 
 STEPS_ROW = "steps"
 _ROWS = (STEPS_ROW, PHASES_ROW, COMPUTE_ROW, GATHERS_ROW, FETCHES_ROW)
-# For the store's answer at the end of the run.
+# How long to wait for the store's last spans and for the file at the end of the run.
 _CLOSE_SECONDS = 10.0
 
 
 class _State(enum.Enum):
     BEFORE = enum.auto()
-    """The first step to be traced is to come."""
+    """The first step to be traced has not begun."""
 
     TRACING = enum.auto()
-    """Spans are kept, here and in the store."""
+    """Spans are recorded, by this rank and by the store."""
 
     DRAINING = enum.auto()
-    """The steps are over; what the store began in them may not be."""
+    """The traced steps are over, and only the store records, because work that it began in them may still go on."""
 
     OVER = enum.auto()
-    """The file is being written, or written."""
+    """The file is being written, or has been written, or will never be."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ClockSample:
-    """What the daemon's clock is ahead of ours, to within half of the round trip; in seconds."""
+    """One measurement, in seconds: the daemon's clock is `offset` ahead of ours, give or take `round_trip / 2`."""
 
     round_trip: float
     offset: float
 
 
 class StepTrace:
-    """One for each rank. Steps end on the thread that trains.
+    """The trace of one rank. The training thread calls `end_step`.
 
     Args:
-        rank: of the job; each but the first has its number in its file's name.
+        section: the config's section, which names the file and the steps.
+        recorder: records the spans of this rank.
+        store: sends its spans.
+        rank: number of this rank. Each rank but 0 has its number in the name of its file.
 
     Raises:
-        ConfigError: there is no directory for the file.
+        ConfigError: the directory for the file does not exist.
     """
 
     def __init__(self, section: TraceSection, recorder: Recorder, store: RankStore, rank: int) -> None:
@@ -88,7 +92,8 @@ class StepTrace:
         self._store = store
         self._rank = rank
         self._state = _State.BEFORE
-        self._made = 0  # steps of this run
+        # The number of steps that this run has made.
+        self._made = 0
         self._steps: list[Span] = []
         self._spans: list[Span] = []
         self._answers: list[Future[pb.CollectSpansResponse]] = []
@@ -97,7 +102,7 @@ class StepTrace:
         self._begin_if_due()
 
     def end_step(self, number: int, sums: StepSums) -> None:
-        """A step is made: the `number`-th of the job."""
+        """End step `number` of the job, and begin or end the trace if it is due. Does not wait."""
         self._made += 1
         if self._state is _State.DRAINING:
             self._finish()
@@ -111,7 +116,7 @@ class StepTrace:
         self._begin_if_due()
 
     def close(self) -> None:
-        """The run ends: the file has the traced steps that were made. Waits for it."""
+        """End the trace because the run ends, and wait until the file with the steps traced so far is written."""
         if self._state is _State.TRACING:
             self._spans = self._recorder.stop_trace()
         if self._state in (_State.TRACING, _State.DRAINING):
@@ -146,7 +151,7 @@ class StepTrace:
     def _finish(self) -> None:
         self._state = _State.OVER
         self._collect(ends=True)
-        # A thread, for it takes some tenths of a second.
+        # A thread writes the file, because that takes some tenths of a second.
         self._writer = threading.Thread(target=self._write, name="paramserver-trace", daemon=True)
         self._writer.start()
 
@@ -170,14 +175,14 @@ class StepTrace:
         log.info("the trace of %s is in %s: open it at https://ui.perfetto.dev", self._named_steps, self._path)
         dropped = sum(answer.dropped for answer in answers)
         if dropped or len(self._spans) >= MAX_SPANS:
-            log.warning("%s lacks the last spans, there were too many: trace fewer steps", self._path)
+            log.warning("%s lacks the last spans, because there were too many: trace fewer steps", self._path)
 
     def _responses(self) -> Iterator[pb.CollectSpansResponse]:
         for answer in self._answers:
             try:
                 yield answer.result(_CLOSE_SECONDS)
             except (grpc.RpcError, grpc.FutureCancelledError, TimeoutError) as error:
-                log.warning("the trace lacks a part of what the store did, which did not answer: %s", error)
+                log.warning("the trace lacks a part of what the store did, because it did not answer: %s", error)
 
     @property
     def _named_steps(self) -> str:
@@ -186,7 +191,7 @@ class StepTrace:
 
 
 def _offset(samples: Iterable[_ClockSample]) -> float:
-    """What the daemon's clock is ahead; see [Note: two clocks]."""
+    """Return by how many seconds the daemon's clock is ahead; see [Note: two clocks]."""
     best = min(samples, key=lambda sample: sample.round_trip, default=_ClockSample(0.0, 0.0))
     return 0.0 if abs(best.offset) <= best.round_trip / 2 else best.offset
 
@@ -202,7 +207,7 @@ def _from_store(span: pb.CollectSpansResponse.Span, offset: float) -> Span:
 
 
 def _within(spans: Iterable[Span], began: float, ended: float) -> list[Span]:
-    """What of the spans lies between the two."""
+    """Return the spans, clipped to [began, ended]."""
     return [
         replace(span, began=max(span.began, began), ended=min(span.ended, ended))
         for span in spans

@@ -1,1 +1,1 @@
-"""One run of a training job: its daemon, its data, its commits, and the committed step from which it goes on."""
+"""One run of a training job: its own daemon, its data, its commits, and the committed step that it resumes from."""

@@ -1,6 +1,6 @@
-"""What a commit carries besides tensors, so that a resumed run is the run that was interrupted: JSON, nothing pickled.
+"""The client state of a commit: what a run needs besides its tensors to resume exactly, as JSON without any pickle.
 
-Owns the encoding and the random states. Must never read what it did not write: an unknown format is refused.
+Owns the encoding, and the states of the random generators. Must never read a format that it did not write.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TENSOR, _TUPLE, _PAIRS, _COUNTER = "$tensor", "$tuple", "$pairs", "$counter"
 
 
 def encode(state: Mapping[str, Any]) -> bytes:
-    """Raises ClientStateError for a value that JSON cannot hold, naming where it is."""
+    """Return the encoded state. Raises ClientStateError if a value cannot be encoded; the message has its place."""
     return json.dumps({"format": FORMAT, "state": _pack(state, "")}, separators=(",", ":")).encode()
 
 
 def decode(encoded: bytes) -> dict[str, Any]:
-    """Raises ClientStateError if this version did not write it."""
+    """Return the decoded state. Raises ClientStateError if it was not written in this version's format."""
     try:
         document = json.loads(encoded)
         if document["format"] == FORMAT:
@@ -41,7 +41,7 @@ def decode(encoded: bytes) -> dict[str, Any]:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of all generators that a training loop uses: torch's, Python's, and numpy's if it is imported."""
+    """Return the states of all generators that a training loop uses: torch, Python, and numpy if it is imported."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -52,7 +52,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def derived_random_states(states: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """For a rank that has none of its own: states that follow from those of another one and from the rank's number."""
+    """Return random states for a new rank, derived from those of another rank and from the new rank's number."""
     content = states["torch"].numpy().tobytes() + rank.to_bytes(8, "little")
     seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
     derived: dict[str, Any] = {
@@ -77,7 +77,7 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 
 
 def _pack(value: Any, path: str) -> Any:
-    """`value` as JSON; what JSON does not know is a dict with one key that starts with $."""
+    """Return `value` as JSON types; a type that JSON does not have becomes a dict with one key that begins with $."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):

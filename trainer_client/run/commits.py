@@ -1,12 +1,13 @@
-"""The commits of a run: which one is newest, the one under way, and which steps make one.
+"""The commits of a run: the newest one, the one under way, and the rule which steps are committed.
 
-Owns their numbers. A training step makes one commit, and so does a change of the states between two steps; the numbers
-therefore count commits, and equal those of the steps until somebody changes states by hand.
+Owns their numbers. A training step makes one commit, and so does a change of the states between two steps. The number
+of a commit therefore equals that of its step only until the user changes states between steps.
 
-[Note: states on the device] A commit is a whole step. As soon as one flat group has a kind in the store that updates
-change, each step is committed, and carries what the groups that live on the device have newer. Where no group has, the
-store needs to see a step only as often as the durability class promises: each, every N-th, or none after the first.
-Numbers are then multiples of N, so that the store makes each of these commits durable.
+[Note: states on the device] A commit always has the states of one whole step. If an update changes any bytes in the
+store, each step is committed, and the commit includes what is newer on the device. If all changing states live on the
+device, only as many steps are committed as the durability class requires: each (`step`), every N-th (`snapshot:N`), or
+none after the first commit (`none`). With `snapshot:N` the numbers are then multiples of N, because the store makes
+those commits durable.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from trainer_client.transport.rank_store import RankStore
 
 
 class Commits:
-    """Args:
-    states: of all groups.
-    durability: the config's: `step`, `snapshot:N` or `none`.
-    newest: the number of the newest commit; None for a new job.
-    staged: the number that the first commit must have, where states are staged for it.
+    """The commits of a run, as one rank makes them.
+
+    Attributes:
+        newest: number of the newest commit that was begun; None for a new job.
+
+    Args:
+        store: this rank's store.
+        states: the states of all groups.
+        durability: the config's value: `step`, `snapshot:N` or `none`.
+        newest: number of the newest commit; None for a new job.
+        staged: number of the first commit, if states are staged for it already; else None.
     """
 
     def __init__(
@@ -42,13 +49,14 @@ class Commits:
         self._store = store
         self._states = states
         self._pending: Pending[None] | None = None
-        # Steps from one commit to the next; 0: steps make none.
+        # The number of steps from one commit to the next; 0: steps are not committed.
         self._interval = 1
         if not any(state.is_in_store for state in states):
             self._interval = durable_every_steps(parse_durability(durability))
-        # While the first commit is being filled there is nothing that it could be told from.
+        # Until the first commit there is one version only, so reads need no step filter.
         store.as_of_step = newest if staged is None else None
-        self._kept: bytes | None = None  # the client state of the last step, while no commit carries it
+        # The client state of the last step, if that step is not committed.
+        self._kept: bytes | None = None
 
     @property
     def next(self) -> int:
@@ -61,7 +69,7 @@ class Commits:
         return (self.newest // stride + 1) * stride
 
     def end_step(self, step: int, client_state: Callable[[], bytes]) -> None:
-        """The job's `step`-th training step is made: begins its commit, or keeps for `settle` what it would carry."""
+        """Begin the commit of the job's training step `step`; if none is due, keep its client state for `settle`."""
         if self._interval == 0:
             return
         self._kept = client_state()
@@ -69,15 +77,15 @@ class Commits:
             self.begin(self._kept)
 
     def settle(self) -> None:
-        """Before the run ends well: commits the last step, if it is not, and its durability class wants any."""
+        """Commit the run's last step, if it was not yet due for a commit; do nothing if steps are never committed."""
         if self._kept is not None:
             self.begin(self._kept)
 
     def begin(self, client_state: bytes) -> None:
-        """This rank's vote for the next commit, in which all takes part that was handed over since the last one, or is
-        newer on the device.
+        """Stage what is newer on the device, and vote for the next commit. Does not wait for that commit.
 
-        Every rank has committed the one before: all meet between two commits.
+        The commit includes all that this rank has handed over since the last one. The vote reports the last commit as
+        settled: all ranks have it, because they meet between two commits.
         """
         self.wait()
         settled = 0 if self.newest is None else self.newest
@@ -89,16 +97,16 @@ class Commits:
         self._kept = None
 
     def abandon(self) -> None:
-        """Wait for no commit any more, because the session with the store is about to end."""
+        """Forget the commit under way, because the session with the store is about to end."""
         self._pending = None
 
     def wait(self) -> None:
-        """Returns when the newest commit is there as the job's durability class says. Raises StoreError."""
+        """Wait until the newest commit is made, as durable as its durability class requires. Raises StoreError."""
         if self._pending is not None:
             try:
                 self._pending.wait()
             except StoreError:
                 self._pending = None
                 raise
-            # Not before: where the wait was interrupted, the next one has to wait for the same commit.
+            # `_pending` is cleared only now, because after an interrupted wait the next call waits for the same commit.
             self._pending = None

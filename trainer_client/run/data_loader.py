@@ -1,8 +1,8 @@
-"""Training data in an order that neither the number of ranks nor an interruption changes.
+"""Training data in an order that depends neither on the number of ranks nor on interruptions.
 
-Owns the order of the samples and the cursor in it, which counts what training steps have consumed, in samples of all
-ranks together: not what workers fetched ahead, nor what the loop took and did not train on. Must never use the random
-generators of the training loop.
+Owns the order of the samples and the cursor in it. The cursor counts the samples that training steps of all ranks have
+consumed. It does not count samples that workers have fetched ahead, or that the loop has taken and not trained on. Must
+never use the random generators of the training loop.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ log = logging.getLogger(__name__)
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """The micro-batches of one rank, as indices, from the cursor to the end of its epoch.
+    """A sampler of one rank's micro-batches, as lists of indexes, from the cursor to the end of its epoch.
 
-    The order of an epoch follows from seed and epoch alone. Steps take `batch.train` samples after each other from it,
-    the last one fills up with the epoch's first ones; micro-batch j of a step on rank r has the samples from
-    `(j * world_size + r) * batch.micro` of the step's on. So a step's samples are the same on any number of ranks.
+    The order of an epoch follows from seed and epoch alone. Each step takes the next `batch.train` samples; the last
+    step of an epoch is filled up with the epoch's first samples. Micro-batch j of a step on rank r has `batch.micro` of
+    the step's samples, from number `(j * world_size + r) * batch.micro` on. So a step has the same samples on any
+    number of ranks.
 
     Attributes:
-        epoch: of the next step, from 0.
-        samples: how many of the epoch were consumed by steps.
+        size: number of samples of the dataset.
+        seed: seed of the order.
+        shuffle: whether the order is random; otherwise it is that of the dataset.
+        epoch: epoch of the next step, from 0.
+        samples: number of samples of the epoch that steps have consumed.
     """
 
     def __init__(self, size: int, batch: BatchSizes, rank: int, world_size: int, *, seed: int, shuffle: bool) -> None:
-        """Raises ConfigError for a dataset without samples."""
+        """Begin at epoch 0. Raises ConfigError if the dataset has no samples."""
         if size == 0:
             raise ConfigError("training_data has no samples")
         self.size = size
@@ -47,7 +51,7 @@ class GlobalOrder(Sampler[list[int]]):
         self._world_size = world_size
 
     def __len__(self) -> int:
-        """Micro-batches of a whole epoch."""
+        """Return the number of micro-batches in a whole epoch."""
         return -(-self.size // self._batch.train) * self._batch.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -59,13 +63,13 @@ class GlobalOrder(Sampler[list[int]]):
                 yield [int(order[sample % self.size]) for sample in range(first, first + micro)]
 
     def advance(self, micro_batches: int) -> None:
-        """A step has consumed so many micro-batches on each rank."""
+        """Move the cursor by a step that has consumed so many micro-batches on each rank."""
         self.samples += micro_batches * self._batch.micro * self._world_size
         if self.samples >= self.size:
             self.epoch, self.samples = self.epoch + 1, 0
 
     def seed_here(self) -> int:
-        """A seed that no other place in the data has."""
+        """Return a seed that follows from the place of the cursor and differs from that of any other place."""
         place = f"{self.seed} {self.epoch} {self.samples}".encode()
         return int.from_bytes(hashlib.sha256(place).digest()[:8], "little") >> 1
 
@@ -73,16 +77,17 @@ class GlobalOrder(Sampler[list[int]]):
         if not self.shuffle:
             return torch.arange(self.size)
         generator = torch.Generator().manual_seed(self.seed)
-        # Neighbouring seeds are no neighbours in the order: each epoch has one of its own, drawn from the first.
+        # Each epoch has a seed of its own, drawn from `seed`. With seed + epoch instead, runs with neighbouring seeds
+        # would share the orders of most epochs.
         generator.manual_seed(int(torch.randint(1 << 62, (self.epoch + 1,), generator=generator)[-1]))
         return torch.randperm(self.size, generator=generator)
 
 
 class TrainingLoader(DataLoader[Any]):
-    """A loader whose every iteration goes from where the training steps are to the end of that epoch.
+    """A loader whose iterations each go from the cursor to the end of its epoch.
 
-    After a resume the first iteration goes on in the middle of the epoch; one that the loop has left early is gone on
-    with by the next. `epoch` says which epoch comes next.
+    After a resume, the first iteration begins in the middle of the epoch. If the loop leaves an iteration early, the
+    next one continues from the last training step.
     """
 
     def __init__(
@@ -94,17 +99,19 @@ class TrainingLoader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
         self._order = order
-        self._taken = 0  # micro-batches, by the loop, that are not part of a step yet
-        self._used = 0  # of these, in the step under way
+        # The number of micro-batches that the loop has taken and that are not part of a finished step.
+        self._taken = 0
+        # How many of these are part of the step under way.
+        self._used = 0
         super().__init__(
             dataset,
             batch_sampler=order,
             collate_fn=collate_fn,
             num_workers=workers,
             persistent_workers=workers > 0,
-            # A fork would copy gRPC's threads' locks.
+            # Workers are not forked, because a fork would copy locks that threads of gRPC hold.
             multiprocessing_context="spawn" if workers else None,
-            # Otherwise each iteration draws from torch's own, which dropout uses.
+            # Without a generator of its own, each iteration would draw from torch's default one, which dropout uses.
             generator=torch.Generator(),
         )
 
@@ -121,16 +128,16 @@ class TrainingLoader(DataLoader[Any]):
             yield micro_batch
 
     def finish_micro_batch(self) -> None:
-        """One more is in the step under way. One of other data than the loader's does not count."""
+        """Count a micro-batch as part of the step under way, unless it did not come from this loader."""
         self._used = min(self._used + 1, self._taken)
 
     def finish_step(self) -> None:
-        """The step under way was made, or skipped."""
+        """Move the cursor past the step under way, which was made or skipped."""
         self._order.advance(self._used)
         self._taken, self._used = self._taken - self._used, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and what the order depends on."""
+        """Return the cursor, and the values that the order depends on."""
         order = self._order
         return {
             "epoch": order.epoch,
@@ -141,7 +148,7 @@ class TrainingLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a cursor; warns where the samples that come next are not those that would have come."""
+        """Go on from a stored cursor, and log a warning if the order of the samples is not the same any more."""
         order = self._order
         order.epoch, order.samples = int(state["epoch"]), int(state["samples"])
         now = self.state_dict()
@@ -160,8 +167,10 @@ def make_loader(
     world_size: int,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> DataLoader[Any] | None:
-    """The loader of `initialize`: a TrainingLoader for a dataset that has a length and takes indices. A stream
-    (IterableDataset) is loaded as it comes, in micro-batches: its order and its cursor are its own business.
+    """Return the loader for the dataset that the user passes to `initialize`; None without a dataset.
+
+    A dataset with a length gets a TrainingLoader. One without (an IterableDataset) is loaded in its own order, in
+    micro-batches, and has no cursor here.
 
     Raises:
         ConfigError: the dataset has no samples.

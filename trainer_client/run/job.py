@@ -1,6 +1,6 @@
-"""A job as one rank opens it: declared, filled or rolled back, and made into the parts of an engine.
+"""Opening a job on one rank: declare its shards, fill it or roll it back, and make the parts of an engine from it.
 
-Owns the order of things. Must never train: what it makes is the engine's.
+Owns the order of these steps. Must never train; the engine uses what is made here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ID_BYTES = 16
 _RESUME_POLICIES: Mapping[str, pb.ResumePolicy] = {
     "auto": pb.RESUME_POLICY_AUTO,
     "never": pb.RESUME_POLICY_NEVER,
-    # What is not on this node may be on others.
+    # This rank's store need not have the job, because stores of other nodes may have it; `_begin` checks all together.
     "must": pb.RESUME_POLICY_AUTO,
 }
 
@@ -55,15 +55,15 @@ class Job:
     """A job that this rank has opened.
 
     Attributes:
-        units: the root first.
-        states: this rank's chunks, in the units' order.
-        gather: how the units' parameters come together.
-        sharers: how many ranks use the same store.
-        resumed_step: the commit that the run starts from; None for a new job.
-        resumed_state: what that commit carried for this rank; None for a new job.
-        layout: the name that the stores have for how the job is cut into shards.
-        staged_step: the commit that the states which the run starts from are staged for, of a new job or of one that is
-            laid out anew; None: they are committed.
+        units: the units of the model, the root first.
+        states: this rank's chunks of all groups, in the order of the units.
+        gather: the way in which the units' parameters are gathered.
+        sharers: number of ranks that use the same store as this one.
+        resumed_step: the commit that the run resumes from; None for a new job.
+        resumed_state: the client state of that commit for this rank; None for a new job.
+        layout: the name of the job's layout in the stores.
+        staged_step: for a new job or a new layout, the commit for which its states are staged and that has to be made
+            first; None: the states are committed already.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Job:
         unit_policy: UnitPolicy,
         initial_values: InitialValues,
     ) -> None:
-        """A collective."""
+        """Open the job, and stage or load its states. A collective."""
         self._settings = settings
         self._parameters = parameters
         self._optimizer = optimizer
         self._store = store
         self._collectives = collectives
         self._policy = PrecisionPolicy.of(settings)
-        # Ranks that see the same start of a daemon share a store.
+        # Ranks share a store if their daemons have the same epoch, the random name of a daemon's start.
         epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
         self._store_ranks = [rank for rank, e in enumerate(collectives.gather_ids(epoch)) if e == epoch]
         self.sharers = len(self._store_ranks)
@@ -121,7 +121,8 @@ class Job:
                 state.load()
             self._take_over()
         else:
-            # Not the same: where some stores have the new layout and some do not, the higher one tells which is newer.
+            # The new layout begins at step + 1, although it has the same values: if a crash leaves the new layout on
+            # some stores only, the higher number shows which layout is newer.
             self.staged_step = start.step + 1
             self.resumed_state = self._lay_out(start, self.staged_step)
             self._take_over()
@@ -143,7 +144,7 @@ class Job:
                 'paramserver.gather = "store": the parameters live on the devices of the ranks, not in the store; '
                 'write "auto" or "collective", or place them there (zero_optimization.offload_param)'
             )
-        # In host memory, what the arena has is shown in place: faster than any copy or collective.
+        # On the CPU, parameters in the arena are mapped in place, which is faster than any copy or collective.
         host = self._collectives.device.type == "cpu"
         if asked == "store" or (asked == "auto" and host and not far and not kept):
             return OneSidedGather(self._store, ranks)
@@ -180,7 +181,10 @@ class Job:
         )
 
     def _place(self, policy: PlacementPolicy) -> list[PlacedStates]:
-        """Trainable groups and frozen ones are spread apart: only the former have more than parameters."""
+        """Return the states of all groups, each with its placement.
+
+        Trainable and frozen groups are assigned separately, because frozen groups have no optimizer states.
+        """
         placed: dict[str, GroupPlacement] = {}
         groups = [group for unit in self.units for group in unit.groups]
         for trainable in (True, False):
@@ -190,7 +194,7 @@ class Job:
         return [PlacedStates(group, placed[group.name], self._store, self._collectives) for group in groups]
 
     def _open(self, layout: str) -> pb.OpenJobResponse:
-        """Attaches to the job; what is committed of it."""
+        """Attach to the job, and return the store's response, with what is committed of it."""
         section = self._settings.paramserver
         return self._store.open_job(
             pb.OpenJobRequest(
@@ -215,7 +219,11 @@ class Job:
         )
 
     def _begin(self, initial_values: InitialValues) -> None:
-        """Stages the initial values of a new job, in place of the model's own memory. A collective."""
+        """Stage the initial values of a new job, and free the model's own memory. A collective.
+
+        Raises:
+            StoreNotFoundError: paramserver.resume is "must".
+        """
         section = self._settings.paramserver
         if section.resume == "must":
             raise StoreNotFoundError(
@@ -226,13 +234,13 @@ class Job:
         initial_values.stage(self.states)
 
     def _take_over(self) -> None:
-        """Gives the model's own memory back. A collective."""
+        """Update what each rank keeps of other ranks' chunks, and free the model's own memory. A collective."""
         for state in self.states:
             state.refill()
             state.group.take_over()
 
     def _lay_out(self, start: Start, step: int) -> dict[str, Any]:
-        """Stages what another layout holds as `step`; the state that goes with it. A collective."""
+        """Stage, as `step`, the values of a step in another layout, and return its client state. A collective."""
         section = self._settings.paramserver
         if self._collectives.rank == 0:
             log.info("job %r goes on from step %d with another layout of its shards", section.job, start.step)
@@ -249,11 +257,11 @@ class Job:
             return carried_state(origin, start, self._parameters, self._collectives.rank)
 
     def _register(self) -> None:
-        """Declares this rank's shard groups."""
+        """Declare this rank's shard groups."""
         self._store.register_shards(state.group.to_proto(state.placement) for state in self.states)
 
     def _roll_back(self, step: int) -> None:
-        """Makes `step` the newest one of every store. A collective."""
+        """Make `step` the newest one of every store. A collective."""
         if self._store_ranks[0] == self._collectives.rank:
             self._store.roll_back(step)
         self._collectives.barrier()

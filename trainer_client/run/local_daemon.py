@@ -1,7 +1,7 @@
-"""A store daemon that belongs to this job: started by one rank of the node, gone when that rank is gone.
+"""A store daemon of the job's own: one rank of the node starts it, and it stops when that rank's process ends.
 
-Owns the child process. The child holds the read end of a pipe as its stdin and shuts down cleanly when the pipe closes,
-however this process ends. Must never kill it before it had the time to finish what is committed.
+Owns the child process. Its stdin is a pipe from this process, and it shuts down cleanly when the pipe closes, however
+this process ends. Must never kill the child before it had time to finish what is being committed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from trainer_client.transport.channel import check_address, is_serving, open_cha
 
 log = logging.getLogger(__name__)
 
-# The file itself, because a module of the same name may lie in the working directory or on PYTHONPATH.
+# The daemon is started by the path of its file, because a module of the same name may lie in the working directory or
+# on PYTHONPATH. See tests/integration/test_foreign_modules.py.
 _PROGRAM = Path(v1.__file__).parents[1] / "__main__.py"
-# Neither puts a directory in front of the path of modules. A trainer that ignores PYTHONPATH has a daemon that does.
+# With either flag, Python does not put a directory in front of the module path. -I also ignores PYTHONPATH, as the
+# trainer then does.
 _PATH_FLAG = "-I" if sys.flags.isolated else "-P"
 
 SOCKET_NAME = "paramserver.sock"
 LOG_NAME = "daemon.log"
 LOCK_NAME = "lock"
 
-_START_SECONDS = 120.0  # the arena is allocated in full, and a large catalog is checked
-_PREDECESSOR_SECONDS = 20.0  # a killed trainer's daemon finishes its work before it lets go of the state directory
+# A daemon allocates its whole arena and checks a large catalog before it serves.
+_START_SECONDS = 120.0
+# The daemon of a killed trainer finishes its work before it releases the lock on the state directory.
+_PREDECESSOR_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 _PEERS_SECONDS = 10.0
 _STOP_SECONDS = 60.0
@@ -48,10 +52,13 @@ def local_address(state_dir: Path) -> str:
 
 
 class LocalDaemon:
-    """Starts on construction and returns when the daemon serves.
+    """A daemon process. The constructor starts it, and returns when the daemon serves.
+
+    Attributes:
+        address: address of the daemon's socket.
 
     Raises:
-        LocalDaemonError: it stopped, or did not serve in time; the message holds the end of its log.
+        LocalDaemonError: the daemon stopped, or did not serve in time; the message has the end of its log.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -71,28 +78,29 @@ class LocalDaemon:
             *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
         ]
         self._stopping = False
-        self._starting = threading.Lock()  # held while the child is another one from one moment to the next
+        # The lock of `_process` and `_stopping`; held while the child is replaced.
+        self._starting = threading.Lock()
         self._process = self._start()
         if config.paramserver.reattach_timeout_seconds:
             threading.Thread(target=self._start_again, name="paramserver-daemon", daemon=True).start()
 
     def _start_again(self) -> None:
-        """Starts the daemon anew when it has ended by itself, for ranks that wait for the next one."""
+        """Restart the daemon each time that it has ended by itself, for ranks that wait for the next one."""
         while True:
             code = self._process.wait()
             with self._starting:
                 if self._stopping:
                     return
-                log.warning("the store daemon (pid %d) ended with %d; it is started anew", self._process.pid, code)
+                log.warning("the store daemon (pid %d) ended with %d; restarting it", self._process.pid, code)
                 self._close_stdin(self._process)
                 try:
                     self._process = self._start()
                 except (LocalDaemonError, OSError) as error:
-                    log.error("the store daemon cannot be started anew: %s", error)
+                    log.error("the store daemon cannot be restarted: %s", error)
                     return
 
     def stop(self) -> None:
-        """Waits for the other ranks of the node to leave, then shuts the daemon down; idempotent."""
+        """Wait until the other ranks of the node have left, then shut the daemon down; idempotent."""
         with self._starting:
             self._stopping = True
         if self._process.poll() is None:
@@ -119,7 +127,11 @@ class LocalDaemon:
         return process
 
     def _wait_for_predecessor(self) -> None:
-        """Returns when no daemon holds the state directory: a killed trainer's finishes its work first."""
+        """Wait until no other daemon has the state directory locked, as that of a killed trainer may for a while.
+
+        Raises:
+            LocalDaemonError: the directory stays locked.
+        """
         path = self._state_dir / LOCK_NAME
         if not path.exists():
             return
@@ -128,7 +140,8 @@ class LocalDaemon:
             while True:
                 try:
                     fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    return  # closing the file lets go of it
+                    # Closing the file releases this lock.
+                    return
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise LocalDaemonError(
@@ -140,7 +153,7 @@ class LocalDaemon:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self._state_dir / LOG_NAME).open("ab") as log_file:
-            # Its own session: Ctrl-C reaches the trainer, which closes the daemon when it has finished.
+            # The daemon is in a new session, so that Ctrl-C reaches only the trainer, which stops the daemon itself.
             return subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, start_new_session=True
             )
@@ -163,7 +176,7 @@ class LocalDaemon:
 
     def _wait_for_peers(self) -> None:
         deadline = time.monotonic() + _PEERS_SECONDS
-        # These errors say that the daemon, or its directory, is gone already, and with it all sessions.
+        # These errors mean that the daemon or its directory is gone already, and with it all sessions.
         with suppress(grpc.RpcError, StoreUnavailableError), open_channel(self.address) as channel:
             admin = admin_pb_grpc.StoreAdminStub(channel)
             while admin.GetTiers(admin_pb.GetTiersRequest(), timeout=5.0).sessions:

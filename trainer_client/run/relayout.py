@@ -1,6 +1,7 @@
-"""Filling this rank's part of a new layout from a step in another one: other ranks, units, types, frozen parameters.
+"""Filling this rank's part of a new layout from a step in another layout.
 
-Must never hold more than one flat group's chunks at a time.
+The layouts may differ in the number of ranks, the units, the dtypes and the set of frozen parameters. Must never hold
+more than one flat group's chunks at a time.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ _REPORT_SECONDS = 10.0
 
 
 def fill(states: Sequence[GroupStates], origin: Origin, fresh: Collection[str], step: int) -> None:
-    """Stages this rank's chunks of all groups as the version of the uncommitted `step`.
+    """Stage this rank's chunks of all groups as the version of the uncommitted `step`.
 
     Args:
-        fresh: the FQNs of trainable parameters whose optimizer states are zero.
+        states: the states of all groups.
+        origin: the step that they are filled from.
+        fresh: FQNs of trainable parameters whose optimizer states begin at zero.
+        step: number of the commit that they are staged for.
 
     Raises:
-        StoreError: a store failed, or the step is not whole.
+        StoreError: a store failed, or the stores do not have all elements.
     """
     total = sum(_bytes(state.group) for state in states)
     done, started = 0, time.monotonic()
@@ -44,7 +48,7 @@ def fill(states: Sequence[GroupStates], origin: Origin, fresh: Collection[str], 
 
 
 def _chunks(group: FlatGroup, origin: Origin, fresh: Collection[str]) -> dict[Kind, torch.Tensor]:
-    """This rank's chunk of each kind [layout.chunk], padding zero; without states that are all zero."""
+    """Return this rank's chunk [layout.chunk] of each kind, padded with zeros; states that are zero are left out."""
     chunks = {}
     for kind in group.kinds:
         is_state = kind in group.state_kinds
@@ -60,7 +64,10 @@ def _chunks(group: FlatGroup, origin: Origin, fresh: Collection[str]) -> dict[Ki
 
 
 def _weight_for(kind: Kind, dtype: torch.dtype, fqn: str, origin: Origin) -> StoredKind:
-    """What a parameter or master weight is made of: the same bits where they are stored, else the most precise ones."""
+    """Return the stored kind from which a parameter or master weight is made.
+
+    That is the kind with the same bits if it is stored, otherwise the most precise one.
+    """
     stored = origin.kinds_of(fqn)
     if kind == PARAM and stored["param"] == dtype:
         return "param"

@@ -1,15 +1,21 @@
-"""Where a run goes on: the newest step of its job that the stores have whole, and in which layout.
+"""The choice of the step that a run resumes from: the newest step of its job that the stores have whole.
 
-[Note: layouts] How a job is cut into shard groups follows from the world size, the units, the types and what is
-trainable. Each run that makes a layout gives it a name that no other has: the partition's fingerprint, and a nonce.
-Stores of which all have the same layout were driven together by every run since, so a step that all have is one step.
-Stores that have different ones (nodes that left or came, a crash between two stores' commits of a new layout) are asked
-what they hold: the newest step of which one layout has every element on some stores is the step to go on from, and
-everything is laid out anew from it. Nothing that is stored is touched before the new layout is committed everywhere.
-Never an older one because a store is missing: a store keeps the layout that is left until all ranks have a commit in
-the next one, so one that has a newer step and not that layout says that the older step is obsolete.
+[Note: layouts] A layout is the way in which a job is cut into shard groups. It follows from the world size, the units,
+the dtypes and the set of trainable parameters. Each run that makes a layout gives it a unique name: a fingerprint of
+the partition and a nonce. A run finds one of two cases:
 
-Owns the decision. Every rank makes the same one. Must never change what is stored.
+- All stores have the same layout. Then all runs since that layout was made have used these stores together, so a step
+  that all of them have is one consistent step.
+- The stores have different layouts, because nodes left or came, or a run crashed when only some stores had committed a
+  new layout. Then all stores are asked which elements they have. The run resumes from the newest step of which, in one
+  layout, every element is on some store, and fills a new layout from it. No stored bytes are changed before the new
+  layout is committed on all stores.
+
+An older step must not be chosen only because a store is missing. This is prevented by a rule of the stores: each keeps
+its former layout until all ranks have a commit in the next one. So a store that has a newer step, and does not have the
+layout of the older step, shows that the older step is obsolete. See tests/integration/test_elastic.py.
+
+Owns the decision; every rank makes the same one. Must never change what is stored.
 """
 
 from __future__ import annotations
@@ -46,14 +52,17 @@ _WEIGHTS = ("param", "master")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A step to go on from.
+    """The step that a run resumes from.
 
     Attributes:
-        fits: it is laid out as this run would lay it out, on this run's stores.
-        stores: that have parts of it.
+        layout: name of the layout that has the step.
+        step: number of the step.
+        fits: whether this run's own stores have the step in the layout that this run would make, so that it can be used
+            in place.
+        stores: the stores that have parts of the step; empty if it fits.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero.
-        keeps_groups: whether the optimizer is the one that the step was made with, with the same parameters; else its
-            groups' hyper-parameters are this run's.
+        keeps_groups: whether optimizer and trainable parameters are those with which the step was made. If not, the
+            hyper-parameters of the parameter groups are this run's instead of the stored ones.
     """
 
     layout: str
@@ -66,13 +75,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What a rank's store has of the job, oldest layout first."""
+    """The layouts of the job that a store has, the oldest first."""
 
     store: StoreAddress
     layouts: tuple[StoredLayout, ...]
 
     def has(self, layout: str) -> bool:
-        """Whether the store has steps in that layout."""
+        """Return whether the store has steps in that layout."""
         return any(stored.name == layout for stored in self.layouts)
 
     def to_json(self) -> bytes:
@@ -91,7 +100,7 @@ class _View:
 
 
 def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
-    """A new name for the layout that this run would make; see [Note: layouts]. A collective."""
+    """Return a new name for the layout that this run would make; see [Note: layouts]. A collective."""
     partition = [
         [
             group.name_of(0),
@@ -115,15 +124,20 @@ def find_start(
     peers: Iterable[str],
     collectives: Collectives,
 ) -> Start | None:
-    """Where to go on; None: the job is new. A collective.
+    """Return the step to resume from; None: the job is new. A collective.
 
     Args:
-        layout: the name of the one that this run would make.
-        stored: what this rank's store has.
+        job: name of the job.
+        layout: name of the layout that this run would make.
+        stored: the layouts of the job that this rank's store has.
+        groups: the flat groups of the model.
+        store: this rank's store.
         peers: addresses of further stores that may have parts of the job.
+        collectives: the collectives of this rank.
 
     Raises:
-        JobConflictError: there are committed steps, but none that is whole; the message names what is missing.
+        JobConflictError: there are committed steps, but the stores have none of them whole; the message names what is
+            missing.
     """
     view = _View(
         store=StoreAddress(address=store.address, epoch=store.epoch),
@@ -135,7 +149,7 @@ def find_start(
     peers = tuple(peers)
     if fitting is not None and not peers:
         return fitting
-    # One rank looks, for all: every store is asked once.
+    # Rank 0 searches for all ranks, so that every store is asked only once.
     found: Mapping[str, Any] = {}
     if collectives.rank == 0:
         try:
@@ -151,18 +165,19 @@ def find_start(
     if fitting is not None and (start["layout"], start["step"]) == (fitting.layout, fitting.step):
         return fitting
     stores = [StoreAddress(**item) for item in start.pop("stores")]
-    # A rank reads from its own store what is there.
+    # A rank's own store comes first, so that the rank reads from it whatever it has.
     stores.sort(key=lambda other: other.epoch != store.epoch)
     return Start(**start | {"stores": tuple(stores), "fresh": frozenset(start["fresh"])})
 
 
 def carried_state(origin: Origin, start: Start, parameters: Sequence[ModelParameter], rank: int) -> dict[str, Any]:
-    """What the commit to go on from carried, for a rank of this run.
+    """Return the client state of the commit to resume from, adapted to a rank of this run.
 
-    A rank that was there before has its own random states again; a new one's follow from rank 0's and its number.
+    A rank that took part in the commit gets its own random states back. Those of a new rank are derived from rank 0's
+    and the rank's number.
 
     Raises:
-        ClientStateError: no trainer has made that commit.
+        ClientStateError: the commit was not made by a trainer.
     """
     own = origin.client_state(rank)
     encoded = origin.client_state(0) if own is None else own
@@ -182,8 +197,10 @@ def carried_state(origin: Origin, start: Start, parameters: Sequence[ModelParame
 
 
 def _common_step(views: Sequence[_View], layout: str) -> int | None:
-    """The newest step that every store has, where all have a layout with the same partition as `layout`, and the same
-    one."""
+    """Return the newest step that every store has, if all have the same layout and it is partitioned like `layout`.
+
+    Returns None otherwise.
+    """
     if not all(view.layouts for view in views):
         return None
     newest = [view.layouts[-1] for view in views]
@@ -194,7 +211,7 @@ def _common_step(views: Sequence[_View], layout: str) -> int | None:
 
 
 class _Search:
-    """For the newest step that is whole."""
+    """The search for the newest step that the stores have whole."""
 
     def __init__(
         self, job: str, groups: Sequence[FlatGroup], store: RankStore, views: Sequence[_View], peers: Iterable[str]
@@ -208,7 +225,7 @@ class _Search:
             self._add_peer(address)
 
     def run(self) -> Start | None:
-        """The step; None: no store has any. Raises JobConflictError where none is whole."""
+        """Return the step; None: no store has any step. Raises JobConflictError if none is whole."""
         steps: dict[tuple[int, str], list[_View]] = {}
         for view in self._views.values():
             for stored in view.layouts:
@@ -218,7 +235,8 @@ class _Search:
         for step, layout in sorted(steps, reverse=True):
             stores, tensors = self._ask(layout, step, [view.store for view in steps[step, layout]])
             missing = self._missing(tensors)
-            # A layout's first commit is one above the step that it was filled from, and has the same values.
+            # `lost` has the stores that show that this step is obsolete; see [Note: layouts]. The first commit of a
+            # layout, one above the step that it was filled from, has the same values and does not count as newer.
             lost = [view.store.address for view, above in newer if above > step + 1 and not view.has(layout)]
             if missing is None and not lost:
                 return self._start(layout, step, stores, tensors)
@@ -251,7 +269,7 @@ class _Search:
     def _ask(
         self, layout: str, step: int, stores: Iterable[StoreAddress]
     ) -> tuple[list[StoreAddress], dict[str, list[StoredTensor]]]:
-        """The stores that can be reached and give the step, and what they have of each tensor."""
+        """Return the reachable stores that have the step, and what they have of each tensor, by its name."""
         reached: list[StoreAddress] = []
         tensors: dict[str, list[StoredTensor]] = {}
         with ExitStack() as holders:
@@ -268,7 +286,7 @@ class _Search:
         return reached, tensors
 
     def _missing(self, tensors: Mapping[str, Sequence[StoredTensor]]) -> str | None:
-        """The first range of a parameter of the model that no store has."""
+        """Return a text that names the first range of a parameter that no store has; None: nothing is missing."""
         for group in self._groups:
             for slot in group.layout.slots:
                 end = 0
@@ -295,8 +313,8 @@ class _Search:
                         fresh.add(slot.fqn)
         if other:
             log.warning(
-                "job %r was left with another optimizer, or other frozen parameters: the optimizer states of %d "
-                "parameters begin at zero, and the hyper-parameters of the optimizer are those that it was made with",
+                "job %r was committed with another optimizer, or other frozen parameters: the optimizer states of %d "
+                "parameters begin at zero, and the hyper-parameters are those that this run's optimizer was made with",
                 *(self._job, len(fresh)),
             )
         return Start(
@@ -310,5 +328,5 @@ class _Search:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON."""
+    """Convert a frozenset or a record for JSON."""
     return sorted(value) if isinstance(value, frozenset) else asdict(value)

@@ -1,6 +1,6 @@
-"""What a run is besides its tensors: collected for each commit, and taken over from one on a resume.
+"""The state of a run besides its tensors: collected for each commit, and restored from one on a resume.
 
-Owns which parts there are. Must never encode: that is client_state's.
+Owns the list of its parts. Must never encode them, because client_state.py does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler(Protocol):
-    """What the engine needs of a learning-rate scheduler."""
+    """The methods of a learning-rate scheduler that the engine uses."""
 
     def step(self) -> None: ...
 
@@ -35,14 +35,14 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is, by the engine's counters."""
+    """The counters of the engine: optimizer steps, and micro-batches."""
 
     global_steps: int = 0
     micro_steps: int = 0
 
 
 class RunState:
-    """The parts of a run that a commit carries for this rank."""
+    """The parts of a run's state that a commit carries for this rank."""
 
     def __init__(
         self,
@@ -66,7 +66,11 @@ class RunState:
         self._device = device
 
     def encode(self, progress: Progress, user: Mapping[str, Any]) -> bytes:
-        """For a commit. Raises ClientStateError for what cannot be stored."""
+        """Return the encoded state for a commit; `user` has the user's part.
+
+        Raises:
+            ClientStateError: a value cannot be stored.
+        """
         return client_state.encode(
             {
                 "counters": {
@@ -89,14 +93,15 @@ class RunState:
         )
 
     def restore(self, state: Mapping[str, Any]) -> Progress:
-        """Takes over what a commit carried, decoded; but for the user's part."""
+        """Restore the run from the decoded state of a commit, and return its counters. The user's part is ignored."""
         counters = state["counters"]
         self._step.skipped = counters["skipped_steps"]
         self._step.skipped_in_row = counters["skipped_in_row"]
         self._step.update_counts = list(state["update_counts"])
         self._clock.now = counters["clock"]
         self._scaler.load_state_dict(state["scaler"])
-        if state["optimizer"] is not None:  # None: of another optimizer
+        # The entry is None if the commit was made with another optimizer.
+        if state["optimizer"] is not None:
             self._optimizer.load_settings(state["optimizer"])
         if self._lr_scheduler is not None and state["lr_scheduler"] is not None:
             self._lr_scheduler.load_state_dict(state["lr_scheduler"])
@@ -110,6 +115,7 @@ class RunState:
             )
         micro_steps = counters["micro_steps"]
         if counters["accumulation"] != self._batch.accumulation:
-            # A commit is the end of a step, however many micro-batches made one then.
+            # A commit is made at the end of a step, so this is the count as if all steps had had the new number of
+            # micro-batches.
             micro_steps = counters["global_steps"] * self._batch.accumulation
         return Progress(global_steps=counters["global_steps"], micro_steps=micro_steps)

@@ -1,7 +1,8 @@
-"""A committed step of a job in another layout than this run's, wherever its shards are: read by name and range,
-whatever the partition was, from this rank's own store where that holds them, else from the job's other stores.
+"""Reading a committed step that has another layout than this run's.
 
-Owns the connections and readers, which keep the step in those stores while it is read. Must never write.
+Its elements are read by parameter name and range, from this rank's own store if that has them, else from the job's
+other stores. Owns the connections and the readers, which keep the step in those stores while it is read. Must never
+write.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ _CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """A store daemon as a rank can reach it. `epoch` tells it from another one at that address, on another node; "":
-    whoever answers is meant."""
+    """The address of a store daemon.
+
+    Attributes:
+        address: `unix:/path` or `host:port`.
+        epoch: the random name of the daemon's start. It identifies the daemon, because on another node another daemon
+            may have the same address. "": any daemon that answers is meant.
+    """
 
     address: str
     epoch: str = ""
 
 
 def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
-    """Raises StoreError where the store cannot be reached, or another one answers."""
+    """Return a client of the store. Raises StoreError if it cannot be reached or another daemon answers."""
     client = StoreClientSync.connect(store.address, credentials=credentials, timeout=_CONNECT_SECONDS)
     if store.epoch in ("", client.epoch):
         return client
@@ -45,14 +51,15 @@ def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
 
 
 class Holder:
-    """One store's part of the step.
+    """A reader of one store's part of the step.
 
     Attributes:
-        tensors: what it has elements of, by FQN.
+        reader: reads elements.
+        tensors: the tensors that the store has elements of, by FQN.
     """
 
     def __init__(self, client: StoreClientSync, job: str, layout: str, step: int) -> None:
-        """Takes the connection over. Raises StoreError."""
+        """Open the reader; `client` is closed by this object. Raises StoreError."""
         self._client = client
         try:
             self.reader: StoreReaderSync = client.read_layout(job, layout, step)
@@ -62,16 +69,20 @@ class Holder:
             raise
 
     def close(self) -> None:
-        """Lets go of the step."""
+        """Close the reader and the connection; the store may then delete the step."""
         self.reader.close()
         self._client.close()
 
 
 class Origin:
-    """Connects to a store when something is first asked of it.
+    """The step that a new layout is filled from. Connections to its stores are opened when they are first needed.
 
     Args:
-        stores: all that hold a part of the step; earlier ones are preferred.
+        job: name of the job.
+        layout: name of the layout that has the step.
+        step: number of the step.
+        stores: the stores that have parts of the step; earlier ones are preferred.
+        credentials: token and TLS files to connect with.
     """
 
     def __init__(
@@ -92,7 +103,7 @@ class Origin:
             holder.close()
 
     def holders(self) -> Iterator[Holder]:
-        """The stores' parts, in order. Raises StoreError for a store that cannot be reached."""
+        """Yield the readers of the stores, in order. Raises StoreError if a store cannot be reached."""
         for index, store in enumerate(self._stores):
             if index == len(self._holders):
                 client = connect(store, self._credentials)
@@ -100,17 +111,17 @@ class Origin:
             yield self._holders[index]
 
     def kinds_of(self, fqn: str) -> Mapping[Kind, torch.dtype]:
-        """What is stored of a tensor, with the types. Raises StoreNotFoundError."""
+        """Return the dtypes of the kinds that are stored of a tensor. Raises StoreNotFoundError."""
         for holder in self.holders():
             if fqn in holder.tensors:
                 return holder.tensors[fqn].kinds
         raise self._missing(f"parameter {fqn!r}")
 
     def read(self, target: torch.Tensor, fqn: str, kind: Kind, offset: int) -> None:
-        """Fills `target` [n], contiguous, on the CPU, with elements from `offset` on, converted to its type.
+        """Fill `target` [n], contiguous on the CPU, with elements [offset, offset + n), converted to its dtype.
 
         Raises:
-            StoreNotFoundError: no store has some of them.
+            StoreNotFoundError: no store has some of the elements.
             StoreError: a store failed.
         """
         done = 0
@@ -124,7 +135,7 @@ class Origin:
             done += count
 
     def client_state(self, rank: int) -> bytes | None:
-        """What a rank of the run that made the step gave to the commit; None: there was no such rank."""
+        """Return the client state that a rank gave to the commit of the step; None: there was no such rank."""
         for holder in self.holders():
             try:
                 return holder.reader.client_state(rank)
@@ -133,7 +144,7 @@ class Origin:
         return None
 
     def _find(self, fqn: str, offset: int, numel: int) -> tuple[Holder, int]:
-        """A store that has the element, and how many of those that follow."""
+        """Return a store that has element `offset`, and how many of the `numel` elements from there on it has."""
         for holder in self.holders():
             for first, count in holder.tensors[fqn].held if fqn in holder.tensors else ():
                 if first <= offset < first + count:

@@ -1,8 +1,8 @@
-"""The store for asyncio programs that do not train: tensors that are put, committed as steps, and read back.
+"""The store client for asyncio programs that do not train: they put tensors, commit them as steps and read them back.
 
-Each call runs on a thread of the client's own, on the synchronous face: grpc.aio would be a second event loop beside
-the caller's, and copies of tensors would block it. A call that is cancelled touches the caller's tensors no more, and
-leaves no lease behind.
+Each call runs a method of `client_sync` on a thread of this client. grpc.aio is not used, because it would be a second
+event loop in the process and copies of tensors would block it. A cancelled call does not touch the caller's tensors any
+more and leaves no lease behind.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from trainer_client.store_client.writer import DEFAULT_SHARD_BYTES, StoreWriterS
 from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 from trainer_client.transport.credentials import Credentials
 
-# Calls under way at once; more wait for a thread.
+# The number of calls that run at once; further calls wait for a thread.
 _THREADS = 16
 
 T = TypeVar("T")
 
 
 class _Threads:
-    """Runs calls beside the event loop."""
+    """The thread pool that runs blocking calls for the event loop."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, "paramserver-store")
 
     async def run(self, call: Call, work: Callable[[], T], *, give_back: Callable[[T], None] | None = None) -> T:
-        """What `work` gives; cancelled, it returns when the caller's tensors are not touched any more, and what the
-        work gives nevertheless is given back."""
+        """Run `work` on a thread and return its result.
+
+        If the task is cancelled, cancel `call`, wait until `work` does not touch the caller's tensors any more, and
+        raise CancelledError. If `work` still returns a result later, `give_back` gets it.
+        """
         future = self._pool.submit(work)
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
@@ -49,16 +52,16 @@ class _Threads:
             raise
 
     async def close(self, work: Callable[[], None]) -> None:
-        """The last call."""
+        """Run `work` as the last call, and end the threads."""
         await asyncio.shield(asyncio.wrap_future(self._pool.submit(work)))
         self._pool.shutdown(wait=False)
 
 
 class StoreClient:
-    """A connection to a store daemon. `StoreClientSync` documents the calls, their arguments and errors."""
+    """A connection to a store daemon; `StoreClientSync` documents the calls, their arguments and errors."""
 
     def __init__(self, client: StoreClientSync, threads: _Threads) -> None:
-        """For `connect`."""
+        """Wrap an open client; users call `connect`."""
         self._client = client
         self._threads = threads
 
@@ -72,7 +75,7 @@ class StoreClient:
         prefer_streams: bool = False,
         timeout: Timeout = None,
     ) -> StoreClient:
-        """Waits until the daemon answers. Raises as StoreClientSync.connect."""
+        """Connect, and wait until the daemon answers. Raises as StoreClientSync.connect."""
         threads, call = _Threads(), Call(timeout, CONTROL_DEADLINE_SECONDS)
         connected = await threads.run(
             call,
@@ -88,21 +91,21 @@ class StoreClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the session, and with it readers that are open still."""
+        """End the session, and with it all readers that are still open."""
         await self._threads.close(self._client.close)
 
     @property
     def maps_memory(self) -> bool:
-        """Whether tensors are copied from and to the daemon's memory; else they are sent."""
+        """Whether tensors are copied from and to the daemon's memory; otherwise they are sent."""
         return self._client.maps_memory
 
     async def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
-        """The jobs that we may read, by name. Raises as StoreClientSync.list_jobs."""
+        """Return the jobs that this client may read, sorted by name. Raises as StoreClientSync.list_jobs."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._client.list_jobs_within(call))
 
     async def list_tensors(self, job: str, *, prefix: str = "", timeout: Timeout = None) -> list[StoredTensor]:
-        """The tensors of a job whose names begin with `prefix`. Raises as StoreClientSync.list_tensors."""
+        """Return the tensors of a job whose names begin with `prefix`. Raises as StoreClientSync.list_tensors."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._client.list_tensors_within(call, job, prefix))
 
@@ -116,7 +119,7 @@ class StoreClient:
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         timeout: Timeout = None,
     ) -> StoreWriter:
-        """Opens a job for writing, and creates it if it is not there. Raises as StoreClientSync.open."""
+        """Open a job for writing, and create it if it does not exist. Raises as StoreClientSync.open."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         writer = await self._threads.run(
             call,
@@ -128,7 +131,7 @@ class StoreClient:
         return StoreWriter(writer, self._threads)
 
     async def read(self, job: str, *, step: int | None = None, timeout: Timeout = None) -> StoreReader:
-        """Holds a committed step of a job, the newest one by default. Raises as StoreClientSync.read."""
+        """Open a reader of a committed step, the newest one by default. Raises as StoreClientSync.read."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         reader = await self._threads.run(
             call, lambda: self._client.read_within(call, job, step), give_back=StoreReaderSync.close
@@ -136,13 +139,16 @@ class StoreClient:
         return StoreReader(reader, self._threads)
 
     async def watch(self, job: str, *, timeout: Timeout = None) -> AsyncGenerator[Commit, None]:
-        """The newest committed step of a job, then each one as it is committed. Raises as StoreClientSync.watch."""
+        """Yield the newest committed step of a job, then each step as it is committed.
+
+        Raises as StoreClientSync.watch.
+        """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Commit | BaseException] = asyncio.Queue()
 
         def tell(item: Commit | BaseException) -> None:
-            # A loop that was closed has nobody who waits for it.
+            # A closed event loop raises RuntimeError; then no task waits for the item.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(arrived.put_nowait, item)
 
@@ -153,7 +159,7 @@ class StoreClient:
             except BaseException as error:
                 tell(error)
 
-        # Not one of the pool's: it lasts as long as the watch.
+        # The watch has a thread of its own, because it would occupy one of the pool for as long as it lasts.
         threading.Thread(target=listen, name="paramserver-watch", daemon=True).start()
         try:
             while True:
@@ -166,21 +172,21 @@ class StoreClient:
 
 
 class StoreWriter:
-    """An opened job; see StoreWriterSync."""
+    """A job that is open for writing; see StoreWriterSync."""
 
     def __init__(self, writer: StoreWriterSync, threads: _Threads) -> None:
-        """For StoreClient.open."""
+        """Wrap an open writer; users call `StoreClient.open`."""
         self._writer = writer
         self._threads = threads
 
     @property
     def name(self) -> str:
-        """Of the job."""
+        """The name of the job."""
         return self._writer.name
 
     @property
     def step(self) -> int | None:
-        """The newest committed step; None: none yet."""
+        """The newest committed step; None: nothing is committed yet."""
         return self._writer.step
 
     async def __aenter__(self) -> StoreWriter:
@@ -190,31 +196,33 @@ class StoreWriter:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the session; what was put and not committed is discarded."""
+        """End the session; tensors that were put but not committed are discarded."""
         await asyncio.shield(asyncio.to_thread(self._writer.close))
 
     async def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
-        """Gives tensors their values of the next step. Raises as StoreWriterSync.put; cancelled, it gives up the
-        step."""
+        """Put values of tensors for the next step. If cancelled, abandon the step. Raises as StoreWriterSync.put."""
         call = Call(timeout, LEASE_DEADLINE_SECONDS)
         await self._threads.run(call, lambda: self._writer.put_within(call, tensors))
 
     async def commit(self, *, timeout: Timeout = None) -> int:
-        """Makes what was put the job's newest step; the step. Raises as StoreWriterSync.commit."""
+        """Commit what was put as the next step, and return its number. Raises as StoreWriterSync.commit."""
         call = Call(timeout, COMMIT_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._writer.commit_within(call))
 
     async def roll_back(self, *, timeout: Timeout = None) -> int | None:
-        """Discards what was put since the last commit; the newest step. Raises as StoreWriterSync.roll_back."""
+        """Discard what was put since the last commit, and return the newest committed step.
+
+        Raises as StoreWriterSync.roll_back.
+        """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._writer.roll_back_within(call))
 
 
 class StoreReader:
-    """A held step; see StoreReaderSync."""
+    """A reader of one committed step; see StoreReaderSync."""
 
     def __init__(self, reader: StoreReaderSync, threads: _Threads) -> None:
-        """For StoreClient.read."""
+        """Wrap an open reader; users call `StoreClient.read`."""
         self._reader = reader
         self._threads = threads
 
@@ -225,7 +233,7 @@ class StoreReader:
 
     @property
     def step(self) -> int:
-        """The step that it holds."""
+        """The step that is read."""
         return self._reader.step
 
     async def __aenter__(self) -> StoreReader:
@@ -235,11 +243,11 @@ class StoreReader:
         await self.close()
 
     async def close(self) -> None:
-        """Lets go of the step."""
+        """Close the reader; the store may then delete the step."""
         await asyncio.shield(asyncio.to_thread(self._reader.close))
 
     async def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
-        """The tensors whose names begin with `prefix`. Raises as StoreReaderSync.tensors."""
+        """Return the tensors whose names begin with `prefix`. Raises as StoreReaderSync.tensors."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         return await self._threads.run(call, lambda: self._reader.tensors_within(call, prefix))
 
@@ -253,7 +261,7 @@ class StoreReader:
         out: torch.Tensor | None = None,
         timeout: Timeout = None,
     ) -> torch.Tensor:
-        """A tensor, or a range of it, as it was at the step. Arguments and errors: StoreReaderSync.get."""
+        """Return a tensor, or a range of it, as it was at the step. Arguments and errors: see StoreReaderSync.get."""
         call = Call(timeout, LEASE_DEADLINE_SECONDS)
         return await self._threads.run(
             call, lambda: self._reader.get_within(call, fqn, kind=kind, offset=offset, numel=numel, out=out)
@@ -262,20 +270,20 @@ class StoreReader:
     async def get_many(
         self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None
     ) -> dict[str, torch.Tensor]:
-        """Tensors as they were at the step, by name. Raises as StoreReaderSync.get_many."""
+        """Return tensors as they were at the step, by name. Raises as StoreReaderSync.get_many."""
         call = Call(timeout, LEASE_DEADLINE_SECONDS)
         wanted = list(fqns)
         return await self._threads.run(call, lambda: self._reader.get_many_within(call, wanted, kind))
 
     async def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
-        """Has the store bring tensors into its host memory, for the next `get`. Raises as StoreReaderSync.prefetch."""
+        """Let the store bring tensors into its host memory ahead of `get`. Raises as StoreReaderSync.prefetch."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         wanted = list(fqns)
         await self._threads.run(call, lambda: self._reader.prefetch_within(call, wanted, kind))
 
 
 def _discard(done: Future[T], give_back: Callable[[T], None] | None) -> None:
-    """The end of a call that nobody waits for any more."""
+    """Give back the result of a call whose task was cancelled, if the call has succeeded."""
     if done.cancelled() or isinstance(done.exception(), Exception):
         return
     if give_back is not None:

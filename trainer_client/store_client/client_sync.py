@@ -1,8 +1,7 @@
-"""The store for programs that do not train: tensors that are put, committed as steps, and read back, call by call.
+"""The store client for scripts that do not train: they put tensors, commit them as steps and read them back.
 
-The synchronous face, for scripts; `store_client` has the same for asyncio and stands on this one. All calls may come
-from several threads. Every one has a deadline; what can be done twice goes on by itself after a break of the connection
-or a restart of the daemon, with jittered pauses.
+Its calls block; `client.py` wraps it for asyncio. All calls may come from several threads, and each has a deadline.
+After a break of the connection or a restart of the daemon, idempotent calls are repeated, with jittered pauses.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trainer_client.transport.credentials import Credentials
 
 __all__ = ["StoreClientSync", "StoreReaderSync", "StoreWriterSync"]
 
-# Before a watch that broke is begun again.
+# The pause before a broken watch is begun again.
 _PAUSE_SECONDS = 0.1
 
 
@@ -34,7 +33,7 @@ class StoreClientSync:
     """A connection to a store daemon."""
 
     def __init__(self, connection: Connection) -> None:
-        """For `connect`."""
+        """Wrap a connection; users call `connect`."""
         self._connection = connection
 
     @classmethod
@@ -47,19 +46,20 @@ class StoreClientSync:
         prefer_streams: bool = False,
         timeout: Timeout = None,
     ) -> StoreClientSync:
-        """Waits until the daemon answers.
+        """Connect, and wait until the daemon answers.
 
         Args:
             address: `unix:/path/paramserver.sock` or `host:port`.
-            credentials: what to show to the daemon; else what $PARAMSERVER_TOKEN_FILE and $PARAMSERVER_TLS_CA,
-                _CERTIFICATE and _KEY name.
-            client: who we are, for people; else the host and the process.
-            prefer_streams: leave the store's shared memory alone even where it can be mapped.
-            timeout: seconds, or a timedelta; as everywhere here.
+            credentials: token and TLS files to connect with; None: those that $PARAMSERVER_TOKEN_FILE and
+                $PARAMSERVER_TLS_CA, _CERTIFICATE and _KEY name.
+            client: name of this client, shown to people who operate the daemon; None: the host's name and the process
+                id.
+            prefer_streams: do not use the store's shared memory even if it can be mapped.
+            timeout: deadline of the call in seconds, or as a timedelta, here and in all other calls; None: the default.
 
         Raises:
-            ConfigError: the address is none, or the credentials cannot be used.
-            UnauthenticatedError: the daemon knows no such token.
+            ConfigError: the address is malformed, or the credentials cannot be used.
+            UnauthenticatedError: the daemon does not know the token.
             StoreUnavailableError: no daemon answered in time.
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
@@ -69,7 +69,7 @@ class StoreClientSync:
     def connect_within(
         cls, call: Call, address: str, credentials: Credentials | None, client: str | None, *, prefer_streams: bool
     ) -> StoreClientSync:
-        """`connect`, as a part of a call."""
+        """Connect within the deadline of `call`; see `connect`."""
         name = client or f"{socket.gethostname()}, process {os.getpid()}"
         shown = Credentials.from_environment(os.environ) if credentials is None else credentials
         connection = Connection(address, name, shown, prefer_streams=prefer_streams)
@@ -88,20 +88,23 @@ class StoreClientSync:
 
     @property
     def epoch(self) -> str:
-        """Tells this start of the daemon from all others, of this daemon and others, when a session was opened last."""
+        """A random name that the daemon gave itself at its start, as of the last opened session."""
         return self._connection.epoch
 
     def close(self) -> None:
-        """Ends the session, and with it readers that are open still. Jobs that were opened are closed by themselves."""
+        """End the session, and with it all readers that are still open.
+
+        Writers have sessions of their own and stay open until they are closed.
+        """
         self._connection.close()
 
     @property
     def maps_memory(self) -> bool:
-        """Whether the daemon is on this node, so that tensors are copied from and to its memory; else they are sent."""
+        """Whether tensors are copied from and to the daemon's memory, as on its own node; otherwise they are sent."""
         return self._connection.maps_memory
 
     def list_jobs(self, *, timeout: Timeout = None) -> list[StoredJob]:
-        """The jobs that we may read, by name.
+        """Return the jobs that this client may read, sorted by name.
 
         Raises:
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
@@ -109,14 +112,14 @@ class StoreClientSync:
         return self.list_jobs_within(Call(timeout, CONTROL_DEADLINE_SECONDS))
 
     def list_jobs_within(self, call: Call) -> list[StoredJob]:
-        """`list_jobs`, as a part of a call."""
+        """List jobs within the deadline of `call`; see `list_jobs`."""
         response = self._connection.resume(
             call, lambda link: link.call("ListStoredJobs", pb.ListStoredJobsRequest(), call)
         )
         return [StoredJob.from_proto(job) for job in response.jobs]
 
     def list_tensors(self, job: str, *, prefix: str = "", timeout: Timeout = None) -> list[StoredTensor]:
-        """The tensors of a job whose names begin with `prefix`, by name.
+        """Return the tensors of a job whose names begin with `prefix`, sorted by name.
 
         Raises:
             StoreNotFoundError: there is no such job.
@@ -125,7 +128,7 @@ class StoreClientSync:
         return self.list_tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job, prefix)
 
     def list_tensors_within(self, call: Call, job: str, prefix: str) -> list[StoredTensor]:
-        """`list_tensors`, as a part of a call."""
+        """List tensors within the deadline of `call`; see `list_tensors`."""
         return self._connection.resume(call, lambda link: list_tensors(link, job, prefix, call))
 
     def open(
@@ -138,18 +141,24 @@ class StoreClientSync:
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         timeout: Timeout = None,
     ) -> StoreWriterSync:
-        """Opens a job for writing, alone, and creates it if it is not there. To be closed by the caller.
+        """Open a job for writing, and create it if it does not exist.
+
+        A job has one writer at a time, so the caller has to close it.
 
         Args:
-            tensors: what the job is made of, always the same; a tensor stands for its shape and type.
+            job: the job's name.
+            tensors: the job's tensors by name, the same each time it is opened; a tensor stands for its shape and
+                dtype.
             durability: "step" (each commit survives kill -9 and power loss), "snapshot:N" (every N-th does) or "none".
-            placement: where the newest values are at home: "nvme", or "host" memory.
-            shard_bytes: how large the pieces are in which tensors are stored, always the same; smaller ones fit a
-                smaller host budget of the daemon.
+            placement: where the newest values are kept: "nvme", or "host" memory.
+            shard_bytes: size in bytes of the shards that large tensors are cut into, the same each time the job is
+                opened; smaller shards fit a smaller host budget of the daemon.
+            timeout: deadline of the call in seconds, or as a timedelta.
 
         Raises:
-            ConfigError: an argument asks for what the store cannot keep.
-            JobConflictError: somebody else has it open, or it was stored with other tensors, pieces or durability.
+            ConfigError: the store cannot keep what an argument asks for.
+            JobConflictError: another client has the job open, or the job was stored with other tensors, shards or
+                durability.
             StoreBudgetError: the store has no room for the job.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
@@ -166,7 +175,7 @@ class StoreClientSync:
         placement: Placement,
         shard_bytes: int,
     ) -> StoreWriterSync:
-        """`open`, as a part of a call."""
+        """Open a job within the deadline of `call`; see `open`."""
         specs = {
             fqn: TensorSpec.of(tensor) if isinstance(tensor, torch.Tensor) else tensor
             for fqn, tensor in tensors.items()
@@ -175,31 +184,36 @@ class StoreClientSync:
         return StoreWriterSync(self._connection, layout, call)
 
     def read(self, job: str, *, step: int | None = None, timeout: Timeout = None) -> StoreReaderSync:
-        """Holds a committed step of a job, the newest one by default. To be closed by the caller.
+        """Open a reader of a committed step of a job, the newest one by default.
+
+        The store keeps the step until the caller closes the reader, whatever is committed meanwhile.
 
         Raises:
             StoreNotFoundError: there is no such job, or the store does not hold that step any more.
             JobConflictError: the job has no committed step yet.
-            StoreBudgetError: the store has no room to keep the step beside those to come.
-            DataLossError: some of its bytes are gone.
+            StoreBudgetError: the store has no room to keep the step beside later ones.
+            DataLossError: some bytes of the step are damaged.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
         return self.read_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job, step)
 
     def read_within(self, call: Call, job: str, step: int | None) -> StoreReaderSync:
-        """`read`, as a part of a call."""
+        """Open a reader within the deadline of `call`; see `read`."""
         return StoreReaderSync(self._connection, job, step, call)
 
     def read_layout(self, job: str, layout: str, step: int, *, timeout: Timeout = None) -> StoreReaderSync:
-        """As `read`, in a layout of the job that may have been replaced already. Raises as `read`."""
+        """Open a reader of a step in a given layout, which may not be the job's newest. Raises as `read`."""
         return StoreReaderSync(self._connection, job, step, Call(timeout, CONTROL_DEADLINE_SECONDS), layout)
 
     def watch(self, job: str, *, timeout: Timeout = None) -> Iterator[Commit]:
-        """The newest committed step of a job, if there is one, then each one as it is committed, or the newest of them
-        where several were while we were busy.
+        """Yield the newest committed step of a job, if there is one, then each step as it is committed.
+
+        If several steps are committed before the caller asks for the next one, only the newest of them is yielded.
 
         Args:
-            timeout: how long the daemon may be away; else it is waited for, however long nothing is committed.
+            job: the job's name.
+            timeout: how long the daemon may be unreachable, in seconds or as a timedelta. It does not limit how long
+                the watch waits for a commit.
 
         Raises:
             StoreNotFoundError: there is no such job, or it was deleted.
@@ -208,7 +222,7 @@ class StoreClientSync:
         return self.watch_within(Call(timeout, CONTROL_DEADLINE_SECONDS), job)
 
     def watch_within(self, call: Call, job: str) -> Iterator[Commit]:
-        """`watch`, as a part of a call."""
+        """Watch a job; see `watch`. The deadline of `call` limits only how long the daemon may be unreachable."""
         seen: tuple[int, float] | None = None
         while True:
             link = self._connection.resume(call, lambda link: link)
@@ -220,7 +234,8 @@ class StoreClientSync:
                         seen = commit.step, commit.committed_at_unix_seconds
                         yield commit
             except grpc.RpcError as error:
-                # However long nothing was committed: what counts is how long the daemon is away.
+                # The deadline begins anew at each break, because it limits how long the daemon is unreachable and not
+                # how long no step is committed.
                 call.extend()
                 failure = translate(error)
                 if not isinstance(failure, StoreUnavailableError) and link.is_known(call):

@@ -1,8 +1,8 @@
-"""The way of a StoreClient to its daemon: sessions that are opened again when the daemon was restarted, and calls that
-end at their deadline.
+"""How a StoreClient reaches its daemon: a session that is opened again when the daemon was restarted, and deadlines.
 
-Owns the channel and the sessions. grpc's synchronous API, on the caller's threads: two event loops in one process are
-more than grpc.aio bears. Must never repeat what may have been executed: `resume` is for what may be done twice.
+Owns the channel and the sessions. Uses grpc's synchronous API on the caller's threads, because grpc.aio does not work
+reliably with two event loops in one process. Must never repeat a call that may have been executed, so `resume` is for
+idempotent calls only.
 """
 
 from __future__ import annotations
@@ -34,16 +34,20 @@ T = TypeVar("T")
 
 
 class CallCancelledError(Exception):
-    """Nobody wants the result of this call any more. Never reaches a user."""
+    """The call was cancelled, so its result is not wanted any more. This error never reaches a user."""
 
 
 class Call:
-    """One call of a user: how long it may take, whether it is still wanted, and when it is at the user's memory."""
+    """One call of a user: its deadline, whether it was cancelled, and whether it is using the user's tensors."""
 
     def __init__(self, timeout: Timeout, default_seconds: float) -> None:
-        """Raises ConfigError for a timeout that is not positive."""
+        """Start the deadline, which is `default_seconds` if `timeout` is None.
+
+        Raises:
+            ConfigError: the timeout is not positive.
+        """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        # What was added to a deadline that the user left to this library.
+        # The seconds that `allow` has added to a default deadline.
         self._allowed_seconds = 0.0
         self._is_default = seconds is None
         self.seconds = default_seconds if seconds is None else float(seconds)
@@ -56,12 +60,12 @@ class Call:
 
     @property
     def left_seconds(self) -> float:
-        """Raises what `check` raises."""
+        """The seconds until the deadline, at least 0.001. Raises as `check`."""
         self.check()
         return max(0.001, self._at - time.monotonic())
 
     def check(self) -> None:
-        """Raises StoreTimeoutError after the deadline, CallCancelledError after `cancel`."""
+        """Raise StoreTimeoutError after the deadline, or CallCancelledError after `cancel`."""
         if self._cancelled.is_set():
             raise CallCancelledError
         if time.monotonic() >= self._at:
@@ -70,14 +74,16 @@ class Call:
             )
 
     def cancel(self) -> None:
-        """Ends the call as soon as it can be ended; from any thread."""
+        """End the call as soon as possible. Any thread may call this."""
         self._cancelled.set()
         for stream in tuple(self._streams):
             stream.cancel()
 
     def allow(self, patience_seconds: float) -> None:
-        """Lengthen a deadline that the user did not set to what it would be, had the daemon no patience, plus that: the
-        daemon may make the call wait so long by itself."""
+        """Extend the deadline by the seconds that the daemon may let a call wait, unless the user has set the deadline.
+
+        A later call with a longer patience extends the deadline by the difference.
+        """
         if self._is_default and patience_seconds > self._allowed_seconds:
             more = patience_seconds - self._allowed_seconds
             self._allowed_seconds = patience_seconds
@@ -85,29 +91,29 @@ class Call:
             self._at += more
 
     def extend(self) -> None:
-        """The whole time again. Raises CallCancelledError after `cancel`."""
+        """Restart the deadline with its full duration. Raises CallCancelledError after `cancel`."""
         self._at = time.monotonic() + self.seconds
         self.check()
 
     def pause(self, seconds: float) -> None:
-        """Waits, if there is time for it. Raises what `check` raises."""
+        """Sleep, at most until the deadline. Raises as `check`."""
         self._cancelled.wait(min(seconds, self.left_seconds))
         self.check()
 
     @contextlib.contextmanager
     def at_memory(self) -> Iterator[None]:
-        """Around each use of tensors that the user gave: none begins after `cancel`. Raises what `check` raises."""
+        """Enclose code that uses the user's tensors, so that `wait_for_memory` can wait for it. Raises as `check`."""
         with self._memory:
             self.check()
             yield
 
     def wait_for_memory(self) -> None:
-        """To be called after `cancel`: returns when the user's tensors are not touched any more."""
+        """Wait, after `cancel`, until the user's tensors are not used any more."""
         with self._memory:
             pass
 
     def track(self, stream: Any) -> Any:
-        """A stream that has begun, which `cancel` ends from now on."""
+        """Let `cancel` also cancel this stream from now on, and return the stream."""
         self._streams.add(stream)
         if not stream.add_callback(lambda: self._streams.discard(stream)):
             self._streams.discard(stream)
@@ -117,7 +123,7 @@ class Call:
 
 
 class _CancellableChannel:
-    """A channel whose streams end when the call that they are a part of is cancelled."""
+    """A channel that tracks its streams in a `Call`, so that they end when the call is cancelled."""
 
     def __init__(self, channel: grpc.Channel, call: Call) -> None:
         self._channel = channel
@@ -132,7 +138,7 @@ class Link:
     """One session with the daemon."""
 
     def __init__(self, channel: grpc.Channel, client: str, *, prefer_streams: bool) -> None:
-        """Raises StoreError if the daemon does not welcome us."""
+        """Open the session. Raises StoreError if the daemon refuses it."""
         self._stub: Any = pb_grpc.ParameterStoreStub(channel)
         self._channel = channel
         self._session = Session(self._stub, client)
@@ -146,11 +152,14 @@ class Link:
 
     @property
     def maps_memory(self) -> bool:
-        """Whether bytes are copied through the mapped arena; else they are sent."""
+        """Whether bytes are copied through the mapped arena; otherwise they are sent."""
         return self._arena is not None
 
     def goes_on(self, call: Call) -> bool:
-        """Whether the session does; waits while a broken stream is being taken up again. Raises StoreTimeoutError."""
+        """Return whether the session has not ended, after waiting for a broken stream to be resumed.
+
+        Raises StoreTimeoutError if the deadline passes meanwhile.
+        """
         try:
             self._session.wait_until_attached(call.left_seconds)
         except StoreTimeoutError:
@@ -160,7 +169,10 @@ class Link:
         return True
 
     def is_known(self, call: Call) -> bool:
-        """Whether the store knows the session: to tell what is not found from a session that has just ended."""
+        """Return whether the store knows the session.
+
+        After NOT_FOUND, this tells whether the session has ended or the thing that was asked for does not exist.
+        """
         try:
             self.call("ReleaseLeases", pb.ReleaseLeasesRequest(), call)
         except StoreError:
@@ -168,14 +180,15 @@ class Link:
         return True
 
     def close(self) -> None:
-        """Ends the session, and with it its leases and readers."""
+        """End the session, and with it its leases and readers."""
         if self._arena is not None:
-            # First: what this process could still write to is not used again until it has let go.
+            # The arena is closed before the session, because the store reuses memory that this process can write to
+            # only after this process has unmapped it.
             self._arena.close()
         self._session.close()
 
     def copy_out(self, call: Call, lease: pb.Lease, target: torch.Tensor) -> None:
-        """Copies the bytes of a read lease: from the mapped arena, or as a stream. Raises StoreError."""
+        """Copy the bytes of a read lease to `target` (uint8), from the arena or by a stream. Raises StoreError."""
         with call.at_memory():
             if self._arena is not None:
                 target.copy_(self._arena.view(lease.arena_offset, lease.size_bytes))
@@ -185,12 +198,12 @@ class Link:
                 self._streams(call).read(source, target.numpy().data, call.left_seconds)
 
     def copy_in(self, call: Call, lease: pb.Lease, source: torch.Tensor) -> None:
-        """Fills a write lease with bytes that may be on a device, and zeros behind them. Raises StoreError."""
+        """Fill a write lease with `source` (uint8, on any device), and its rest with zeros. Raises StoreError."""
         with call.at_memory():
             if self._arena is not None:
                 view = self._arena.view(lease.arena_offset, lease.size_bytes)
                 view[: source.numel()] = source
-                # Not somebody else's old bytes.
+                # The padding is zeroed because the memory may still have bytes of another session.
                 view[source.numel() :] = 0
                 self._arena.check()
             else:
@@ -207,15 +220,15 @@ class Link:
         return Streams(channel, self.session_id, check)
 
     def begin(self, method: str, request: Any, timeout_seconds: float) -> Any:
-        """A unary call, as a future of grpc."""
+        """Begin a unary call and return grpc's future of it."""
         request.session_id = self.session_id
         future = self._invoke(getattr(self._stub, method).future, request, timeout=timeout_seconds)
-        # grpc cancels a call whose future is forgotten, unless somebody waits for its end.
+        # grpc cancels a call when its future is garbage-collected, unless the future has a callback.
         future.add_done_callback(lambda _: None)
         return future
 
     def watch(self, job: str, call: Call) -> Any:
-        """The responses of WatchJob, as grpc gives them."""
+        """Begin the call WatchJob and return grpc's iterator of its responses."""
         request = pb.WatchJobRequest(session_id=self.session_id, job=job)
         return call.track(self._invoke(self._stub.WatchJob, request))
 
@@ -223,20 +236,20 @@ class Link:
         try:
             return method(request, **options)
         except ValueError as error:
-            # What grpc says of a channel that was closed.
+            # grpc raises ValueError if the channel is closed.
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from error
 
     def call(self, method: str, request: Any, call: Call) -> Any:
-        """A unary call. Raises StoreError."""
+        """Make a unary call and return its response. Raises StoreError."""
         call.allow(self.patience_seconds)
         return result_of(self.begin(method, request, call.left_seconds))
 
 
 class Connection:
-    """A channel and, on it, one session that is always there again."""
+    """A channel and one session on it, which is opened again when it has ended."""
 
     def __init__(self, address: str, client: str, credentials: Credentials, *, prefer_streams: bool) -> None:
-        """Connects when it is first used. Raises ConfigError for what is no address, and for unusable credentials."""
+        """Prepare a connection, which is made on first use. Raises ConfigError for a bad address or credentials."""
         self.address = address
         self._client = client
         self._prefer_streams = prefer_streams
@@ -246,7 +259,7 @@ class Connection:
         self._closed = False
 
     def close(self) -> None:
-        """Ends the session."""
+        """End the session and close the channel."""
         with self._lock:
             self._closed = True
             if self._link is not None:
@@ -254,18 +267,18 @@ class Connection:
         self._channel.close()
 
     def new_link(self) -> Link:
-        """A session apart, which is the caller's to close. Raises StoreError."""
+        """Open a further session, which the caller has to close. Raises StoreError."""
         if self._closed:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, f"the client of {self.address} was closed")
         return Link(self._channel, self._client, prefer_streams=self._prefer_streams)
 
     def link(self, call: Call) -> Link:
-        """The session, opened again if it has ended. Raises StoreError."""
+        """Return the session; open it again if it has ended. Raises StoreError."""
         link = self._link
         if link is not None and link.goes_on(call):
             return link
         with self._lock:
-            # Unless another call has opened it again meanwhile.
+            # Another call may have opened the session again meanwhile; then `_link` is not `link` any more.
             if self._link is link:
                 self._link = None
                 if link is not None:
@@ -276,16 +289,18 @@ class Connection:
 
     @property
     def epoch(self) -> str:
-        """Of the daemon's start, in the session that was opened last."""
+        """The random name of the daemon's start, as of the last opened session; "" before the first one."""
         return "" if self._link is None else self._link.epoch
 
     @property
     def maps_memory(self) -> bool:
-        """Whether bytes go through the mapped arena, in the session that was opened last."""
+        """Whether bytes go through the mapped arena, as of the last opened session."""
         return self._link is not None and self._link.maps_memory
 
     def resume(self, call: Call, attempt: Callable[[Link], T]) -> T:
-        """What `attempt` gives; after a break of the connection it is made again, on a new session if need be.
+        """Call `attempt` with the session and return its result; call it again after each break of the connection.
+
+        If the session has ended, `attempt` gets a new one. It must be idempotent.
 
         Raises:
             StoreError: the store refuses, or the deadline has passed.
@@ -294,7 +309,7 @@ class Connection:
 
 
 def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]) -> T:
-    """See Connection.resume; `link_of` gives the session to use now."""
+    """Call `attempt` again after each break of the connection; see Connection.resume. `link_of` returns the session."""
     backoff = Backoff()
     while True:
         call.check()
@@ -303,19 +318,20 @@ def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]
             link = link_of()
             return attempt(link)
         except (StoreUnavailableError, StoreNotFoundError) as error:
-            # Of a session that has ended everything is unknown.
+            # If the session has ended, the store answers every call with NOT_FOUND. Only if it knows the session, the
+            # thing that was asked for is missing.
             if isinstance(error, StoreNotFoundError) and (link is None or link.is_known(call)):
                 raise
             failure = error
         try:
             call.pause(backoff.next_seconds())
         except StoreTimeoutError:
-            # Why, rather than that.
+            # The last failure says more than the time-out.
             raise failure from None
 
 
 def result_of(future: Any) -> Any:
-    """The response of a call that was begun. Raises StoreError."""
+    """Wait for the response of a call that was begun, and return it. Raises StoreError."""
     try:
         return future.result()
     except grpc.RpcError as error:
@@ -325,7 +341,7 @@ def result_of(future: Any) -> Any:
 
 
 def release(link: Link, lease_ids: list[int]) -> None:
-    """Returns leases, without waiting. What fails has ended with the session."""
+    """Release leases without waiting. A failure is ignored, because the leases then ended with their session."""
     releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease_id) for lease_id in lease_ids]
     with contextlib.suppress(StoreUnavailableError):
         link.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), CONTROL_DEADLINE_SECONDS)

@@ -1,7 +1,8 @@
-"""What a job of a StoreClient is, and how its tensors are partitioned into shard groups.
+"""The layout of a job of a StoreClient: how its tensors are divided into shard groups.
 
-A large tensor is cut into shards, each a group of its own. Small ones are packed, many into one group: a group costs
-the store some kilobytes of memory, a page on the device and two calls, whatever it holds. Owns no connection.
+A large tensor is cut into shards, each of which is a group of its own. Many small tensors are packed into one group,
+because a group costs the store some kilobytes of memory, a page on the device and two calls, however small it is. Owns
+no connection.
 """
 
 from __future__ import annotations
@@ -20,17 +21,25 @@ from trainer_client.errors import ConfigError
 from trainer_client.model.layout import round_up
 from trainer_client.store_client.types import Placement, TensorSpec, durability_to_proto, kind_spec
 
-# A put of one small tensor writes its group: no more than the store verifies and writes at once anyway.
+# The largest size of a pack. To put one small tensor, its whole pack is written. The store verifies and writes at least
+# so many bytes at once anyway.
 PACK_BYTES = 128 << 10
-# The name of the partition with packed tensors. One without a name, of earlier versions, has a group for each tensor.
+# The name of the layout with packs. Layouts of earlier versions have no name, and in them no tensor is packed.
 PACKED = "packed"
-# A request of this many shards takes the store some milliseconds to parse, for which everybody else waits.
+# The most shards in one request. The store needs some milliseconds to parse so many, and other clients wait meanwhile.
 _SHARDS_A_REQUEST = 16_384
 
 
 @dataclass(slots=True, kw_only=True)
 class Pack:
-    """A group of small tensors of one type. `positions`: where each begins, and `numel` of all, padded, in elements."""
+    """A shard group of small tensors with one dtype.
+
+    Attributes:
+        name: name of the group.
+        dtype: dtype of its tensors.
+        positions: the element at which each tensor begins, by the tensor's name.
+        numel: number of elements of the group, with padding.
+    """
 
     name: str
     dtype: torch.dtype
@@ -40,7 +49,15 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class JobLayout:
-    """What a job is, as the store is told at each opening of it."""
+    """The description of a job, which the store gets each time the job is opened.
+
+    Attributes:
+        name: the job's name.
+        tensors: its tensors, by name.
+        durability: "step", "snapshot:N" or "none".
+        placement: the home of its tensors: "nvme" or "host".
+        shard_bytes: the largest size of a shard.
+    """
 
     name: str
     tensors: Mapping[str, TensorSpec]
@@ -49,7 +66,7 @@ class JobLayout:
     shard_bytes: int
 
     def open_request(self) -> pb.OpenJobRequest:
-        """Raises ConfigError for what the store cannot keep."""
+        """Return the request that opens the job. Raises ConfigError if the store cannot keep what it describes."""
         if not self.tensors:
             raise ConfigError(f"job {self.name!r} has no tensors; name at least one, with its shape and type")
         return pb.OpenJobRequest(
@@ -65,7 +82,7 @@ class JobLayout:
 
     @cached_property
     def packs(self) -> dict[str, Pack]:
-        """The pack of each small tensor, by the tensor's name. They do not depend on the order of the tensors."""
+        """The pack of each small tensor, by the tensor's name; independent of the order of `tensors`."""
         packs: dict[str, Pack] = {}
         filling: dict[torch.dtype, Pack] = {}
         numbers = itertools.count()
@@ -76,7 +93,7 @@ class JobLayout:
                 continue
             pack = filling.get(spec.dtype)
             if pack is None or (pack.numel + numel) * itemsize > pack_bytes:
-                # No tensor's group has such a name: there is no tensor without a name, and theirs end with a range.
+                # The group of a tensor is named `fqn[start:end]`, so it never has a name of this form.
                 pack = filling[spec.dtype] = Pack(name=f"[packed {next(numbers)}]", dtype=spec.dtype)
             pack.positions[fqn] = pack.numel
             pack.numel += numel
@@ -84,8 +101,10 @@ class JobLayout:
         return packs
 
     def shards(self, fqn: str) -> list[tuple[str, int, int]]:
-        """The shards of a tensor that is not packed: the name of each one's group, and the elements [start, end) that
-        it has."""
+        """Return (group name, start, end) for each shard of a tensor that is not packed.
+
+        A shard has the tensor's elements [start, end). Raises ConfigError if `shard_bytes` is too small.
+        """
         spec = self.tensors[fqn]
         length = self.shard_bytes // spec.dtype.itemsize // ELEMENT_ALIGNMENT * ELEMENT_ALIGNMENT
         if length <= 0:
@@ -94,7 +113,11 @@ class JobLayout:
         return [(f"{fqn}[{start}:{end}]", start, end) for start, end in itertools.pairwise([0, *ends])]
 
     def register_requests(self, *, packed: bool) -> Iterator[pb.RegisterShardsRequest]:
-        """All groups, in several requests where there are many; `packed`: whether small tensors are."""
+        """Yield requests that declare all groups, each with a limited number of shards.
+
+        Args:
+            packed: whether small tensors share groups.
+        """
         request, shards = pb.RegisterShardsRequest(), 0
         for group in self._groups(packed=packed):
             request.groups.append(group)
@@ -130,5 +153,5 @@ class JobLayout:
 
 
 def _distinct(packs: Iterable[Pack]) -> Iterator[Pack]:
-    """Return each pack once, in order."""
+    """Return each pack once, in the order of first occurrence."""
     return iter({pack.name: pack for pack in packs}.values())

@@ -1,6 +1,7 @@
-"""The packs that are filled in a step: small tensors wait here until their group is whole, or the step is committed.
+"""Buffers for packs. A pack is a group of small tensors, which the store keeps and receives as one.
 
-Holds copies, never the user's tensors. Knows no connection.
+A small tensor that is put waits here until all tensors of its pack are put, or the step is committed. Holds copies,
+never the user's tensors. Knows no connection.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import torch
 from trainer_client.store_client.connection import Call
 from trainer_client.store_client.job_layout import Pack
 
-# Tensors that are copied between two looks at whether the call is still wanted.
+# The number of tensors that are copied between two checks of whether the call was cancelled.
 _COPIED_AT_ONCE = 256
 
 
 @dataclass(slots=True)
 class Filling:
-    """A pack with the values of this step, as far as they were put: `values` [pack.numel]."""
+    """A pack with the values that were put in this step.
+
+    Attributes:
+        pack: which tensors it has, and where.
+        values: the pack's elements, [pack.numel].
+        missing: names of the tensors that were not put yet.
+    """
 
     pack: Pack
     values: torch.Tensor
     missing: set[str]
 
     def complete(self, stored: torch.Tensor, numels: Mapping[str, int]) -> None:
-        """Take what is missing from the pack's last committed bytes, uint8."""
+        """Copy the missing tensors from `stored`, the pack's last committed bytes (uint8); `numels` is by name."""
         before = stored.view(self.pack.dtype)
         for fqn in self.missing:
             start = self.pack.positions[fqn]
@@ -37,19 +44,24 @@ class Filling:
 
 
 class Packing:
-    """The fillings of one writer."""
+    """The packs of one writer that are filled only in part."""
 
     def __init__(self) -> None:
         self._fillings: dict[str, Filling] = {}
 
     def clear(self) -> None:
-        """Forget what was put."""
+        """Drop all values that were put."""
         self._fillings.clear()
 
     def put(self, call: Call, tensors: Iterable[tuple[Pack, str, torch.Tensor]]) -> list[Filling]:
-        """Copy values of tensors into their packs. Returns those that are whole now, which are the caller's to send.
+        """Copy tensors into their packs, and return the packs that are complete now, which the caller has to send.
 
-        Raises what `Call.check` raises.
+        Args:
+            call: the user's call; once it is cancelled, no tensor is read any more.
+            tensors: triples of a pack, the name of a tensor in it and the tensor.
+
+        Raises:
+            StoreTimeoutError, CallCancelledError: as `Call.check`.
         """
         whole: list[Filling] = []
         ahead = iter(tensors)
@@ -68,9 +80,9 @@ class Packing:
         return whole
 
     def incomplete(self) -> Iterator[Filling]:
-        """Return the packs of which only a part was put."""
+        """Return the packs of which only some tensors were put."""
         return iter(list(self._fillings.values()))
 
     def take(self, filling: Filling) -> Filling:
-        """Take a filling out, for it to be sent."""
+        """Remove `filling` from these packs and return it, for the caller to send it."""
         return self._fillings.pop(filling.pack.name)

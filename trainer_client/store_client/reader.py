@@ -1,8 +1,8 @@
-"""A committed step of a job, held for reading: whole tensors or ranges of them, whatever is trained meanwhile.
+"""Reading a committed step of a job: whole tensors or ranges of them, also while a trainer commits further steps.
 
-Owns the reader in the store and the leases of what was prefetched. A tensor is brought into the arena part by part,
-leased, and copied out of it: from this process's mapping, or on another node as a stream. After a restart of the daemon
-the same step is held again, if it is still there.
+Owns the reader in the store and the leases of prefetched parts. The store brings a tensor into the arena part by part;
+each part is leased and copied out, through this process's mapping or, on another node, by a stream. After a restart of
+the daemon the same step is opened again, if the store still has it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,28 @@ from trainer_client.store_client.connection import Call, Connection, Link, Timeo
 from trainer_client.store_client.types import Kind, StoredTensor, bytes_of, kind_to_proto
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
-# A part is brought into the arena at once, so that a tensor may be larger than the arena. They begin at multiples of
-# this, as the store's blocks do.
+# A tensor is read in parts, so that it may be larger than the arena. Parts begin at multiples of this unit, because the
+# store's blocks do.
 _PART_UNIT_BYTES = 64 << 10
 _MOST_PART_BYTES = 16 << 20
-# What one reader has in the arena at most, as a share of it: one part is copied while others come.
+# One reader has this many parts in the arena: it copies one while the store brings the next ones. Together they take at
+# most 1 / _ARENA_SHARE of the arena.
 _PARTS_UNDER_WAY = 4
 _ARENA_SHARE = 16
-# Parts that `prefetch` may hold besides.
+# The number of further parts that `prefetch` may hold in the arena.
 _PARTS_AHEAD = 16
+# The number of tensors in one response of ListStoredTensors.
 _PAGE = 1000
-# What `get_many` reads together: ranges in one lease, each from a multiple of some bytes on (the store's rule), and how
-# large a tensor may be beside others, as a share of a part.
+# `get_many` reads several tensors with one lease: at most _BATCHED_RANGES of them, each at a multiple of
+# _RANGE_ALIGNMENT bytes in the lease (the store's rule). A tensor larger than 1 / _BATCHED_SHARE of a part is read by
+# itself.
 _BATCHED_RANGES = 4096
 _BATCHED_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Elements `[offset, offset + numel)` of a tensor."""
+    """Elements `[offset, offset + numel)` of one kind of a flattened tensor."""
 
     fqn: str
     kind: kinds.Kind
@@ -61,7 +64,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Whole tensors that are read with one lease. `places`: of each, the byte in the lease where it begins."""
+    """Whole tensors that are read with one lease.
+
+    Attributes:
+        parts: the tensors.
+        places: the first byte of each tensor in the lease.
+    """
 
     parts: list[Part] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
@@ -75,7 +83,7 @@ WantedT = TypeVar("WantedT", Part, Batch)
 
 
 class _Held:
-    """The reader as one session has it, and the parts that were asked for ahead, by futures of their leases."""
+    """The store's reader in one session; `ahead` has the futures of the leases that `prefetch` has asked for."""
 
     def __init__(self, link: Link, reader_id: int) -> None:
         self.link = link
@@ -83,14 +91,14 @@ class _Held:
         self.ahead: dict[Part, Any] = {}
 
     def lease(self, wanted: Part | Batch, timeout_seconds: float) -> Any:
-        """A future of a lease on the part or the batch; a part is taken from those asked for ahead if it is there."""
+        """Request a lease on a part or a batch, and return grpc's future of it; use the prefetched one if there is."""
         if isinstance(wanted, Part) and wanted in self.ahead:
             return self.ahead.pop(wanted)
         request = pb.AcquireLeasesRequest(wants=[wanted.to_want(self.reader_id)])
         return self.link.begin("AcquireLeases", request, timeout_seconds)
 
     def give_back(self, leased: Any) -> None:
-        """Returns the lease of a future, when it is granted."""
+        """Release the lease of a future as soon as it is granted."""
 
         def on_done(future: Any) -> None:
             with contextlib.suppress(StoreError):
@@ -100,12 +108,12 @@ class _Held:
 
 
 class StoreReaderSync:
-    """A held step. Made by StoreClientSync.read; may be used from several threads."""
+    """A reader of one committed step; StoreClientSync.read opens it. Several threads may use it."""
 
     def __init__(
         self, connection: Connection, job: str, step: int | None, call: Call, layout: str | None = None
     ) -> None:
-        """`layout`: the partition to read the step from, where it is not the job's newest."""
+        """Open the reader; `layout` names the layout of the step, None is the job's newest."""
         self._connection = connection
         self._layout = layout
         self._lock = threading.Lock()
@@ -119,7 +127,7 @@ class StoreReaderSync:
 
     @property
     def step(self) -> int:
-        """The step that it holds."""
+        """The step that is read."""
         assert self._step is not None
         return self._step
 
@@ -130,7 +138,7 @@ class StoreReaderSync:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the step; idempotent."""
+        """Close the reader, after which the store may delete the step; idempotent."""
         with self._lock:
             self._closed = True
             held, self._held = self._held, None
@@ -139,11 +147,12 @@ class StoreReaderSync:
         for leased in held.ahead.values():
             held.give_back(leased)
         request = pb.CloseReaderRequest(reader_id=held.reader_id)
-        with contextlib.suppress(StoreError):  # gone with its session
+        # If this fails, the reader has ended with its session.
+        with contextlib.suppress(StoreError):
             held.link.call("CloseReader", request, Call(None, CONTROL_DEADLINE_SECONDS))
 
     def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
-        """The tensors whose names begin with `prefix`, by name.
+        """Return the tensors whose names begin with `prefix`, sorted by name.
 
         Raises:
             StoreError: the daemon cannot be reached.
@@ -151,14 +160,14 @@ class StoreReaderSync:
         return self.tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), prefix)
 
     def tensors_within(self, call: Call, prefix: str) -> list[StoredTensor]:
-        """`tensors`, as a part of a call."""
+        """List tensors within the deadline of `call`; see `tensors`."""
         return self._connection.resume(call, lambda link: list_tensors(link, self.job, prefix, call, self._layout))
 
     def client_state(self, rank: int, *, timeout: Timeout = None) -> bytes:
-        """What a rank of the job gave to the commit of the step, which is its trainer's business.
+        """Return the client state of a rank: the bytes that its trainer stored with the commit of the step.
 
         Raises:
-            StoreNotFoundError: this store had no such rank.
+            StoreNotFoundError: the rank was not attached to this store.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
@@ -179,19 +188,23 @@ class StoreReaderSync:
         out: torch.Tensor | None = None,
         timeout: Timeout = None,
     ) -> torch.Tensor:
-        """A tensor as it was at the step.
+        """Return a tensor, or a range of it, as it was at the step.
 
         Args:
-            offset, numel: in elements of the flattened tensor; the result is 1-D then. By default all, in its shape.
-            out: where to put it: contiguous, on the CPU, of the same type and as many elements.
-            timeout: seconds, or a timedelta.
+            fqn: the tensor's name.
+            kind: "param", or for a trained tensor "master" or an optimizer state.
+            offset: first element of a range of the flattened tensor; None: 0.
+            numel: number of elements of the range; None: up to the tensor's end. If `offset` or `numel` is given, the
+                result is 1-D, otherwise it has the tensor's shape.
+            out: a contiguous CPU tensor with the same dtype and number of elements, which is filled and returned.
+            timeout: deadline of the call in seconds, or as a timedelta.
 
         Raises:
-            ConfigError: the range leaves the tensor, or `out` does not fit.
-            StoreNotFoundError: the job has no such tensor, this store not all of it, or after a restart of the daemon
-                the step is gone.
-            StoreBudgetError: the store's host memory had no room for it for too long.
-            DataLossError: it is damaged.
+            ConfigError: the range exceeds the tensor, or `out` does not fit.
+            StoreNotFoundError: the job has no such tensor, this store does not have all of it, or the step is gone
+                after a restart of the daemon.
+            StoreBudgetError: the store's host memory had no room for the bytes for too long.
+            DataLossError: the stored bytes are damaged.
             StoreTimeoutError, StoreUnavailableError: the store did not answer in time.
         """
         return self.get_within(
@@ -201,7 +214,7 @@ class StoreReaderSync:
     def get_within(
         self, call: Call, fqn: str, *, kind: Kind, offset: int | None, numel: int | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """`get`, as a part of a call."""
+        """Read a tensor within the deadline of `call`; see `get`."""
         whole, dtype, target = self._describe(call, fqn, kind, offset, numel)
         shape = whole if offset is None and numel is None else (target.numel,)
         result = torch.empty(shape, dtype=dtype) if out is None else _check_out(out, dtype, target)
@@ -209,7 +222,7 @@ class StoreReaderSync:
         filled = bytes_of(result)
 
         def attempt(link: Link) -> None:
-            # What was copied before a break of the connection is not copied again.
+            # Parts that were copied before a break of the connection are not copied again.
             start = target.numel - sum(part.numel for part in remaining)
             _copy_out(self._attach(link, call), call, remaining, filled[start * dtype.itemsize :])
 
@@ -219,7 +232,7 @@ class StoreReaderSync:
     def get_many(
         self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None
     ) -> dict[str, torch.Tensor]:
-        """Tensors as they were at the step, by name. Thousands of small ones come with one call of the store.
+        """Return tensors as they were at the step, by name. One request to the store reads thousands of small ones.
 
         Raises:
             StoreNotFoundError, StoreBudgetError, DataLossError, StoreTimeoutError, StoreUnavailableError: as `get`.
@@ -227,7 +240,7 @@ class StoreReaderSync:
         return self.get_many_within(Call(timeout, LEASE_DEADLINE_SECONDS), fqns, kind)
 
     def get_many_within(self, call: Call, fqns: Iterable[str], kind: Kind) -> dict[str, torch.Tensor]:
-        """`get_many`, as a part of a call."""
+        """Read tensors within the deadline of `call`; see `get_many`."""
         names = list(dict.fromkeys(fqns))
         self._look_up(call, names)
         described = {fqn: self._describe(call, fqn, kind, None, None) for fqn in names}
@@ -246,7 +259,7 @@ class StoreReaderSync:
             held.link.copy_out(call, lease, data)
             for part, start in zip(batch.parts, batch.places, strict=True):
                 shape, dtype, _ = described[part.fqn]
-                # A copy: one tensor that is kept is not to keep all others of its batch.
+                # Each tensor is cloned, because a view would keep the memory of the whole batch alive.
                 found[part.fqn] = data[start : start + part.numel * dtype.itemsize].clone().view(dtype).view(shape)
 
         self._connection.resume(call, lambda link: _take_each(self._attach(link, call), call, remaining, take))
@@ -256,9 +269,9 @@ class StoreReaderSync:
         return {fqn: found[fqn] for fqn in names}
 
     def prefetch(self, fqns: Iterable[str], *, kind: Kind = "param", timeout: Timeout = None) -> None:
-        """Has the store bring tensors into its host memory, for the next `get` of each.
+        """Let the store bring tensors into its host memory, for the next `get` of each. Does not wait.
 
-        Does not wait for them. What is more than a part of that memory is left for `get` itself.
+        At most _PARTS_AHEAD parts are prefetched; `get` reads the others when it is called.
 
         Raises:
             StoreNotFoundError: the job has no such tensor.
@@ -267,7 +280,7 @@ class StoreReaderSync:
         self.prefetch_within(Call(timeout, CONTROL_DEADLINE_SECONDS), fqns, kind)
 
     def prefetch_within(self, call: Call, fqns: Iterable[str], kind: Kind) -> None:
-        """`prefetch`, as a part of a call."""
+        """Prefetch within the deadline of `call`; see `prefetch`."""
         targets = [self._describe(call, fqn, kind, None, None) for fqn in fqns]
 
         def attempt(link: Link) -> None:
@@ -282,7 +295,7 @@ class StoreReaderSync:
         self._connection.resume(call, attempt)
 
     def _attach(self, link: Link, call: Call) -> _Held:
-        """The reader in this session, opened again if the last session has ended."""
+        """Return the reader in the session of `link`; open it (again) if this is a new session. Raises StoreError."""
         with self._lock:
             if self._closed:
                 raise ConfigError(f"the reader of step {self._step} of job {self.job!r} was closed; open another")
@@ -306,11 +319,11 @@ class StoreReaderSync:
             return self._held
 
     def _look_up(self, call: Call, fqns: Iterable[str]) -> None:
-        """Makes known what the store says of tensors, as far as there are such."""
+        """Ask the store for the descriptions of tensors, and keep them; a name that does not exist is ignored."""
         unknown = [fqn for fqn in fqns if fqn not in self._tensors]
         if not unknown:
             return
-        # By name the tensor itself is the first one whose name begins like its own.
+        # For a single tensor one result is enough: sorted by name, it comes first among those that begin with its name.
         limit = 1 if len(unknown) == 1 else None
         first, last = min(unknown), max(unknown)
         prefix = first[: next((i for i, c in enumerate(first) if last[i : i + 1] != c), len(first))]
@@ -322,7 +335,7 @@ class StoreReaderSync:
     def _describe(
         self, call: Call, fqn: str, kind: Kind, offset: int | None, numel: int | None
     ) -> tuple[tuple[int, ...], torch.dtype, Part]:
-        """The shape of a tensor, the type of one kind of it, and the range of it that is meant."""
+        """Return a tensor's shape, the dtype of its `kind`, and the range that the arguments mean."""
         wire_kind = kind_to_proto(kind)
         self._look_up(call, [fqn])
         tensor = self._tensors.get(fqn)
@@ -341,8 +354,10 @@ class StoreReaderSync:
 def list_tensors(
     link: Link, job: str, prefix: str, call: Call, layout: str | None = None, limit: int | None = None
 ) -> list[StoredTensor]:
-    """The tensors of a job, in its newest layout or another one, whose names begin with `prefix`: all of them, or the
-    first `limit`. Raises StoreError."""
+    """Return the tensors of a job whose names begin with `prefix`, sorted by name: all, or the first `limit`.
+
+    `layout` names the layout; None is the job's newest. Raises StoreError.
+    """
     tensors: list[StoredTensor] = []
     token = ""
     while True:
@@ -357,7 +372,7 @@ def list_tensors(
 
 
 def _copy_out(held: _Held, call: Call, remaining: deque[Part], target: torch.Tensor) -> None:
-    """Copies parts one after the other, and takes each off `remaining`."""
+    """Copy the parts in `remaining` one after the other to `target` (uint8), and remove each when it is copied."""
     start = 0
 
     def take(held: _Held, part: Part, lease: pb.Lease) -> None:
@@ -371,8 +386,10 @@ def _copy_out(held: _Held, call: Call, remaining: deque[Part], target: torch.Ten
 def _take_each(
     held: _Held, call: Call, remaining: deque[WantedT], take: Callable[[_Held, WantedT, pb.Lease], None]
 ) -> None:
-    """Leases what is in `remaining`, one after the other, and removes each from there when `take` has its bytes; the
-    next ones are on their way meanwhile."""
+    """Lease each part or batch in `remaining`, and pass it to `take`, which copies its bytes; then remove it.
+
+    The next _PARTS_UNDER_WAY - 1 leases are requested ahead.
+    """
     under_way: deque[Any] = deque()
     try:
         while remaining:
@@ -388,7 +405,7 @@ def _take_each(
 
 
 def _batches(parts: Iterable[Part], itemsizes: Mapping[str, int], most_bytes: int) -> Iterator[Batch]:
-    """Cuts whole tensors into batches of at most so many bytes, as the store lays them out in a lease."""
+    """Group whole tensors into batches of at most `most_bytes`, placed as the store places ranges in a lease."""
     batch, end = Batch(), 0
     for part in parts:
         start, nbytes = round_up(end, GATHER_ALIGNMENT_BYTES), part.numel * itemsizes[part.fqn]
@@ -408,7 +425,7 @@ def _part_bytes(link: Link) -> int:
 
 
 def _cut(whole: Part, part_numel: int) -> list[Part]:
-    """A range in parts that begin at multiples of `part_numel` elements, but for the first."""
+    """Cut a range into parts. Each but the first begins at a multiple of `part_numel` elements."""
     end = whole.offset + whole.numel
     cuts = [whole.offset, *range((whole.offset // part_numel + 1) * part_numel, end, part_numel), end]
     return [

@@ -1,6 +1,6 @@
-"""What a StoreClient is told and tells: tensors, jobs and commits, in torch's words rather than the wire's.
+"""Records in the public calls of a StoreClient: tensors, jobs and commits, with torch's types.
 
-Plain records and their way to and from the wire. Holds no connection.
+Also converts them to and from the messages of the wire protocol. Holds no connection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from paramserver.contract import kinds
 from paramserver.contract.dtypes import TORCH_DTYPES, WIRE_DTYPES
-from paramserver.contract.durability import parse_durability
 from paramserver.contract.kinds import KINDS, StoredKind
 from paramserver.contract.tiers import TIERS, Tier
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -30,7 +29,7 @@ _PLACEMENTS: Mapping[str, Tier] = {name: TIERS[name] for name in get_args(Placem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor to be stored: its shape and its type, one of float32, bfloat16 and float16."""
+    """Shape and dtype of a tensor to be stored; the dtype is float32, bfloat16 or float16."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,11 +40,11 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """That of a tensor."""
+        """Return the spec of a tensor."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     def to_proto(self, fqn: str) -> pb.Parameter:
-        """Raises ConfigError for a tensor that the store cannot keep."""
+        """Return the wire's message for a tensor of this spec. Raises ConfigError if the store cannot keep it."""
         if self.dtype not in WIRE_DTYPES:
             raise ConfigError(f"tensor {fqn!r} is of {self.dtype}; the store keeps float32, bfloat16 and float16")
         if not self.numel:
@@ -55,7 +54,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A committed step of a job. `durable`: it survives kill -9 and power loss."""
+    """A committed step of a job.
+
+    Attributes:
+        step: its number.
+        durable: whether it survives kill -9 of the daemon and power loss.
+        committed_at_unix_seconds: time of the commit, by the daemon's clock.
+    """
 
     step: int
     durable: bool
@@ -72,7 +77,13 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayout:
-    """A partition of a job into shards, by a name that its client has given it, and the committed steps in it."""
+    """A layout of a job: one way in which its tensors are cut into shards.
+
+    Attributes:
+        name: given by the client that created the layout.
+        world_size: number of ranks that the tensors are sharded over.
+        steps: the committed steps that are stored in this layout.
+    """
 
     name: str
     world_size: int
@@ -88,9 +99,12 @@ class StoredJob:
     """A job of the store.
 
     Attributes:
-        step: the newest committed one; None: none yet.
-        layouts: that have committed steps, the newest one last: one, but for the moment in which a job goes over to
-            another number of ranks.
+        name: its name.
+        world_size: number of ranks that its tensors are sharded over.
+        step: the newest committed step; None: nothing is committed yet.
+        durable: whether that step survives kill -9 of the daemon and power loss.
+        layouts: the layouts that have committed steps, the newest one last. There are two only while a job goes over
+            to another number of ranks.
     """
 
     name: str
@@ -112,12 +126,16 @@ class StoredJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor that the store has elements of.
+    """A tensor of a job, of which this store has at least some elements.
 
     Attributes:
-        kinds: what is stored of it ("param", and of a trained one "master" and the optimizer's states), with the types.
-        held: the element ranges, as (offset, numel), that this store has: all of it, unless the ranks of the job are
-            attached to several stores.
+        fqn: its name, as in `named_parameters()`.
+        shape: its shape.
+        trainable: whether the optimizer updates it.
+        kinds: the dtype of each stored kind: "param" and, if the tensor is trained, "master" and the optimizer's
+            states.
+        held: the element ranges, as (offset, numel), that this store has. They cover the tensor, unless the ranks of
+            the job are attached to several stores.
     """
 
     fqn: str
@@ -132,7 +150,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of kind "param"."""
+        """The dtype of kind "param"."""
         return self.kinds["param"]
 
     @classmethod
@@ -147,7 +165,7 @@ class StoredTensor:
 
 
 def kind_to_proto(kind: str) -> kinds.Kind:
-    """Raises ConfigError for a word that is no kind."""
+    """Return the wire's number of a kind. Raises ConfigError for any other word."""
     if kind not in _KINDS:
         raise ConfigError(f"kind {kind!r} is none of {', '.join(_KINDS)}")
     return _KINDS[kind]
@@ -158,22 +176,28 @@ def kind_from_proto(kind: kinds.Kind) -> Kind:
 
 
 def kind_spec(dtype: torch.dtype, placement: str) -> pb.KindSpec:
-    """How a tensor's only kind is kept. Raises ConfigError for a word that is no placement."""
+    """Return the spec of kind "param", the only kind that a StoreClient writes.
+
+    Raises:
+        ConfigError: `placement` is not a placement.
+    """
     if placement not in _PLACEMENTS:
         raise ConfigError(f"placement {placement!r} is none of {', '.join(_PLACEMENTS)}")
     return pb.KindSpec(kind=kinds.PARAM, dtype=WIRE_DTYPES[dtype], placement=_PLACEMENTS[placement])
 
 
 def durability_to_proto(durability: str) -> pb.Durability:
-    """`step`, `snapshot:N` or `none`. Raises ConfigError for anything else."""
-    try:
-        return parse_durability(durability)
-    except ValueError:
-        raise ConfigError(
-            f"durability {durability!r}: write 'step', 'snapshot:N' with a positive N, or 'none'"
-        ) from None
+    """Return the wire's message for `step`, `snapshot:N` or `none`. Raises ConfigError for anything else."""
+    if durability == "step":
+        return pb.Durability(step=pb.Durability.Step())
+    if durability == "none":
+        return pb.Durability(none=pb.Durability.Volatile())
+    word, _, number = durability.partition(":")
+    if word == "snapshot" and number.isdecimal() and int(number) > 0:
+        return pb.Durability(snapshot=pb.Durability.Snapshot(every_steps=int(number)))
+    raise ConfigError(f"durability {durability!r}: write 'step', 'snapshot:N' with a positive N, or 'none'")
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8, 1-D, sharing its memory."""
+    """Return the bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
     return tensor.reshape(-1).view(torch.uint8)

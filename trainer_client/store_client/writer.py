@@ -1,7 +1,8 @@
-"""A job that one process writes: tensors are put, and committed together as the next step.
+"""Writing a job from one process: tensors are put, and committed together as the next step.
 
-Owns a session of its own, for the store takes one job for each, and the puts of the step under way. What cannot be
-known to be whole is never committed: after a failed put the step is given up, and the caller is told to put it again.
+Owns a session of its own, because the store allows one open job for each session, and the puts of the step under way.
+Must never commit a step that may be incomplete: after a failed put the step is abandoned, and an error tells the caller
+to put its tensors again.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ from trainer_client.store_client.packing import Filling, Packing
 from trainer_client.store_client.types import TensorSpec, bytes_of
 from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
-# Elements that are stored and leased together: enough to keep a device busy, little enough for a small host budget.
+# The default size of a shard: large enough to keep a device busy, small enough for a small host budget.
 DEFAULT_SHARD_BYTES = 16 << 20
-# Shards that are filled, or on their way to the devices, at once.
+# The most shards that are leased or being published at once. Together they take at most 1 / _ARENA_SHARE of the arena,
+# unless one shard alone is larger.
 _SHARDS_UNDER_WAY = 4
 _ARENA_SHARE = 4
-# How long another session may seem to hold the job: the store notices the end of a broken one within that time.
+# Added to the heartbeat time-out, this is how long a broken session of this writer may still seem to hold the job.
 _HAND_OVER_SLACK_SECONDS = 5.0
 _HAND_OVER_LOOK_SECONDS = 0.1
 
 
 class StoreWriterSync:
-    """An opened job. Made by StoreClientSync.open; its calls wait for each other."""
+    """A job that is open for writing; StoreClientSync.open makes it. Calls from several threads wait for each other."""
 
     def __init__(self, connection: Connection, layout: JobLayout, call: Call) -> None:
         self._connection = connection
@@ -51,26 +53,26 @@ class StoreWriterSync:
         self._committed: int | None = None
         self._put: set[str] = set()
         self._packing = Packing()
-        # Whether small tensors share groups: in jobs of earlier versions they do not.
+        # Whether small tensors share groups. In jobs that earlier versions have stored they do not.
         self._packed = True
-        # Why the step under way cannot be committed.
+        # The error because of which the step under way cannot be committed; None: it can be.
         self._failure: StoreError | None = None
         self._closed = False
         self._attach(call)
 
     @property
     def name(self) -> str:
-        """Of the job."""
+        """The name of the job."""
         return self._layout.name
 
     @property
     def step(self) -> int | None:
-        """The newest committed step; None: none yet."""
+        """The newest committed step; None: nothing is committed yet."""
         return self._committed
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """What the job was opened with."""
+        """The specs that the job was opened with, by name of the tensor."""
         return self._layout.tensors
 
     def __enter__(self) -> StoreWriterSync:
@@ -80,46 +82,47 @@ class StoreWriterSync:
         self.close()
 
     def close(self) -> None:
-        """Ends the session; what was put and not committed is discarded. Idempotent."""
+        """End the session; tensors that were put but not committed are discarded. Idempotent."""
         with self._lock:
             self._closed = True
             if self._link is not None:
                 self._link.close()
 
     def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
-        """Gives tensors their values of the next step, which `commit` makes the newest one.
+        """Put the values that tensors shall have in the next step, which `commit` then commits.
 
-        Each tensor is put whole, once in a step; one that is not put keeps its value. The first step needs all of them.
-        Many tensors in one call are faster than one call for each. A small tensor is copied, and may stay in this
-        process until `commit`: the store keeps many of them as one group, which is handed over when it is whole.
+        Each tensor is put whole and at most once in a step. A tensor that is not put keeps its value, but the first
+        step needs all of them. One call with many tensors is faster than many calls. Small tensors are copied, and may
+        stay in this process until `commit`, because they are sent in groups.
 
         Args:
-            tensors: of the shapes and types that the job was opened with, on any device.
+            tensors: by name, with the shapes and dtypes that the job was opened with, on any device.
+            timeout: deadline of the call in seconds, or as a timedelta.
 
         Raises:
             ConfigError: a tensor is not the job's, or was put in this step already.
-            StepAbortedError: puts of this step were lost, with the daemon or by a failure: put them all again, after
-                `roll_back` where the message says so.
-            StoreBudgetError: the store's memory or disk had no room; the step is given up.
-            StoreTimeoutError, StoreUnavailableError: the store did not answer in time; the step is given up.
+            StepAbortedError: earlier puts of this step were lost, with the daemon or by a failure: put them all again,
+                after `roll_back` if the message says so.
+            StoreBudgetError: the store's memory or disk had no room; the step is abandoned.
+            StoreTimeoutError, StoreUnavailableError: the store did not answer in time; the step is abandoned.
         """
         self.put_within(Call(timeout, LEASE_DEADLINE_SECONDS), tensors)
 
     def commit(self, *, timeout: Timeout = None) -> int:
-        """Makes what was put the job's newest step, all of it or nothing; the step.
+        """Commit what was put as the job's next step, atomically, and return the step's number.
 
-        If the daemon dies meanwhile, this waits for its restart and finds out whether the step is there.
+        If the daemon dies meanwhile, this waits for its restart and finds out whether the step was committed.
 
         Raises:
-            StepAbortedError: it is not: put again.
-            StoreTimeoutError, StoreUnavailableError: it could not be found out in time: `step` tells, once the store
-                answers `roll_back`.
-            StoreError: the store refuses; the step is given up.
+            StepAbortedError: the step was not committed: put its tensors again.
+            StoreTimeoutError, StoreUnavailableError: whether it was committed could not be found out in time. Call
+                `roll_back` once the store answers again; then `step` shows it.
+            StoreError: the store refuses; the step is abandoned.
         """
         return self.commit_within(Call(timeout, COMMIT_DEADLINE_SECONDS))
 
     def roll_back(self, *, timeout: Timeout = None) -> int | None:
-        """Discards what was put since the last commit; the newest committed step.
+        """Discard what was put since the last commit, and return the newest committed step (None: there is none).
 
         Raises:
             StoreError: the daemon cannot be reached, or refuses.
@@ -127,7 +130,7 @@ class StoreWriterSync:
         return self.roll_back_within(Call(timeout, CONTROL_DEADLINE_SECONDS))
 
     def put_within(self, call: Call, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`put`, as a part of a call."""
+        """Put tensors within the deadline of `call`; see `put`."""
         for fqn, tensor in tensors.items():
             self._check_tensor(fqn, tensor)
         with self._lock:
@@ -146,7 +149,7 @@ class StoreWriterSync:
                 raise
 
     def commit_within(self, call: Call) -> int:
-        """`commit`, as a part of a call."""
+        """Commit within the deadline of `call`; see `commit`."""
         with self._lock:
             call.check()
             link = self._usable_link(call)
@@ -156,7 +159,7 @@ class StoreWriterSync:
                 self._send_incomplete(link, call)
                 link.call("CommitStep", pb.CommitStepRequest(step=step, settled_step=step), call)
             except StoreUnavailableError as error:
-                # Whether it was committed is known when the job is open again.
+                # The response to opening the job again shows whether the step was committed.
                 self._failure = error
                 self._reopen(call)
                 if self._committed != step:
@@ -178,7 +181,7 @@ class StoreWriterSync:
             return step
 
     def roll_back_within(self, call: Call) -> int | None:
-        """`roll_back`, as a part of a call."""
+        """Roll back within the deadline of `call`; see `roll_back`."""
         with self._lock:
             self._reopen(call)
             return self._committed
@@ -188,7 +191,7 @@ class StoreWriterSync:
         return 0 if self._committed is None else self._committed + 1
 
     def _usable_link(self, call: Call) -> Link:
-        """The session. Raises StepAbortedError where the step under way has lost something."""
+        """Return the session. Raises StepAbortedError if puts of the step under way were lost."""
         if self._closed:
             raise ConfigError(f"job {self.name!r} was closed; open it again")
         if self._failure is not None:
@@ -211,13 +214,13 @@ class StoreWriterSync:
         return self._link
 
     def _reopen(self, call: Call) -> None:
-        """Begins the next step anew, on a new session: the store discards what the last one has left behind."""
+        """Open the job again on a new session. The store discards the puts of the former session."""
         if self._link is not None:
             self._link.close()
         self._attach(call)
 
     def _attach(self, call: Call) -> None:
-        """Opens the job on a session of its own."""
+        """Open the job on a session of its own. Raises StoreError."""
         request = self._layout.open_request()
 
         def attempt(link: Link) -> None:
@@ -242,20 +245,20 @@ class StoreWriterSync:
         resume(call, self._connection.new_link, with_link)
 
     def _open_once_free(self, link: Link, request: pb.OpenJobRequest, call: Call) -> Any:
-        """Opens the job; waits a little where a session that has just broken seems to hold it still."""
-        # The daemon ends a session whose client is silent, or whose stream broke, within this time.
+        """Open the job and return the response; wait while this writer's own broken session still holds the job."""
+        # The daemon ends a session within this time after its client went silent or its stream broke.
         give_up_at = time.monotonic() + link.heartbeat_timeout_seconds + _HAND_OVER_SLACK_SECONDS
         while True:
             try:
                 return link.call("OpenJob", request, call)
             except JobConflictError:
-                # Only where this writer had it: another one's conflict does not pass by itself.
+                # The conflict passes by itself only if the holder is a former session of this writer.
                 if self._link is None or time.monotonic() > give_up_at:
                     raise
             call.pause(_HAND_OVER_LOOK_SECONDS)
 
     def _send(self, link: Link, call: Call, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hands tensors over to the store, but for packs of which a part was not put yet."""
+        """Hand tensors to the store. A small tensor stays here until all tensors of its pack were put."""
         packs = self._layout.packs if self._packed else {}
         small = ((packs[fqn], fqn, tensor) for fqn, tensor in tensors.items() if fqn in packs)
         whole = [(filling.pack.name, bytes_of(filling.values)) for filling in self._packing.put(call, small)]
@@ -269,7 +272,7 @@ class StoreWriterSync:
         self._send_groups(link, call, deque([*whole, *large]))
 
     def _check_initial_values(self) -> None:
-        """Raises JobConflictError, naming a tensor, where a part of a pack is not put before the first commit."""
+        """Raise JobConflictError if a tensor of a pack was not put before the first commit; the message names it."""
         for filling in self._packing.incomplete() if self._committed is None else ():
             raise JobConflictError(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -278,7 +281,7 @@ class StoreWriterSync:
             )
 
     def _send_incomplete(self, link: Link, call: Call) -> None:
-        """Hands over the packs of which only a part was put: the rest stays as it was committed last."""
+        """Hand over the packs of which only some tensors were put; the others keep their last committed values."""
         numels = {fqn: self.tensors[fqn].numel for filling in self._packing.incomplete() for fqn in filling.missing}
         ready: deque[tuple[str, torch.Tensor]] = deque()
         for filling in self._packing.incomplete():
@@ -287,7 +290,7 @@ class StoreWriterSync:
         self._send_groups(link, call, ready)
 
     def _read_committed(self, link: Link, call: Call, filling: Filling) -> torch.Tensor:
-        """The bytes of a pack as they were committed last, uint8."""
+        """Return the last committed bytes of a pack (uint8)."""
         slab = pb.SlabName(group=filling.pack.name, kind=PARAM)
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, as_of_step=self._committed)
         (lease,) = link.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
@@ -299,7 +302,10 @@ class StoreWriterSync:
         return stored
 
     def _send_groups(self, link: Link, call: Call, wanted: deque[tuple[str, torch.Tensor]]) -> None:
-        """Fills leases one after the other; the next ones, and the publications of the last ones, are under way."""
+        """Hand over groups, given as (name, bytes): acquire a write lease for each, fill it and publish it.
+
+        While one lease is filled, the next ones are being granted and the last ones published.
+        """
         limit = max(1, min(_SHARDS_UNDER_WAY, link.arena_bytes // _ARENA_SHARE // self._layout.shard_bytes))
         leasing: deque[tuple[torch.Tensor, Any]] = deque()
         publishing: deque[Any] = deque()
@@ -327,7 +333,7 @@ class StoreWriterSync:
         return link.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call.left_seconds)
 
     def _fill(self, link: Link, call: Call, lease: pb.Lease, source: torch.Tensor) -> Any:
-        """Puts bytes into a write lease, and begins its publication."""
+        """Fill a write lease, and begin its publication; return grpc's future of that."""
         releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
         try:
             link.copy_in(call, lease, source)
@@ -348,6 +354,6 @@ class StoreWriterSync:
 
 
 def _give_back(link: Link, leased: Any) -> None:
-    """Returns a lease that came when nobody wanted it any more."""
+    """Release a lease that was granted after a failure, when the writer did not need it any more."""
     if not leased.cancelled() and leased.exception() is None:
         release(link, [leased.result().leases[0].lease_id])

@@ -1,1 +1,4 @@
-"""A trainer's way to the store: channel, session, leases and the planes that carry bytes. Knows nothing of models."""
+"""How a trainer reaches the store: the gRPC channel, the session, leases, and the data planes that carry their bytes.
+
+Must never know anything of models.
+"""

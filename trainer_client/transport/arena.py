@@ -1,11 +1,12 @@
-"""The store's shared memory in this process: a client that can map it reads and writes tensors without sending them.
+"""The arena, which is the store's shared memory, in this process. A client that maps it need not send tensors.
 
-Owns the mapping, and the record lock by which the store knows that this process may still write (see `message Arena` in
-the wire contract). Must never touch a byte outside a lease.
+Owns the mapping, and the record lock that shows the store that this process may still write (see `message Arena` in
+parameter_store.proto). Must never touch a byte outside of a lease.
 
-[Note: one mapping for an arena] POSIX record locks belong to the process, and all that it has on a file are gone as
-soon as it closes any descriptor of that file. Sessions of one process therefore share one mapping and its descriptors,
-which stay open until the last session has let go. A forked child has none of the locks: it must leave leases alone.
+[Note: one mapping for an arena] POSIX record locks belong to a process. When a process closes any descriptor of a file,
+the kernel releases all locks that the process holds on that file. Sessions of one process therefore share one mapping
+and its descriptors, which stay open until the last session has released the mapping. A forked child inherits none of
+the locks, so it must not use leases.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
 _WORD_BYTES = 8
-_Inode = tuple[int, int]  # device and number
+# An arena's file, as (device, inode number).
+_Inode = tuple[int, int]
 
 
 class _Mapping:
-    """A mapped arena and the sessions that use it; see [Note: one mapping for an arena]."""
+    """A mapped arena and the number of sessions that use it; see [Note: one mapping for an arena]."""
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
         self.memory = map_file(descriptor, size_bytes)
@@ -46,31 +48,34 @@ class _Mapping:
 
 
 _mappings: dict[_Inode, _Mapping] = {}
-# Reentrant: the garbage collector may let go of an arena at any point.
+# The lock is reentrant because the garbage collector may call `_leave` in a thread that holds it.
 _guard = threading.RLock()
 
 
 class Arena:
-    """One session's right to the mapped arena, as `map` gives it. It lasts until `close` was called and nobody holds a
-    view any more."""
+    """The mapped arena of one session; `map` makes it.
+
+    It stays mapped until `close` has been called and the last view of it is gone.
+    """
 
     def __init__(self, mapping: _Mapping, memory: memoryview, description: pb.Arena) -> None:
         self._tensor: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
         self._word = memoryview(mapping.memory)[description.generation_offset :][:_WORD_BYTES].cast("Q")
         self._generation = description.generation
         self._descriptor = mapping.descriptors[0]
-        # In huge pages, a mapping begins and ends at one of them: leases do not.
+        # In a file of huge pages, a mapping has to begin and end at a huge page, which leases do not.
         self._has_ordinary_pages = os.fstatvfs(self._descriptor).f_bsize == mmap.PAGESIZE
 
     @classmethod
     def map(cls, description: pb.Arena) -> Arena | None:
-        """Maps the arena; None where it cannot be the daemon's (another node, another mount of the same path), or this
-        session may not.
+        """Map the arena that the daemon's Welcome message describes.
 
-        The proof of locality is the nonce in the first bytes, not a host name.
+        Returns None if this session may not map it, or if the file that this process finds is not the daemon's arena,
+        as on another node or with another mount at the same path. The nonce in the arena's first bytes decides that,
+        not a host name.
 
         Raises:
-            SessionEndedError: the session was over before the arena was mapped.
+            SessionEndedError: the session ended before the arena was mapped.
         """
         if not description.generation_offset:
             return None
@@ -78,37 +83,43 @@ class Arena:
         return _enter(inode, description) if inode else None
 
     def view(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + size_bytes) of the arena, uint8, shared with the store.
+        """Return bytes [offset, offset + size_bytes) of the arena as a uint8 tensor that shares the store's memory.
 
         Raises:
-            StoreUnavailableError: the arena is closed, because another thread has found the session ended or closed it.
+            StoreUnavailableError: the arena is closed, because another thread has closed the session or found it ended.
         """
         if self._tensor is None:
-            # No RuntimeError: torch raises it where memory is exhausted, which is no reason to connect again.
+            # This is not a RuntimeError, because torch raises one if memory is exhausted. Callers connect again when a
+            # session has ended, which would not help against exhausted memory. See tests/integration/test_failures.py.
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
         return self._tensor[offset : offset + size_bytes]
 
     def file_range(self, offset: int) -> FileRange | None:
-        """The bytes from `offset` on, as they can be mapped once more as long as somebody holds a view; None: memory
-        in huge pages, where that cannot be."""
+        """Return the file range from `offset` on, for a second mapping of it.
+
+        The range may be used while a view of the arena exists. Returns None if the arena is in a file of huge pages,
+        because leases do not begin at huge pages.
+        """
         return FileRange(descriptor=self._descriptor, offset=offset) if self._has_ordinary_pages else None
 
     def check(self) -> None:
-        """To be called after bytes of a lease were copied or computed with, before the result is used.
+        """Check that the session had not ended while bytes of its leases were read.
+
+        Call this after the bytes were copied or computed with, and before the result is used.
 
         Raises:
-            SessionEndedError: the session is over; what was read may be somebody else's bytes.
+            SessionEndedError: the session has ended, so the bytes may have been those of another session.
         """
         if self._word[0] != self._generation:
             raise session_ended()
 
     def close(self) -> None:
-        """Lets go of the memory, as soon as nobody holds a view of it; idempotent."""
+        """Release the mapping, which ends when the last view of it is gone; idempotent."""
         self._tensor = None
 
 
 def session_ended() -> SessionEndedError:
-    """What a process is told that finds its session ended."""
+    """Return the error for a client whose session the store has ended."""
     return SessionEndedError(
         grpc.StatusCode.NOT_FOUND,
         "this process was silent, or its connection broken, for longer than the store waits: its leases are void, and "
@@ -118,7 +129,7 @@ def session_ended() -> SessionEndedError:
 
 
 def _ways_to(description: pb.Arena) -> Iterator[Callable[[], int]]:
-    """How to get a descriptor of the arena's file."""
+    """Yield functions that open the arena's file and return its descriptor."""
     if description.socket_path:
         yield partial(_receive_descriptor, description.socket_path)
     if description.file_path:
@@ -126,7 +137,7 @@ def _ways_to(description: pb.Arena) -> Iterator[Callable[[], int]]:
 
 
 def _receive_descriptor(socket_path: str) -> int:
-    """The descriptor that the daemon sends with one byte to whoever connects. OSError if it does not."""
+    """Connect to the daemon's socket, and return the file descriptor that it sends with one byte. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_TIMEOUT_SECONDS)
         connection.connect(system_path(Path(socket_path)))
@@ -137,7 +148,7 @@ def _receive_descriptor(socket_path: str) -> int:
 
 
 def _find(description: pb.Arena) -> _Inode | None:
-    """The arena, where another session of this process has mapped it already."""
+    """Return the arena's file if another session of this process has mapped it already, else None."""
     with _guard:
         return next((inode for inode, mapping in _mappings.items() if _is_it(mapping, description)), None)
 
@@ -148,7 +159,7 @@ def _is_it(mapping: _Mapping, description: pb.Arena) -> bool:
 
 
 def _open(description: pb.Arena, receive: Callable[[], int]) -> _Inode | None:
-    """Maps what comes one way, if it is the arena."""
+    """Map the file that `receive` opens, and return it; None if it cannot be opened or is not the arena."""
     try:
         descriptor = receive()
     except OSError as error:
@@ -158,7 +169,7 @@ def _open(description: pb.Arena, receive: Callable[[], int]) -> _Inode | None:
         status = os.fstat(descriptor)
         inode = status.st_dev, status.st_ino
         if known := _mappings.get(inode):
-            # Another session came first. Closing this one would take its lock away.
+            # Another session has mapped the arena. Its lock would be lost if this descriptor were closed.
             known.descriptors.append(descriptor)
             return inode if _is_it(known, description) else None
         try:
@@ -175,12 +186,13 @@ def _open(description: pb.Arena, receive: Callable[[], int]) -> _Inode | None:
 
 
 def _enter(inode: _Inode, description: pb.Arena) -> Arena | None:
-    """Takes the session's lock in a mapped arena."""
+    """Lock the session's slot in a mapped arena, and return the arena; None if the slot cannot be locked."""
     offset = description.generation_offset
     with _guard:
         mapping = _mappings.get(inode)
         if mapping is None:
-            return None  # its last session has let go of it just now
+            # The last session that used the mapping has released it just now.
+            return None
         mapping.users += 1
         memory = memoryview(mapping.memory)
         # Every view of the arena is made from this object and keeps it alive.
@@ -191,13 +203,13 @@ def _enter(inode: _Inode, description: pb.Arena) -> Arena | None:
             log.warning("the arena is not mapped, bytes go through streams: its slot cannot be locked (%s)", error)
             return None
         arena = Arena(mapping, memory, description)
-    # Not before the lock: until then, nothing kept the store from giving the slot to another session.
+    # This check comes after the lock, because the store could give the slot to another session until then.
     arena.check()
     return arena
 
 
 def _leave(inode: _Inode, offset: int) -> None:
-    """Nobody of a session can write to the arena any more."""
+    """Unlock a session's slot, now that its last view of the arena is gone; unmap the arena after its last session."""
     with _guard:
         mapping = _mappings[inode]
         fcntl.lockf(mapping.descriptors[0], fcntl.LOCK_UN, 1, offset)

@@ -1,7 +1,7 @@
-"""One session with one daemon and all that ends with it: the channel, the threads that send, the mapped arena.
+"""An attachment: one session with one daemon, and all that ends with it (channel, sender thread, mapped arena).
 
-A `RankStore` has one attachment after the other where its daemon is restarted. Must never decide what a lost call
-means: that is the store's and its journal's business.
+When its daemon is restarted, a `RankStore` opens a new attachment. Must never decide what a lost call means, because
+the `RankStore` and its journal decide that.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from trainer_client.transport.streams import Streams
 
 
 class Attachment:
-    """Opens its session on construction.
+    """One session with one daemon, which the constructor opens.
 
     Args:
-        on_lost: called once, on the session's thread, with the attachment and the reason, when the session ends
-            otherwise than by `close`.
+        address: `unix:/path` or `host:port`.
+        client: name of this client, shown to people who operate the daemon.
+        credentials: token and TLS files to connect with.
+        prefer_streams: use gRPC streams even if the arena can be mapped.
+        on_lost: called once, on the session's thread, with the attachment and the error, if the session ends otherwise
+            than by `close`.
 
     Raises:
         ConfigError: the address or the credentials cannot be used.
@@ -70,16 +74,20 @@ class Attachment:
         self.plane: Plane = ArenaPlane(self.arena) if self.arena else StreamPlane(streams)
 
     def close(self) -> None:
-        """Ends the session, and with it all leases; idempotent."""
+        """End the session, and with it all leases; idempotent."""
         self._sender.close()
         if self.arena is not None:
-            # Before the session: what this process can write to is not used again until it has let go.
+            # The arena is closed before the session, because the store reuses memory that this process can write to
+            # only after this process has unmapped it.
             self.arena.close()
         self._hang_up()
 
     def leave(self) -> None:
-        """Gives up a session whose daemon is gone. The arena of that daemon stays mapped as long as leases of it are
-        held: gradients in it have to be handed to the next daemon."""
+        """Close a session whose daemon is gone, but leave its arena mapped.
+
+        The arena is unmapped when its last lease is gone, because gradients in it are still to be handed to the next
+        daemon.
+        """
         self._sender.close()
         self._hang_up()
 
@@ -88,65 +96,65 @@ class Attachment:
         self._channel.close()
 
     def check(self) -> None:
-        """Waits while a broken stream is taken up again.
+        """Wait while a broken stream is being resumed, and report failures.
 
         Raises:
-            StoreError: the session is over, or a call that nobody waited for has failed.
+            StoreError: the session has ended, or an earlier call failed that the caller did not wait for.
         """
         self.session.wait_until_attached()
         if self._failure is not None:
             raise self._failure
 
     def check_leases(self) -> None:
-        """Raises SessionEndedError if the leases are void, and their bytes may be somebody else's."""
+        """Raise SessionEndedError if the leases are void, because their memory may hold another session's bytes."""
         if self.arena is not None:
             self.arena.check()
 
     def owns(self, leased: LeasedBytes) -> bool:
-        """Whether the lease is one of this session."""
+        """Return whether the lease belongs to this session."""
         return leased.plane is self.plane
 
     def call(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Any:
-        """Makes a call and returns its response; None: it has the deadline of control calls. Raises StoreError."""
+        """Make a call and return its response. The default deadline is that of control calls. Raises StoreError."""
         self.check()
         request.session_id = self.session_id
         try:
             return method(request, timeout=timeout_seconds or self.deadlines.control)
         except grpc.RpcError as error:
-            # Why it failed, where that is the end of the session.
+            # If the session has ended, raise that error instead, because it is the cause of this one.
             self.session.check()
             self.check_leases()
             raise translate(error) from error
         except ValueError:
-            # What grpc says of a channel that was closed, which it is once the session is over.
+            # grpc raises ValueError if the channel is closed, which happens when the session ends.
             self.session.check()
             raise
 
     def begin(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Future[Any]:
-        """Begins a call in its turn, and does not wait for its end; its failure is only the caller's."""
+        """Begin a call after those queued before it, and return its future at once. Only the future has its failure."""
         request.session_id = self.session_id
         return self._sender.begin(method, request, timeout_seconds or self.deadlines.control)
 
     def send(self, method: Any, request: Any) -> Pending[None]:
-        """Begins a call that need not be waited for: its failure is also raised by the next `check`."""
+        """Begin a call that the caller need not wait for, because the next `check` raises its failure, too."""
         self.check()
         future = self.begin(method, request)
         future.add_done_callback(self.note_failure)
         return Pending(future, lambda _: None)
 
     def note_failure(self, future: Future[Any], besides: grpc.StatusCode | None = None) -> None:
-        """Keeps the failure of a call that nobody waits for, unless it has the code `besides`."""
-        # Cancelled is what close() leaves behind.
+        """Keep the failure of a call for the next `check`, unless its status code is `besides`."""
+        # A future that `close` has cancelled raises no RpcError and is no failure.
         if isinstance(error := future.exception(), grpc.RpcError):
             failure = translate(error)
             if failure.code is not besides:
                 self._failure = failure
 
     def give_back(self, lease_ids: Iterable[int]) -> None:
-        """Return leases after a failure, without publishing what they hold. Does not wait and raises nothing.
+        """Return leases after a failure, without publishing what was written. Does not wait and raises nothing.
 
-        The store may have taken some of them already, for a call of which only the answer is missing: each is therefore
-        returned by a call of its own, which may find it gone.
+        The store may have consumed some of them already, if a call was executed and only its response was lost. Each
+        lease is therefore returned by a call of its own, which may fail with NOT_FOUND.
         """
         for lease_id in lease_ids:
             releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease_id)]
@@ -154,7 +162,7 @@ class Attachment:
             future.add_done_callback(partial(self.note_failure, besides=grpc.StatusCode.NOT_FOUND))
 
     def release(self, releases: Sequence[pb.ReleaseLeasesRequest.Release]) -> Pending[None]:
-        """Returns leases. Does not wait, and need not be waited for."""
+        """Release leases. Does not wait; the result may be ignored."""
         if not releases:
             done: Future[None] = Future()
             done.set_result(None)

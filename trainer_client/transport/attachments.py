@@ -1,15 +1,17 @@
-"""The attachments of one rank, one after the other: when its daemon is restarted, this rank attaches to the new one.
+"""The attachments of one rank. When its daemon is restarted, the rank attaches to the new daemon.
 
-[Note: attaching again] A thread of its own does it, so that a rank whose training thread waits for other ranks attaches
-as well: the commit under way needs the votes of all ranks of the node. The thread waits for a daemon at the address,
-opens the rank's job, declares the shard groups, and compares the newest commit there with what this rank knows. The
-store then has either the commit under way, or the one before, and gets what the journal has. In the latter case the
-thread waits for the commit, because until then reads could miss what another rank has not handed over again. Only after
-that the training thread, which waits in `outlive`, sees the new attachment. Reads and gradients are its own business:
-what it had asked for it asks for again, and gradients that it had not handed over are still readable in the old arena,
-to be copied.
+[Note: attaching again] A thread of its own does this, because the training thread may be waiting for other ranks, and
+the commit under way needs the votes of all ranks of the node. The thread
 
-Where the store has anything else, this rank cannot go on, and every further call says why.
+1. waits for a daemon at the address, opens the rank's job and declares its shard groups;
+2. compares the newest commit of that daemon with the journal. It must be the commit under way or the one before it.
+   Otherwise the rank cannot go on, and every later call raises an error with the reason;
+3. hands over the journal if the commit under way is missing. If the rank has voted for it already, the thread waits for
+   that commit, because until then reads could miss what another rank has not handed over again;
+4. makes the new attachment current, for which the training thread waits in `outlive`.
+
+The training thread then repeats its own lease requests. Gradients that it has not handed over yet are still in the old
+arena, from which it copies them. See tests/integration/test_outliving.py.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What a call can fail with when the daemon goes. ABORTED and NOT_FOUND: a daemon that stops ends one session after the
-# other, and tells the ranks that are left.
+# Status codes with which a call can fail because the daemon stops. ABORTED and NOT_FOUND are among them because a
+# stopping daemon ends one session after the other, and then aborts the steps of the ranks that are still attached.
 _MAY_BE_THE_END = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -56,25 +58,25 @@ _MAY_BE_THE_END = frozenset(
         grpc.StatusCode.UNKNOWN,
     }
 )
-# A call may fail so long before the session's own stream shows that it is over.
+# Longest time between the failure of a call and the break of the session's stream, if the daemon is lost.
 _SHOWS_SECONDS = 2.0
-# A daemon that stops may answer for so long after it has ended our session.
+# Longest time for which a stopping daemon still answers after it has ended this rank's session.
 _STOPPING_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
 _LOOK_SECONDS = 2.0
 _LOOK_AT_VOTE_SECONDS = 0.02
-# The training thread waits a little longer than the thread that attaches, which knows why it gave up.
+# The training thread waits so much longer than the attaching thread, because that one knows the reason if it gives up.
 _SLACK_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What this rank is, for a daemon that has not seen it.
+    """What a new daemon must be told of this rank.
 
     Attributes:
         job: the request that opened the rank's job.
-        layout: the job's layout, as the store names it.
-        groups: what this rank has declared.
+        layout: the store's name of the job's layout.
+        groups: the shard groups that this rank has declared.
     """
 
     job: pb.OpenJobRequest
@@ -84,12 +86,12 @@ class Membership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """How a rank outlives its daemon.
+    """Settings of how a rank outlives the loss of its daemon.
 
     Attributes:
-        timeout_seconds: how long it waits for the next one.
-        kept_bytes: most bytes of gradients of which copies are kept until they are committed.
-        is_loud: whether this rank is the one that warns.
+        timeout_seconds: how long the rank waits for the next daemon.
+        kept_bytes: limit, in bytes, for the copies of gradients that the rank keeps until they are committed.
+        is_loud: whether this rank logs the restart as a warning; other ranks log it at level INFO.
     """
 
     timeout_seconds: float
@@ -102,9 +104,9 @@ class Restart:
     """A restart of the daemon that this rank has outlived.
 
     Attributes:
-        seconds: from the loss of the session until this rank was attached again.
-        step: the commit that the new daemon had.
-        handed_over_again: the commit that was under way and that it did not have; None: there was none.
+        seconds: time from the loss of the session until this rank was attached again.
+        step: the newest commit of the new daemon; None: it had no commit.
+        handed_over_again: the commit under way that the new daemon did not have; None: no commit was under way.
     """
 
     seconds: float
@@ -113,15 +115,20 @@ class Restart:
 
 
 class Attachments:
-    """Args:
-    attach: opens an attachment; `on_lost` is given to it.
-    address, credentials: of the daemon.
+    """The current attachment of one rank, and the thread that replaces it after a restart of the daemon.
+
+    Args:
+        attach: opens an attachment; takes `on_lost` by keyword.
+        address: address of the daemon.
+        credentials: token and TLS files to connect with.
+        recorder: records the waits for the next daemon.
 
     Attributes:
         current: the newest attachment that this rank may use.
-        journal: what is handed over. To be read together with `current`, and written, under `changed`.
-        changed: the lock of both; notified when `current` is another one, or will not be.
-        restarts: of the daemon so far.
+        journal: what this rank has handed over for the commit under way. A thread holds `changed` while it writes the
+            journal, or reads it together with `current`.
+        changed: the lock of `current` and `journal`; notified when `current` was replaced, or never will be.
+        restarts: the restarts of the daemon that this rank has outlived.
     """
 
     def __init__(
@@ -146,7 +153,7 @@ class Attachments:
         self.current = attach(on_lost=self._on_lost)
 
     def survive(self, survival: Survival, membership: Membership, newest: int | None) -> None:
-        """From now on, a restart of the daemon is outlived. `newest` is the newest commit, which is acknowledged."""
+        """Outlive restarts of the daemon from now on; `newest` is the newest commit that the store has acknowledged."""
         with self.changed:
             self._survival, self._membership = survival, membership
             self.journal.open(newest, survival.kept_bytes)
@@ -154,7 +161,7 @@ class Attachments:
                 self._on_lost(self.current, self.current.session.failure)
 
     def give_up(self) -> None:
-        """From now on, the end of a session is final: the run ends."""
+        """Treat the loss of the daemon as final from now on, and end the thread that attaches."""
         self._closing.set()
         with self.changed:
             self._survival = None
@@ -163,15 +170,16 @@ class Attachments:
             self._thread.join()
 
     def close(self) -> None:
-        """Ends the session; idempotent."""
+        """End the session; idempotent."""
         self.give_up()
         self.current.close()
 
     def outlive(self, former: Attachment, error: StoreError) -> None:
-        """Return when another attachment has taken the place of `former`, which a call has failed with `error` on.
+        """Wait until another attachment has replaced `former`, on which a call has failed with `error`.
 
         Raises:
-            StoreError: the session is not over, and the error is the call's own; or why there is no next one.
+            StoreError: `error` itself, if the session of `former` has not ended; or the reason why this rank cannot
+                attach again.
         """
         if self._survival is None or error.code not in _MAY_BE_THE_END:
             raise error
@@ -187,8 +195,10 @@ class Attachments:
             raise self._why_gone() or error from error
 
     def surviving(self, act: Callable[[Attachment], T]) -> T:
-        """Return what `act` returns of the current attachment; it is called again with the next one where a daemon is
-        lost. For what is the same however often it is done. Raises StoreError."""
+        """Call `act` with the current attachment, and again with the next one if its daemon is lost; return the result.
+
+        `act` must be idempotent. Raises StoreError.
+        """
         while True:
             attachment = self.current
             try:
@@ -197,11 +207,12 @@ class Attachments:
                 self.outlive(attachment, error)
 
     def settle_commit(self) -> None:
-        """To be called before something is read that the commit under way may change.
+        """Wait, after a restart of the daemon, for the commit that this rank has voted for.
 
-        After a restart of the daemon, waits for that commit, because only then the daemon is known to have what all
-        ranks have handed over. Otherwise returns at once, because a read waits for the updates that the daemon knows
-        of, and the ranks meet before any of them reads. Raises StoreError.
+        Call this before a read of bytes that the commit under way may change. Only when the commit exists, the new
+        daemon is known to have what all ranks have handed over. Without a restart this returns at once, because the
+        store lets a read wait for the updates that it has, and the ranks meet before any of them reads. Raises
+        StoreError.
         """
         with self.changed:
             vote = self.journal.vote if self.journal.awaits_commit else None
@@ -214,12 +225,13 @@ class Attachments:
         return None if self._gone is None else type(self._gone)(self._gone.code, self._gone.message)
 
     def _on_lost(self, attachment: Attachment, error: StoreError) -> None:
-        """On the session's thread: begins to look for the next daemon."""
+        """Start the thread that attaches to the next daemon; called on the session's thread."""
         with self.changed:
             if self._survival is None or self.current is not attachment or self._closing.is_set():
                 return
             if isinstance(error, SessionEndedError | UnauthenticatedError | PermissionDeniedError):
-                # This daemon lives and has ended this session: what it was given stays as it is.
+                # The daemon was not restarted: it has ended this session and keeps what it was given. Nothing is to be
+                # handed over again, so the loss is final.
                 self._gone = error
                 self.changed.notify_all()
                 return
@@ -258,7 +270,7 @@ class Attachments:
         former.leave()
 
     def _next(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Restart:
-        """Attaches to the daemons that come, until one stays. Raises StoreError."""
+        """Attach to the next daemon, and to the one after it if that is lost meanwhile. Raises StoreError."""
         while True:
             attachment = self._wait_for_daemon(former, cause, began, deadline)
             try:
@@ -277,7 +289,7 @@ class Attachments:
             return Restart(seconds=time.monotonic() - began, step=newest, handed_over_again=again)
 
     def _wait_for_daemon(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Attachment:
-        """Returns an attachment to another daemon than that of `former`. Raises StoreError."""
+        """Wait until another daemon than that of `former` serves, and return an attachment to it. Raises StoreError."""
         reason = cause
         while not self._closing.is_set() and (remaining := deadline - time.monotonic()) > 0:
             try:
@@ -302,13 +314,13 @@ class Attachments:
         )
 
     def _take_up(self, attachment: Attachment) -> tuple[int | None, int | None]:
-        """Makes this rank known to a new daemon.
+        """Declare this rank's job and shard groups to a new daemon.
 
         Returns:
-            The newest commit that the daemon has, and the one that is to be handed over again, if one is.
+            The newest commit that the daemon has, and the commit that is to be handed over again (each may be None).
 
         Raises:
-            StoreError: this rank cannot go on with that daemon; or it has gone, too.
+            StoreError: this rank cannot go on with that daemon, or the daemon was lost.
         """
         membership = self._membership
         assert membership is not None
@@ -323,10 +335,10 @@ class Attachments:
         return newest, again
 
     def _hand_over_again(self, attachment: Attachment, deadline: float) -> None:
-        """Gives a new daemon what the last one had not committed, and makes it the present one.
+        """Hand a new daemon what the last one had not committed, and make `attachment` the current one.
 
-        The training thread may go on writing into the journal until then, so the last look at it and the exchange are
-        one act. Raises StoreError.
+        The training thread may add to the journal meanwhile. The replay that finds nothing more to do and the change of
+        `current` therefore happen under one hold of the lock. Raises StoreError.
         """
         while True:
             with self.changed:
@@ -339,11 +351,11 @@ class Attachments:
                         self._on_lost(attachment, attachment.session.failure)
                     self.changed.notify_all()
                     return
-            # Not under the lock: the training thread of a rank that has not voted yet needs it.
+            # The wait does not hold the lock, because training threads need it until they have voted.
             self._wait_for_commit(vote, deadline)
 
     def _wait_for_commit(self, vote: Vote, deadline: float) -> None:
-        """Waits until the other ranks of the node have voted, too, and the store has the commit. Raises StoreError."""
+        """Wait until the other ranks of the node have voted, too, and the store has committed. Raises StoreError."""
         while not vote.call.done() and time.monotonic() < deadline and not self._closing.is_set():
             self._closing.wait(_LOOK_AT_VOTE_SECONDS)
         if not vote.call.done():
@@ -356,10 +368,10 @@ class Attachments:
             self.journal.settle(vote.step)
 
     def _open_job(self, attachment: Attachment, membership: Membership) -> int | None:
-        """Returns the newest commit of the job. Raises DaemonRestartedError where the job is not this rank's."""
+        """Open the job and return its newest commit. Raises DaemonRestartedError if it is not the job of this run."""
         request = pb.OpenJobRequest()
         request.CopyFrom(membership.job)
-        # A daemon that does not have the job must not begin it anew.
+        # With this policy, a daemon that does not have the job refuses instead of creating a new one.
         request.resume = pb.RESUME_POLICY_MUST
         try:
             opened = attachment.call(attachment.stub.OpenJob, request)
@@ -379,19 +391,19 @@ class Attachments:
         return newest
 
     def _check(self, newest: int | None) -> None:
-        """Raises DaemonRestartedError unless this rank can go on from the newest commit of a store."""
+        """Raise DaemonRestartedError unless `newest`, a daemon's newest commit, is the last acknowledged one."""
         journal = self.journal
         if newest != journal.acknowledged:
             is_older = newest is None or (journal.acknowledged or 0) > newest
             why = (
                 'with paramserver.durability other than "step", commits are gone with the memory of the daemon'
                 if is_older
-                else "another run has gone on"
+                else "another run has continued the job"
             )
             raise self._cannot(f"its newest commit is {newest}, and this run is at {journal.acknowledged}: {why}")
 
     def _check_kept(self) -> None:
-        """Raises DaemonRestartedError where what was handed over is not in the journal."""
+        """Raise DaemonRestartedError if the journal lacks gradients that were handed over."""
         journal = self.journal
         if journal.unkept_bytes:
             raise self._cannot(

@@ -1,6 +1,7 @@
-"""The way to the daemon: addresses, channels, deadlines, and the one place where gRPC errors become ours.
+"""gRPC channels to the daemon: addresses, options, default deadlines, and the translation of gRPC's errors.
 
-Owns no state. Must never retry a call that could have been executed: the caller knows what a repetition means.
+Owns no state. Must never retry a call that the daemon may have executed, because only the caller knows whether it may
+be repeated.
 """
 
 from __future__ import annotations
@@ -36,26 +37,28 @@ from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
 
 SERVICE_NAME = "paramserver.v1.ParameterStore"
 
-# Control calls answer from memory. Leases wait for bytes, budget and updates; commits wait for the slowest rank.
+# The daemon answers control calls from memory. A lease request waits for bytes, budget and updates; a commit waits for
+# the slowest rank.
 CONTROL_DEADLINE_SECONDS = 30.0
 LEASE_DEADLINE_SECONDS = 300.0
 COMMIT_DEADLINE_SECONDS = 900.0
 
 _OPTIONS = (
-    # A daemon that has just been started serves within a second; grpc's default waits as long before it looks again.
+    # A daemon that has just been started serves within a second. grpc's default would wait one second between attempts.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # How long one attempt to connect may take, whatever the name says: over a slow network, several round trips.
+    # Despite its name, this option is the time-out of one attempt to connect, which takes several round trips.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
-    # A daemon whose machine or network has gone without a word is noticed within 13 s, before it gives our session up
-    # (15 s). No ping is sent while anything comes in: heartbeats are answered each second or two. The time-out is also
-    # how long the kernel waits for what it has sent to be acknowledged.
+    # With these two, the client notices within 13 s that the daemon's machine or network has failed silently. That is
+    # before the daemon ends the silent session, after 15 s. gRPC sends no ping while bytes arrive, and heartbeats are
+    # answered every second or two. The second number is also the kernel's time-out for sent bytes to be acknowledged.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 8_000),
-    # Of gRPC's pings for other ends, with which a sign of life is not asked for once more: a minute by default.
+    # gRPC also sends pings for other purposes, and sends no keepalive ping while one of them is unanswered. Their own
+    # time-out is a minute by default.
     ("grpc.http2.ping_timeout_ms", 8_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -80,10 +83,10 @@ T = TypeVar("T")
 
 
 def check_address(address: str) -> str:
-    """A gRPC target for `unix:/path/to.sock` or `host:port`.
+    """Return `address`, which is a gRPC target already, after checking that it is `unix:/path/to.sock` or `host:port`.
 
     Raises:
-        ConfigError: it is neither, or no socket can be at the path.
+        ConfigError: the address has neither form, or the path cannot be that of a socket.
     """
     if is_socket(address):
         try:
@@ -98,18 +101,18 @@ def check_address(address: str) -> str:
 
 
 def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.Channel:
-    """A channel to the daemon; connects on first use.
+    """Return a channel to the daemon, which connects on first use.
 
     Raises:
-        ConfigError: the address is none, a file of the credentials cannot be used, or a token would cross the network
-            in the clear.
-        StoreUnavailableError: the socket's path is long, and its directory is not there.
+        ConfigError: the address is malformed, a file of the credentials cannot be used, or a token would cross the
+            network unencrypted.
+        StoreUnavailableError: the socket's path is too long for the kernel, and its directory does not exist.
     """
     return credentials.connect(check_address(address), _OPTIONS)
 
 
 def is_serving(channel: grpc.Channel, timeout_seconds: float) -> bool:
-    """Whether the daemon answers SERVING for the parameter store."""
+    """Return whether the daemon's health service answers SERVING for the parameter store."""
     return _why_not_serving(channel, timeout_seconds) is None
 
 
@@ -124,11 +127,11 @@ def _why_not_serving(channel: grpc.Channel, timeout_seconds: float) -> str | Non
 
 
 def wait_until_serving(address: str, timeout_seconds: float, credentials: Credentials = NO_CREDENTIALS) -> None:
-    """Returns when the daemon serves.
+    """Wait until the daemon serves.
 
     Raises:
         ConfigError: see `open_channel`.
-        StoreUnavailableError: it did not within the time.
+        StoreUnavailableError: the daemon did not serve within `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     with ExitStack() as cleanup:
@@ -152,7 +155,7 @@ def wait_until_serving(address: str, timeout_seconds: float, credentials: Creden
 
 
 def translate(error: grpc.RpcError) -> StoreError:
-    """Our error for a failed call."""
+    """Return the StoreError for a failed gRPC call."""
     # Every RpcError that grpc raises or keeps in a future is also a grpc.Call.
     assert isinstance(error, grpc.Call)
     code = error.code() or grpc.StatusCode.UNKNOWN
@@ -166,14 +169,15 @@ def translate(error: grpc.RpcError) -> StoreError:
 
 
 def _ignore(response: Any, began: float, ended: float) -> None:
-    """Nobody wants to know how long it was waited for."""
+    """Do nothing; the default of `Pending` for calls whose wait is not recorded."""
 
 
 class Pending(Generic[T]):
-    """A call under way: `wait` gives its result, as often as it is asked.
+    """The future of a call; `wait` returns its result and may be called again.
 
     Attributes:
-        waited_seconds: that the last `wait` took, less what its thread computed: to unpack what came is no wait.
+        waited_seconds: duration of the last `wait`, less the processor time that its thread used meanwhile, because
+            unpacking the response is work and not waiting.
     """
 
     def __init__(
@@ -183,8 +187,15 @@ class Pending(Generic[T]):
         waited: Callable[[Any, float, float], None] = _ignore,
         give_back: Callable[[Any], None] | None = None,
     ) -> None:
-        """`waited` is told the response and from when to when it was waited for, in seconds of time.monotonic(): for
-        `waited_seconds`. `give_back` gets the response and returns to the store what the call was granted."""
+        """Wrap the future of a call.
+
+        Args:
+            future: gives the response of the call.
+            finish: makes the result from the response.
+            waited: called after each successful `wait` with the response and with begin and end of the wait, which are
+                `waited_seconds` apart, in seconds of time.monotonic().
+            give_back: called with the response if the result is not wanted; returns what was granted to the store.
+        """
         self.waited_seconds = 0.0
         self._give_back = give_back
         self._future = future
@@ -192,8 +203,10 @@ class Pending(Generic[T]):
         self._waited = waited
 
     def wait(self) -> T:
-        """Wait for the result. Where this fails, for whatever reason, the caller gets nothing and has nothing to
-        return, because what the call was granted, or will be, goes back to the store.
+        """Wait for the result and return it.
+
+        If this raises, the caller has nothing to give back: what the call was granted, or will be granted, goes back to
+        the store by itself.
 
         Raises:
             StoreError: the call failed.
@@ -205,8 +218,11 @@ class Pending(Generic[T]):
             raise
 
     def forgo(self) -> None:
-        """Give back what the call is granted, as soon as the store has granted it, for a caller that has not waited for
-        it and does not want it any more. Does not wait. A refusal is not reported, because the caller wants nothing."""
+        """Give back what the call is granted, as soon as the store has granted it. Does not wait.
+
+        A caller that has not waited for the result calls this when it does not need the result any more. If the store
+        refuses the call, that is not reported.
+        """
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             self.on_response(give_back)
@@ -225,7 +241,7 @@ class Pending(Generic[T]):
         return result
 
     def on_response(self, act: Callable[[Any], None]) -> None:
-        """Has `act` called with the response itself once it is there, on any thread; never, if the call fails."""
+        """Call `act` with the response as soon as it has arrived, on any thread; never if the call fails."""
 
         def act_on_success(future: Any) -> None:
             if not future.cancelled() and future.exception() is None:

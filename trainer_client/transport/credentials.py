@@ -1,7 +1,6 @@
-"""What a client shows to the daemon: a token, and for TCP a certificate.
+"""The credentials of a client: a token, and for TCP a certificate.
 
-Owns where they are read from, which is files, each time a channel is opened. Must never put a token into a message, a
-log or a representation.
+Their files are read each time a channel is opened. Must never put a token into a message, a log or a `repr`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ TLS_KEY_VARIABLE = "PARAMSERVER_TLS_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """How to be let in.
+    """The token and the TLS files with which a client connects to the daemon.
 
     Attributes:
-        token: the token itself; or
-        token_file: a file that holds it, and nothing else.
-        tls_ca: PEM file of the authorities that sign the daemon's certificate. With it TCP is encrypted, and the next
-            two are needed. A UNIX socket has its mode instead.
+        token: the token itself. At most one of `token` and `token_file` is given.
+        token_file: a file that holds the token and nothing else.
+        tls_ca: PEM file of the authorities that sign the daemon's certificate. If given, TCP connections are encrypted,
+            and the next two files are required. A UNIX socket is protected by its file mode instead and ignores them.
         tls_certificate: PEM file of this client's certificate.
-        tls_key: PEM file of its private key.
-        insecure: lets a token cross the network in the clear.
+        tls_key: PEM file of the private key of that certificate.
+        insecure: allows to send a token over the network unencrypted.
 
     Raises:
-        ConfigError: they do not go together.
+        ConfigError: a token and a token file are both given, or only some of the TLS files.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -56,7 +55,7 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Credentials:
-        """Those that $PARAMSERVER_TOKEN_FILE and $PARAMSERVER_TLS_CA, _CERTIFICATE and _KEY name."""
+        """Return the credentials that $PARAMSERVER_TOKEN_FILE and $PARAMSERVER_TLS_CA, _CERTIFICATE and _KEY name."""
 
         def path(variable: str) -> Path | None:
             return Path(environ[variable]) if environ.get(variable) else None
@@ -69,15 +68,15 @@ class Credentials:
         )
 
     def read_token(self) -> str | None:
-        """The token, if there is to be one.
+        """Return the token, read from its file if one is given; None if these credentials have no token.
 
         Raises:
-            ConfigError: its file cannot be read, or holds no token.
+            ConfigError: the file cannot be read, or holds no token.
         """
         if self.token_file is None:
             return self.token
         token = _read(self.token_file).decode(errors="replace").strip()
-        # Not shown: somebody may have given the file of a key or a password.
+        # The error does not show what the file holds, because the user may have given a key or a password by mistake.
         if not token or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError(
                 f"token file {self.token_file} must hold one token, as `paramserver tokens add` prints it"
@@ -85,11 +84,11 @@ class Credentials:
         return token
 
     def connect(self, address: str, options: Options) -> grpc.Channel:
-        """A channel that shows them; `address` is good.
+        """Return a channel to `address` that uses these credentials; the caller has checked the address.
 
         Raises:
-            ConfigError: a file cannot be used, or the token would cross the network in the clear.
-            StoreUnavailableError: the socket's path is long, and its directory is not there.
+            ConfigError: a file cannot be read, or the token would cross the network unencrypted.
+            StoreUnavailableError: the socket's path is too long for the kernel, and its directory does not exist.
         """
         token, tls = self.read_token(), None
         if self.tls_ca and self.tls_certificate and self.tls_key and not is_socket(address):

@@ -1,7 +1,8 @@
-"""How long calls may take: the one place that knows what the daemon may make them wait.
+"""The deadlines of calls to the store daemon.
 
-A daemon makes a call wait for a quota, for room or for a device, as long as it was configured to, and says so in its
-welcome. A deadline that is shorter than that gives up on what might be granted, and hides why it was not.
+The daemon lets a call wait for a quota, for room or for a device. Its config says how long at most, and its Welcome
+message tells the client. A client's deadline must be longer than this wait: otherwise the client gives up on a call
+that might still succeed, and does not see the daemon's own error, which names the reason.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds that calls may take.
+    """Deadlines in seconds, one for each class of calls.
 
     Attributes:
-        control: calls that the daemon answers from memory, but for what it may wait for by itself.
-        lease: calls that wait for bytes and updates, too.
+        control: calls that the daemon answers from memory, after the wait for quota, room or device.
+        lease: calls that also wait for bytes or for an optimizer update.
         commit: calls that wait for the slowest rank.
     """
 
@@ -28,7 +29,7 @@ class Deadlines:
 
     @classmethod
     def of(cls, welcome: pb.SessionResponse.Welcome) -> Deadlines:
-        """Return those of a session: each is longer than what its daemon may make a call wait."""
+        """Return the deadlines of the session that `welcome` opened; each exceeds the daemon's longest own wait."""
         patience = patience_seconds(welcome)
         return cls(
             control=CONTROL_DEADLINE_SECONDS + patience,
@@ -38,5 +39,5 @@ class Deadlines:
 
 
 def patience_seconds(welcome: pb.SessionResponse.Welcome) -> float:
-    """Return how long the daemon may make one call wait; 0 for a daemon that does not say."""
+    """Return how many seconds the daemon may let one call wait; 0 if its Welcome message does not say."""
     return welcome.patience_millis / 1000

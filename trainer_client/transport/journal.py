@@ -1,12 +1,16 @@
-"""What this rank has handed to the store for the commit under way, so that it can be handed to the next daemon.
+"""The journal of what this rank has handed to the store for the commit under way, to hand it to the next daemon.
 
-[Note: the journal] A daemon that dies takes with it what was handed over since the last commit. Until the daemon
-acknowledges the commit, the journal keeps what this rank gave to it: gradients as copies, because their memory is the
-store's from the hand-over on, values as references to the trainer's own tensors, which nothing changes before the
-commit is there, and the vote. A daemon that comes back with the commit before this one gets all of it again, in the
-same order, and computes the same bits.
+[Note: the journal] If a daemon dies, all that it was given since the last commit is lost. Until the daemon acknowledges
+the next commit, the journal keeps what this rank gave to it:
 
-Owns the copies. Must never be replayed into a store that has the commit already: the owner looks first.
+- gradients, as copies, because their memory belongs to the store after the hand-over;
+- values, as references to the trainer's own tensors, which do not change before the commit exists;
+- the vote for the commit.
+
+A daemon that was restarted from the commit before gets all of this again in the same order, so it computes the same
+bits.
+
+Owns the copies. Must never be replayed into a store that has the commit already; `Attachments` checks that first.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slab:
-    """One kind of one shard group."""
+    """The name of a slab: the bytes of one kind (parameters, gradients, a state) of one shard group."""
 
     group: str
     kind: Kind
@@ -41,9 +45,14 @@ class Slab:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUpdate:
-    """One group's hand-over of gradients; see ApplyGradientsRequest in the wire contract.
+    """The update of one shard group; see ApplyGradientsRequest.GroupUpdate in parameter_store.proto.
 
     Attributes:
+        group: name of the shard group.
+        gradient: the write lease that holds the gradient.
+        scale: the store multiplies the gradient by this.
+        hyper_parameters_of_shard: one for each shard, an index of hyper-parameters in the request; -1: no update.
+        clip_value: the store clamps the scaled gradient to [-clip_value, clip_value]; None: it does not clamp.
         next_use: the position at which the group's parameters are needed next.
     """
 
@@ -57,7 +66,7 @@ class GroupUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """New values of a slab: `values` are converted to `dtype`."""
+    """New values of a slab. They are converted to `dtype`, the slab's element type, when they are written."""
 
     slab: Slab
     dtype: torch.dtype
@@ -65,15 +74,15 @@ class Value:
 
 
 class HandOver(Protocol):
-    """Something that was given to the store and becomes part of the next commit."""
+    """An entry of the journal: values or an update that become part of the next commit."""
 
     def make(self, attachment: Attachment) -> None:
-        """Hands it over from what the trainer keeps. Raises StoreError."""
+        """Hand the entry to the daemon of `attachment`, from tensors that the trainer keeps. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """Values that this rank has computed itself."""
+    """An entry with values that this rank has computed itself."""
 
     step: int
     values: Sequence[Value]
@@ -88,7 +97,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """An update of groups, whose gradients are `kept`: uint8, one for each update."""
+    """An entry with updates of groups; `kept` has one copy of a gradient, as uint8 tensor, for each update."""
 
     step: int
     hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters]
@@ -96,7 +105,7 @@ class Applied:
     kept: Sequence[torch.Tensor]
 
     def make(self, attachment: Attachment) -> None:
-        # One at a time, because the store's memory need not hold more of them than it works on.
+        # Gradients are handed over one at a time, because the store need not have memory for all of them at once.
         for update, gradient in zip(self.updates, self.kept, strict=True):
             with _acquired(attachment, [Slab(group=update.group, kind=GRAD)], self.step) as (leased,):
                 leased.data.copy_(gradient)
@@ -105,7 +114,15 @@ class Applied:
 
 @dataclass(slots=True, kw_only=True)
 class Vote:
-    """This rank's vote for the commit, and the call that brings it to the store."""
+    """This rank's vote for a commit, and the last call that carried it to the store.
+
+    Attributes:
+        step: the step to commit.
+        client_state: bytes that are stored with the commit.
+        settled: the newest step that all ranks are known to have committed.
+        attachment: the attachment that `call` was made on.
+        call: future of the call; it is done when the step is committed.
+    """
 
     step: int
     client_state: bytes
@@ -115,13 +132,16 @@ class Vote:
 
 
 class Journal:
-    """Attributes:
-    acknowledged: the newest commit that the store has confirmed; None: there is none.
-    step: the commit that something was handed over for and that is not confirmed; None: nothing was.
-    vote: for that commit.
-    unkept_bytes: of gradients that were handed over and that no copy was kept of.
-    awaits_commit: whether the daemon is another one than that of the last acknowledged commit. It may then lack what
-        other ranks have handed over for the commit under way, although these believe that they have.
+    """What this rank has handed over since the last acknowledged commit; see [Note: the journal].
+
+    Attributes:
+        acknowledged: the newest commit that the store has acknowledged; None: there is none.
+        step: the commit under way, for which this rank has handed something over; None: nothing was handed over.
+        vote: this rank's vote for the commit under way; None: it has not voted.
+        unkept_bytes: bytes of gradients that were handed over without keeping a copy.
+        is_open: whether the journal keeps anything; False before `open`.
+        awaits_commit: whether the daemon was restarted since the last acknowledged commit. The new one may lack what
+            other ranks handed to the last one for the commit under way.
     """
 
     def __init__(self) -> None:
@@ -134,25 +154,26 @@ class Journal:
         self._most_bytes = 0
         self._exceeds = False
         self._entries: list[HandOver] = []
-        # The attachment that has the first so many entries by `replay`.
+        # `replay` has handed the first `_replayed` entries to the attachment `_replayed_to`.
         self._replayed_to: Attachment | None = None
         self._replayed = 0
-        # By group, used again in each step: new memory of this size costs the kernel as much as the copy itself.
+        # Copies of gradients by group. Each step uses the same memory again, because fresh memory of this size costs
+        # the kernel as much time as the copy itself.
         self._copies: dict[str, torch.Tensor] = {}
 
     def open(self, acknowledged: int | None, most_bytes: int) -> None:
-        """Begins to keep what is handed over from now on, but of gradients at most `most_bytes`."""
+        """Begin to keep what is handed over after the commit `acknowledged`, with at most `most_bytes` of gradients."""
         self.acknowledged = acknowledged
         self._most_bytes = most_bytes
         self.is_open = True
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of gradients that are kept."""
+        """Bytes of memory for copies of gradients."""
         return sum(copy.numel() for copy in self._copies.values())
 
     def note(self, step: int, entry: HandOver) -> None:
-        """Keeps something that is handed over."""
+        """Add an entry for the commit `step`; do nothing before `open`."""
         if self.is_open:
             self.step = step
             self._entries.append(entry)
@@ -163,7 +184,10 @@ class Journal:
         hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
         updates: Sequence[GroupUpdate],
     ) -> Applied | None:
-        """Keeps an update with copies of its gradients; None where they are not kept, as they would be too large."""
+        """Add updates with copies of their gradients, and return the entry.
+
+        Returns None if the journal is not open, or if the gradients of a step are larger than its limit.
+        """
         if not self.is_open:
             return None
         self.step = step
@@ -173,12 +197,12 @@ class Journal:
             self._exceeds = self.kept_bytes + wanted > self._most_bytes
             if self._exceeds:
                 log.info(
-                    "this rank has more gradients than paramserver.kept_gradients = %d: where the daemon is lost "
+                    "this rank has more bytes of gradients than paramserver.kept_gradients = %d: if the daemon is lost "
                     "while a commit is under way, the run has to be restarted",
                     self._most_bytes,
                 )
         if self._exceeds:
-            # A part of a step is of no use.
+            # All copies are dropped, because the next daemon could not use a part of a step.
             self.unkept_bytes += nbytes
             self._copies.clear()
             self._entries.clear()
@@ -190,21 +214,21 @@ class Journal:
         return entry
 
     def remove(self, entry: HandOver | None) -> None:
-        """Forgets something that the store has refused."""
+        """Remove an entry that the store has refused; do nothing if it is not in the journal."""
         places = [place for place, other in enumerate(self._entries) if other is entry]
         for place in places:
             del self._entries[place]
             self._replayed -= place < self._replayed
 
     def begin_vote(self, attachment: Attachment, step: int, client_state: bytes, settled: int) -> Vote:
-        """Votes for the commit. Does not wait."""
+        """Vote for the commit, keep the vote and return it. Does not wait."""
         call = vote(attachment, step, client_state, settled)
         self.step = step
         self.vote = Vote(step=step, client_state=client_state, settled=settled, attachment=attachment, call=call)
         return self.vote
 
     def settle(self, step: int) -> None:
-        """Forgets what the commit `step` consisted of, because the store has it. Idempotent."""
+        """Remove all entries and the vote of the commit `step`, because the store has committed it. Idempotent."""
         if self.step == step:
             self.acknowledged = step
             self.step = self.vote = None
@@ -213,8 +237,11 @@ class Journal:
             self._entries.clear()
 
     def replay(self, attachment: Attachment) -> Vote | None:
-        """Hands over what a daemon does not have yet, which has the commit before; the vote that it has then, if this
-        rank has voted. Raises StoreError."""
+        """Hand over the entries and the vote that a restarted daemon does not have yet.
+
+        The daemon has the last acknowledged commit. Returns the vote, or None if this rank has not voted yet. Raises
+        StoreError.
+        """
         if self._replayed_to is not attachment:
             self._replayed_to, self._replayed = attachment, 0
         for entry in self._entries[self._replayed :]:
@@ -234,8 +261,10 @@ class Journal:
 
 @contextmanager
 def _acquired(attachment: Attachment, slabs: Sequence[Slab], step: int) -> Iterator[list[LeasedBytes]]:
-    """Give a block write leases, all or none, in the order of the slabs, which the block hands to the store; where the
-    block fails, they go back. Raises StoreError."""
+    """Acquire write leases, all or none and in the order of the slabs, for a `with` block.
+
+    The block hands them to the store; if it fails, they are returned. Raises StoreError.
+    """
     wants = [pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs]
     request = pb.AcquireLeasesRequest(wants=wants)
     response = attachment.call(attachment.stub.AcquireLeases, request, attachment.deadlines.lease)
@@ -247,7 +276,7 @@ def _acquired(attachment: Attachment, slabs: Sequence[Slab], step: int) -> Itera
 
 
 def publish(attachment: Attachment, leases: Sequence[LeasedBytes]) -> None:
-    """Return write leases, and stage their bytes as the version of their step. Raises StoreError."""
+    """Release write leases, and stage their bytes as the version of their step. Raises StoreError."""
     for leased in leases:
         attachment.plane.flush(leased)
     attachment.check_leases()
@@ -275,7 +304,7 @@ def apply_request(
     *,
     provisional: bool = False,
 ) -> pb.ApplyGradientsRequest:
-    """Return the request of an update, but for the session."""
+    """Return the request of an update; the caller sets its session id."""
     return pb.ApplyGradientsRequest(
         step=step,
         hyper_parameters=hyper_parameters,

@@ -1,7 +1,7 @@
-"""Calls under way that outlive the daemon they were made to: what each of them means when its daemon is lost.
+"""Pending calls that survive the loss of the daemon they were made to.
 
-[Note: attaching again] in attachments.py says how the next daemon is found. A read is asked for again, an update that
-may be withdrawn is not, and a vote is in the journal, which brings it to the next daemon.
+[Note: attaching again] in attachments.py says how the next daemon is found. After that, a lease request is made again,
+an update that may be withdrawn is not made again, and a vote for a commit is repeated by the journal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Lasting(Pending[T]):
-    """A call that is made again with the next daemon where one is lost before its result was taken."""
+    """A call that is repeated with the next daemon if a daemon is lost before the result was taken."""
 
     def __init__(self, attachments: Attachments, ask: Callable[[Attachment], Pending[T]]) -> None:
         self.waited_seconds = 0.0
@@ -29,7 +29,7 @@ class Lasting(Pending[T]):
         self.attachment, self._pending = self._begin()
 
     def wait(self) -> T:
-        """Raises StoreError."""
+        """Wait for the result, and repeat the call with the next daemon if this one is lost. Raises StoreError."""
         while True:
             at = self.attachment
             try:
@@ -42,7 +42,7 @@ class Lasting(Pending[T]):
             self.attachment, self._pending = self._begin()
 
     def forgo(self) -> None:
-        """As Pending.forgo. What a daemon granted that is gone is gone with it."""
+        """Return to the store what the call is granted, as `Pending.forgo`. Leases of a lost daemon are void anyway."""
         self._pending.forgo()
 
     def on_response(self, act: Callable[[Any], None]) -> None:
@@ -53,10 +53,13 @@ class Lasting(Pending[T]):
 
 
 class Provisional(Pending[bool]):
-    """An update that can be withdrawn, of one attachment. It is granted nothing."""
+    """An update that can be withdrawn until the commit. It belongs to one attachment, and the store grants it nothing.
+
+    The result of `wait` is whether the current daemon has the update.
+    """
 
     def __init__(self, attachments: Attachments, at: Attachment, sent: Pending[None] | None) -> None:
-        """`sent` None: it was not sent at all."""
+        """Make the future; `sent` is None if the update was not sent at all."""
         self.waited_seconds = 0.0
         self._attachments = attachments
         self._at = at
@@ -66,7 +69,7 @@ class Provisional(Pending[bool]):
         """Do nothing."""
 
     def wait(self) -> bool:
-        """Raises StoreError."""
+        """Wait for the hand-over; return whether the current daemon has the update. Raises StoreError."""
         if self._sent is None:
             return False
         if self._at is self._attachments.current:
@@ -78,7 +81,7 @@ class Provisional(Pending[bool]):
 
 
 class Commit(Pending[None]):
-    """A vote, which the journal brings to the next daemon where one is lost. It is granted nothing."""
+    """This rank's vote for a commit. If the daemon is lost, the journal repeats the vote with the next one."""
 
     def __init__(self, attachments: Attachments, vote: Vote, recorder: Recorder) -> None:
         self.waited_seconds = 0.0
@@ -90,13 +93,13 @@ class Commit(Pending[None]):
         """Do nothing."""
 
     def wait(self) -> None:
-        """Raises StoreError."""
+        """Wait until the store has committed the step. Raises StoreError."""
         with self._attachments.changed:
             at, call = self._vote.attachment, self._vote.call
         try:
             Pending(call, lambda _: None, self._note_wait).wait()
         except StoreError as error:
-            # The thread that attaches again has waited for the commit, too.
+            # When `outlive` returns, the commit exists: the thread that attaches to the next daemon has waited for it.
             self._attachments.outlive(at, error)
         with self._attachments.changed:
             self._attachments.journal.settle(self._vote.step)

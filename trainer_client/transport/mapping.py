@@ -1,7 +1,7 @@
-"""Which memory an address range of this process shows: the one place that asks the kernel for it by address.
+"""mmap calls at a fixed address, which Python's `mmap` module does not offer.
 
-Python's `mmap` cannot put a mapping where another one is, which is what keeps tensors that view the range what they
-are. Must never be given a range that is not wholly the caller's own mapping: what was there is gone.
+With them, an address range that tensors view can be switched to other memory while the tensors stay the same objects.
+Must never be given a range that the caller has not mapped itself, because the kernel discards the former mapping.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mmap
 import os
 from dataclasses import dataclass
 
-# Of Linux on all processors that torch is built for; Python's mmap module does not name them.
+# Linux flags that Python's mmap module lacks. The values are the same on all processors that torch is built for.
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _HUGE_PAGE_BYTES = 2 << 20
@@ -30,10 +30,12 @@ _libc.mmap.argtypes = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRange:
-    """Bytes of a file that can be mapped, from `offset` on.
+    """A range of a file that can be mapped into memory.
 
     Attributes:
-        descriptor: open as long as the range may be mapped; a mapping does not need it any more.
+        descriptor: file descriptor. It stays open as long as the range may be mapped; an existing mapping does not
+            need it.
+        offset: first byte of the range in the file.
     """
 
     descriptor: int
@@ -41,10 +43,10 @@ class FileRange:
 
 
 def map_file(descriptor: int, nbytes: int) -> memoryview:
-    """The first bytes of a file, shared with whoever has mapped it; mapped as long as somebody has a view of them.
+    """Map the first `nbytes` of a file, shared with the other processes that map it, and return a view of them.
 
-    At a multiple of _HUGE_PAGE_BYTES: only there the processor sees a huge page as one (storage/syscalls.py has what
-    that is worth).
+    The mapping lasts as long as the view or a slice of it is referenced. It begins at a multiple of _HUGE_PAGE_BYTES,
+    because the processor can use a huge page only there; storage/syscalls.py has the measured gain.
 
     Raises:
         OSError: the kernel refuses.
@@ -60,24 +62,24 @@ def map_file(descriptor: int, nbytes: int) -> memoryview:
 
 
 def show_file(address: int, nbytes: int, source: FileRange) -> None:
-    """Shows a file's bytes at `address`, instead of what was there, without copying them.
+    """Map a file range at `address`, in place of the former mapping, without copying bytes.
 
-    What is written there stays in this process, a page at a time: the file is not changed. Pages that were not written
-    to show what others write to the file. All three numbers are multiples of the page size, but for `nbytes`, whose
-    last page is shown whole.
+    The mapping is copy-on-write: a write copies the page into this process and does not change the file. A page that
+    this process has not written to follows changes of the file. `address` and `source.offset` are multiples of the
+    page size; if `nbytes` is not, its last page is mapped whole.
 
     Raises:
-        OSError: the kernel refuses; what was there is still there.
+        OSError: the kernel refuses; the former mapping is unchanged.
     """
-    # Not prefaulted: of a private mapping that may be written, that would be a copy of each page.
+    # MAP_POPULATE is not used, because it would copy each page of a writable private mapping at once.
     _map(address, nbytes, mmap.MAP_PRIVATE | _MAP_FIXED, source.descriptor, source.offset)
 
 
 def show_zeros(address: int, nbytes: int) -> None:
-    """Shows fresh zeroed memory of this process at `address`, which costs nothing until it is touched.
+    """Map private zeroed memory at `address`, in place of the former mapping. A page takes no memory until it is used.
 
     Raises:
-        OSError: the kernel refuses; what was there is still there.
+        OSError: the kernel refuses; the former mapping is unchanged.
     """
     _map(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0)
 

@@ -1,7 +1,7 @@
-"""How the bytes of a lease reach this process: through the mapped arena, or over gRPC streams.
+"""The two data planes, by which the bytes of a lease reach this process: the mapped arena, or gRPC streams.
 
-Both planes stand behind one contract and are chosen once per session. Owns no lease: it gives a tensor for one and, for
-a write lease, makes the store see what the caller put into it.
+Both implement the protocol `Plane`; a session chooses one of them when it opens. A plane turns a granted lease into a
+tensor and, for a write lease, makes the written bytes visible to the store. Owns no lease.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class LeasedBytes:
     """A granted lease and its bytes in this process.
 
     Attributes:
-        version: the step of the bytes (read leases).
-        data: uint8, 1-D, on the CPU; valid until the lease is released.
-        plane: the plane of the session that the lease belongs to.
-        source: where the bytes can be mapped from, as long as `data` is kept; None: they cannot be.
+        lease_id: the store's id of the lease, unique within its session.
+        version: for a read lease, the step that the bytes belong to.
+        data: the bytes, a 1-D uint8 tensor on the CPU; valid until the lease is released.
+        plane: the data plane of the session that the lease belongs to.
+        source: the file range from which the bytes can be mapped while `data` is referenced; None: mapping is not
+            possible.
     """
 
     lease_id: int
@@ -45,24 +47,27 @@ class Plane(Protocol):
     def name(self) -> str: ...
 
     def open_read(self, lease: pb.Lease) -> LeasedBytes:
-        """The bytes of a read lease."""
+        """Return a read lease with its bytes."""
 
     def open_write(self, lease: pb.Lease) -> LeasedBytes:
-        """Uninitialised bytes to be written."""
+        """Return a write lease with uninitialised bytes, which the caller fills."""
 
     def flush(self, leased: LeasedBytes) -> None:
-        """Makes the store see the bytes of a write lease."""
+        """Make the bytes of a write lease visible to the store."""
 
     def check(self) -> None:
-        """To be called after bytes of a lease were used, before what was computed with them is.
+        """Check that leases of this plane were still valid while their bytes were used.
+
+        Call this after the bytes of a lease were read, and before the result of that is used.
 
         Raises:
-            SessionEndedError: the leases of the plane's session are void, and the bytes may have been somebody else's.
+            SessionEndedError: the session has ended, so its leases are void and their memory may already hold the bytes
+                of another session.
         """
 
 
 class ArenaPlane:
-    """Views of the shared arena: nothing is copied and nothing is sent."""
+    """The plane that views the shared arena: no bytes are copied or sent."""
 
     name = "arena"
 
@@ -78,14 +83,14 @@ class ArenaPlane:
         return self.open_read(lease)
 
     def flush(self, leased: LeasedBytes) -> None:
-        """The store looks at the same memory."""
+        """Do nothing, because the store reads the same memory."""
 
     def check(self) -> None:
         self._arena.check()
 
 
 class StreamPlane:
-    """Private buffers, filled from and sent to the store in chunks."""
+    """The plane that copies bytes between private buffers and the store in chunks, over gRPC streams."""
 
     name = "streams"
 
@@ -107,10 +112,10 @@ class StreamPlane:
         self._streams.write(leased.lease_id, leased.data.numpy().data, LEASE_DEADLINE_SECONDS)
 
     def check(self) -> None:
-        """Private buffers stay what they are."""
+        """Do nothing, because a private buffer keeps its bytes when the session ends."""
 
 
 def check(leases: Iterable[LeasedBytes]) -> None:
-    """Raises SessionEndedError if the bytes of some of the leases may have been somebody else's; see Plane.check."""
+    """Run `Plane.check` once for each plane of the leases. Raises SessionEndedError."""
     for plane in {id(leased.plane): leased.plane for leased in leases}.values():
         plane.check()

@@ -1,8 +1,8 @@
-"""The store as this rank sees it: typed calls, leases as tensors, and the attachments behind them.
+"""The store as one rank of a training run uses it: typed calls, and leases as tensors.
 
-Owns what a call means: which ones are made again with the next daemon where one is lost, and which are in the journal.
-Must never block where asynchrony was asked for, nor swallow a failure: what fails behind the caller's back is raised by
-the next call.
+Owns the rules for a restart of the daemon: which calls are repeated with the next daemon, and which calls the journal
+keeps. Must never block in a method that says that it does not wait, nor swallow a failure: if a call fails that the
+caller does not wait for, the next call raises its error.
 """
 
 from __future__ import annotations
@@ -43,20 +43,23 @@ __all__ = ["GroupUpdate", "RankStore", "Slab", "Value"]
 
 
 class RankStore:
-    """Attributes:
-    as_of_step: reads see what this step leaves, and nothing of later ones; None: the newest.
-    fetched: bytes that the store has fetched for the job, and the sum of what each fetch took in seconds.
+    """One rank's connection to the store, which outlives restarts of the daemon after `survive_restarts`.
+
+    Attributes:
+        as_of_step: reads see the bytes as this step leaves them, and nothing of later steps; None: the newest bytes.
+        fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
+            these fetches took, summed.
 
     Args:
-    address: `unix:/path` or `host:port`.
-    client: who we are, for people.
-    credentials: what to show to the daemon.
-    prefer_streams: leave the arena alone even where it can be mapped.
-    recorder: is told what is waited for and moved.
+        address: `unix:/path` or `host:port`.
+        client: name of this client, shown to people who operate the daemon.
+        credentials: token and TLS files to connect with.
+        prefer_streams: use gRPC streams even if the arena can be mapped.
+        recorder: records waits and moved bytes.
 
     Raises:
         ConfigError: the address or the credentials cannot be used.
-        StoreError: the daemon cannot be reached, or lets nobody in with them.
+        StoreError: the daemon cannot be reached, or refuses the credentials.
     """
 
     def __init__(
@@ -75,26 +78,27 @@ class RankStore:
         self._recorder = recorder or Recorder()
         self._job = pb.OpenJobRequest()
         self._groups: list[pb.ShardGroup] = []
-        # Gradients are sent on a thread of their own, because that may take long.
+        # A thread of its own sends gradients, because that may take long.
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
         attach = partial(Attachment, address, client, credentials, prefer_streams=prefer_streams)
         self._attachments = Attachments(attach, address, credentials, self._recorder)
 
     def survive_restarts(self, survival: Survival, *, layout: str, newest: int | None) -> None:
-        """From now on this rank outlives restarts of its daemon, as attachments.py says.
+        """Let this rank outlive restarts of its daemon from now on; see [Note: attaching again] in attachments.py.
 
         Args:
-            layout: the job's, as the store names it.
-            newest: the newest commit of the job.
+            survival: how long to wait for the next daemon, and how many gradient bytes to keep for it.
+            layout: the store's name of the job's layout.
+            newest: step of the newest commit of the job; None: it has no commit.
         """
         self._attachments.survive(survival, Membership(job=self._job, layout=layout, groups=self._groups), newest)
 
     def give_up(self) -> None:
-        """From now on the loss of the daemon is final: what waits for the next one is told so. Idempotent."""
+        """Treat the loss of the daemon as final from now on: calls that wait for the next daemon fail. Idempotent."""
         self._attachments.give_up()
 
     def close(self) -> None:
-        """Ends the session, and with it all leases; idempotent."""
+        """End the session, and with it all leases; idempotent."""
         self._hand_overs.shutdown(cancel_futures=True)
         self._attachments.close()
 
@@ -109,7 +113,7 @@ class RankStore:
 
     @property
     def epoch(self) -> str:
-        """Of the daemon's start."""
+        """The random name that the daemon gave itself at its start; another start has another one."""
         return self._attachments.current.epoch
 
     @property
@@ -121,14 +125,14 @@ class RankStore:
         return self._attachments.current.plane
 
     def open_job(self, request: pb.OpenJobRequest) -> pb.OpenJobResponse:
-        """Attaches this rank to its job; what is committed of it."""
+        """Attach this rank to its job, and return what is committed of the job."""
         self._job = request
         at = self._attachments.current
         response: pb.OpenJobResponse = at.call(at.stub.OpenJob, request)
         return response
 
     def begin_layout(self, first_step: int) -> None:
-        """Gives the job the layout that `open_job` named, empty; its first commit has that number."""
+        """Begin the layout that `open_job` named, without any bytes; its first commit will be step `first_step`."""
         at = self._attachments.current
         at.call(at.stub.BeginLayout, pb.BeginLayoutRequest(first_step=first_step))
 
@@ -142,21 +146,27 @@ class RankStore:
         at.call(at.stub.RollBack, pb.RollBackRequest(step=step))
 
     def check_leases(self) -> None:
-        """To be called after bytes were copied out of a lease of the present session, before they are used.
+        """Check that the leases of the current session were still valid while bytes were copied out of them.
+
+        Call this after the copy and before the bytes are used.
 
         Raises:
-            SessionEndedError: the leases are void, and what was copied may be somebody else's bytes.
+            SessionEndedError: the leases are void, and the copied bytes may be those of another session.
         """
         self._attachments.current.check_leases()
 
     def is_current(self, leased: LeasedBytes) -> bool:
-        """Whether the lease is one of the present session. Else its daemon is gone: its bytes can be copied only."""
+        """Return whether the lease belongs to the current session.
+
+        Otherwise its daemon is gone: the bytes can still be copied, but the lease cannot be handed to the store.
+        """
         return self._attachments.current.owns(leased)
 
     def prefetch(self, wants: Iterable[tuple[Slab, int]]) -> None:
-        """Replaces the prefetch window by slabs with their positions. Does not wait; the answer updates `fetched`.
+        """Replace the job's prefetch window by these slabs with their positions. Does not wait.
 
-        One that is lost with a broken connection is not missed: the next one replaces it.
+        The response updates `fetched`. A window that is lost with a broken connection does no harm, because the next
+        call replaces it anyway.
         """
         request = pb.PrefetchRequest(
             wants=[pb.PrefetchRequest.Want(slab=slab.to_proto(), position=position) for slab, position in wants],
@@ -174,7 +184,7 @@ class RankStore:
         self.fetched = response.fetched_bytes, response.fetch_seconds
 
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
-        """Read leases on the versions of `as_of_step`, all or none, in the order of the slabs."""
+        """Request read leases on the versions of `as_of_step`, all or none; the result has the order of `slabs`."""
         wants = [
             pb.AcquireLeasesRequest.Want(
                 slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position, as_of_step=self.as_of_step
@@ -203,11 +213,11 @@ class RankStore:
                 future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
             return Pending(future, partial(finish, at), waited, partial(_return_granted, at))
 
-        # A version is the same bytes in every daemon that has it.
+        # The request may be repeated with the next daemon, because a version has the same bytes in each of them.
         return Lasting(self._attachments, ask)
 
     def acquire_write(self, slabs: Iterable[Slab], step: int) -> Pending[list[LeasedBytes]]:
-        """Write leases, all or none, in the order of the slabs; the bytes will belong to `step`."""
+        """Request write leases, all or none; the result has the order of `slabs`. The bytes will belong to `step`."""
         wants = [
             pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs
         ]
@@ -215,7 +225,7 @@ class RankStore:
         def finish(at: Attachment, response: pb.AcquireLeasesResponse) -> list[LeasedBytes]:
             return [at.plane.open_write(lease) for lease in response.leases]
 
-        # All else that is written takes part in a commit.
+        # All other kinds are written only as a part of a commit, so this wait counts as one for the commit.
         of_gradients = all(want.slab.kind == GRAD for want in wants)
         cause, where = Cause.GRADIENT_MEMORY if of_gradients else Cause.COMMIT, _unit_of(wants)
 
@@ -229,11 +239,10 @@ class RankStore:
 
     @contextmanager
     def holding(self, pending: Pending[list[LeasedBytes]]) -> Iterator[list[LeasedBytes]]:
-        """Wait for read leases and hold them within the context. They go back to the store at its end, also after an
-        exception.
+        """Wait for read leases and hold them within the context; its end releases them, also after an exception.
 
         Raises:
-            SessionEndedError: at the end of the context, because what was read may be somebody else's bytes.
+            SessionEndedError: at the end of the context; the bytes that were read may be those of another session.
         """
         leases = pending.wait()
         try:
@@ -245,15 +254,21 @@ class RankStore:
         self.release(leases)
 
     def give_back(self, leases: Iterable[LeasedBytes]) -> None:
-        """Return leases after a failure, without publishing what they hold. Does not wait and raises nothing, because
-        the caller has an error to report already."""
+        """Return leases to the store after a failure, without publishing what was written.
+
+        Does not wait, and raises nothing, because the caller already has an error to report.
+        """
         at = self._attachments.current
         at.give_back(leased.lease_id for leased in leases if at.owns(leased))
 
     def release(self, leases: Iterable[LeasedBytes], next_use: int | None = None) -> Pending[None]:
-        """Returns leases, and with them the right to look at their bytes. Does not wait, and need not be waited for.
+        """Release leases, after which their bytes must not be used. Does not wait; the result may be ignored.
 
-        Those of a daemon that is gone are gone with it.
+        Leases of a daemon that is gone are skipped, because they ended with it.
+
+        Args:
+            leases: the leases to release.
+            next_use: the position at which their bytes are needed next, as in `prefetch`; None: unknown.
         """
         leases = list(leases)
 
@@ -266,13 +281,13 @@ class RankStore:
         return Lasting(self._attachments, give_back)
 
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
-        """Returns write leases and stages their bytes as the version of their step."""
+        """Release write leases and stage their bytes as the version of their step."""
         began = time.monotonic()
         publish(self._attachments.current, leases)
         self._recorder.moved(Link.TO_STORE, "", sum(leased.data.numel() for leased in leases), began)
 
     def put(self, values: Sequence[Value], step: int) -> None:
-        """Makes values the versions of `step` of their slabs. They must not change until the step is committed."""
+        """Stage values as the versions of `step` of their slabs. They must not change until `step` is committed."""
         entry, began = Put(step=step, values=values), time.monotonic()
         with self._recorder.waiting(Cause.COMMIT, unit_of(values[0].slab.group) if values else ""):
             self._hand_over(step, entry)
@@ -280,7 +295,7 @@ class RankStore:
         self._recorder.moved(Link.TO_STORE, "", nbytes, began)
 
     def _hand_over(self, step: int, entry: HandOver) -> None:
-        """Hands something over, now or, where the daemon is lost meanwhile, with the rest of the journal."""
+        """Note `entry` in the journal and hand it to the store; if the daemon is lost, the next one gets it."""
         with self._attachments.changed:
             at = self._attachments.current
             self._attachments.journal.note(step, entry)
@@ -290,7 +305,7 @@ class RankStore:
             self._outlive(at, error, entry)
 
     def _outlive(self, at: Attachment, error: StoreError, entry: HandOver | None) -> None:
-        """As Attachments.outlive; what was refused does not stay in the journal."""
+        """Call `Attachments.outlive`; if that raises, the store has refused `entry`, which leaves the journal."""
         try:
             self._attachments.outlive(at, error)
         except StoreError:
@@ -306,16 +321,19 @@ class RankStore:
         *,
         begun: bool = False,
     ) -> None:
-        """Hands gradients over; returns when the store has accepted them. Consumes their leases.
+        """Hand gradients to the store for its optimizer, and wait until it has accepted them. Consumes their leases.
 
         Args:
-            begun: `start_apply_gradients` has done it, and only the commit is to come.
+            step: the step that the update belongs to.
+            hyper_parameters: the sets of hyper-parameters that the updates refer to by index.
+            updates: one for each group.
+            begun: `start_apply_gradients` has handed these updates over already, so only the journal is to note them.
         """
         with self._attachments.changed:
             at = self._attachments.current
             entry = self._attachments.journal.note_update(step, hyper_parameters, updates)
         own = [update for update in updates if at.owns(update.gradient)]
-        # Their leases are of a daemon that was lost in this moment, before the journal had them.
+        # The others have leases of a daemon that was lost before the journal noted them.
         others = [update for update in updates if not at.owns(update.gradient)]
         began = time.monotonic()
         try:
@@ -336,15 +354,20 @@ class RankStore:
         hyper_parameters: Sequence[pb.ApplyGradientsRequest.HyperParameters],
         updates: Sequence[GroupUpdate],
     ) -> Pending[bool]:
-        """As `apply_gradients`, for updates that may be withdrawn until `commit`, which consumes the leases. Does not
-        wait; nobody writes to the gradients meanwhile. The result says whether the present daemon has them: they are to
-        be handed over again where it was restarted."""
+        """Begin to hand gradients over for updates that can be withdrawn until `commit`. Does not wait.
+
+        The trainer must not write to the gradients until the updates are withdrawn or `commit` consumes their leases.
+        The result is whether the current daemon has the updates. It is False after a restart: the caller then has to
+        hand them over again.
+        """
         at = self._attachments.current
         where = _units_of(updates)
 
         def send() -> Any:
-            """On a thread of its own. The call itself begins in its turn, after what was sent before: leases that were
-            returned are returned then."""
+            """Make the bytes visible to the store and make the call; runs on the thread of `_hand_overs`.
+
+            The sender begins this call after all calls queued before it, so leases released earlier are free by then.
+            """
             at.check()
             began = time.monotonic()
             for update in updates:
@@ -357,24 +380,32 @@ class RankStore:
         def waited(_: Any, began: float, ended: float) -> None:
             self._recorder.stalled(Cause.HAND_OVER, where, began, ended)
 
-        # Leases may be of a daemon that was lost just now; the ids of another one's mean something else.
+        # Some leases may be of a daemon that was lost just now. To the current daemon their ids mean other leases.
         are_own = all(at.owns(update.gradient) for update in updates)
         sent = Pending(self._hand_overs.submit(send), lambda _: None, waited) if are_own else None
         return Provisional(self._attachments, at, sent)
 
     def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
-        """Undoes updates that `start_apply_gradients` has begun and whose end was waited for; their gradients are this
-        rank's again."""
+        """Undo updates of `start_apply_gradients`, after which this rank may write to their gradients again.
+
+        The caller has waited for the result of `start_apply_gradients`.
+        """
         request = pb.WithdrawUpdatesRequest(step=step, groups=groups)
         at = self._attachments.current
         try:
             at.call(at.stub.WithdrawUpdates, request)
         except StoreError as error:
-            # The next daemon has not begun with them.
+            # The next daemon has not got these updates, so nothing is left to withdraw.
             self._attachments.outlive(at, error)
 
     def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[None]:
-        """This rank's vote for a step."""
+        """Vote for the commit of `step`; the result is there when the step is committed.
+
+        Args:
+            step: the step to commit.
+            client_state: bytes that are stored with the commit and returned when the job is opened again.
+            settled_step: the newest step that all ranks are known to have committed; older ones may be deleted.
+        """
         self._attachments.surviving(Attachment.check)
         with self._attachments.changed:
             at = self._attachments.current
@@ -383,19 +414,24 @@ class RankStore:
         return Commit(self._attachments, vote, self._recorder)
 
     def _note_commit(self, step: int, call: Any) -> None:
-        """On a thread of gRPC: what was kept for a commit that is there is forgotten at once."""
+        """Remove the commit's entries from the journal as soon as the commit exists; called on a thread of gRPC."""
         if not call.cancelled() and call.exception() is None:
             with self._attachments.changed:
                 self._attachments.journal.settle(step)
 
     def read_counters(self) -> Future[pb.ReadCountersResponse]:
-        """What the store's tiers have done since its start. Does not wait; its failure is only the caller's."""
+        """Request the counters of the store's tiers since the daemon's start. Does not wait.
+
+        If the call fails, only its future has the error; later calls of this rank are not affected.
+        """
         at = self._attachments.current
         return at.begin(at.stub.ReadCounters, pb.ReadCountersRequest())
 
     def collect_spans(self, *, ends: bool) -> Future[pb.CollectSpansResponse]:
-        """What the store has done for the job since the last call; the first one begins to take note. As
-        `read_counters`."""
+        """Request the spans that the store has recorded for the job since the last call. Does not wait.
+
+        The first call begins the recording, and one with `ends` ends it. A failure is treated as in `read_counters`.
+        """
         at = self._attachments.current
         return at.begin(at.stub.CollectSpans, pb.CollectSpansRequest(ends=ends))
 
@@ -410,7 +446,7 @@ def _return_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:
 
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
-    """The unit of a request, whose groups are named by it and the range that they are of it."""
+    """Return the unit that a request is for; the name of a group is the unit's name and a range in brackets."""
     return unit_of(wants[0].slab.group) if wants else ""
 
 

@@ -1,8 +1,8 @@
-"""The session with the daemon: one bidirectional stream that carries this process's liveness.
+"""The session with the daemon: one bidirectional stream whose heartbeats show that this process is alive.
 
-Owns the stream and the thread that reads it; takes the session up again when the stream breaks, within the grace time
-that the daemon allows. Must never be driven by the training loop: heartbeats go on while a step computes. grpc's
-synchronous API, for a trainer may run an event loop of its own.
+Owns the stream and the thread that reads it. If the stream breaks, the thread resumes the session with a new stream,
+within the grace time that the daemon allows. Must never be driven by the training loop, because heartbeats have to go
+on while a step computes. This module uses grpc's synchronous API, because a trainer may run an event loop of its own.
 """
 
 from __future__ import annotations
@@ -26,43 +26,45 @@ from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, translate
 
 log = logging.getLogger(__name__)
 
-# Between attempts to take the session up.
+# The shortest and the longest pause between two attempts to resume the session; see backoff.py.
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
-# The daemon may notice a break later than we do: its grace time ends later, too.
+# The client goes on trying for this long after the grace time, because the daemon may notice the break later than the
+# client, so that the daemon's grace time ends later.
 _SLACK_SECONDS = 1.0
 
 _GOOD_NEWS = (pb.SessionResponse.EVENT_TIER_RECOVERED, pb.SessionResponse.EVENT_BUDGET_RELIEVED)
 
 
 class SessionState(enum.Enum):
-    """What a session can be used for."""
+    """The states of a session."""
 
     OPENING = enum.auto()
-    """The daemon has not welcomed us yet."""
+    """The daemon has not sent its Welcome yet."""
 
     ATTACHED = enum.auto()
     """Calls can be made."""
 
     BROKEN = enum.auto()
-    """The stream broke and is being taken up again: leases are good, calls would fail."""
+    """The stream broke, and the session's thread tries to resume it. Leases are valid, but calls would fail."""
 
     LOST = enum.auto()
-    """The session is over, and all its leases void."""
+    """The session has ended, and all its leases are void."""
 
 
 class Session:
-    """Opens on construction.
+    """A session, which the constructor opens.
 
     Attributes:
-        left_at: when calls were last possible, in seconds of time.monotonic(), once they are not.
+        left_at: the time at which the session was last left in state ATTACHED, in seconds of time.monotonic().
 
     Args:
-        client: who we are, for people.
-        on_lost: called once, on the session's thread, when the session ends otherwise than by `close`.
+        stub: makes the calls.
+        client: name of this client, shown to people who operate the daemon.
+        on_lost: called once, on the session's thread, if the session ends otherwise than by `close`.
 
     Raises:
-        StoreError: the daemon does not welcome us.
+        StoreError: the daemon refuses the session or does not answer in time.
     """
 
     def __init__(
@@ -95,26 +97,27 @@ class Session:
 
     @property
     def welcome(self) -> pb.SessionResponse.Welcome:
-        """What the daemon said when it opened the session."""
+        """The daemon's Welcome message, with its limits and the session's id."""
         return self._welcome
 
     @property
     def failure(self) -> StoreError | None:
-        """Why the session is over; None: it is not."""
+        """The error that ended the session; None while the session has not ended."""
         return self._failure
 
     def check(self) -> None:
-        """Raises StoreError if the session is over: all leases are void then."""
+        """Raise the StoreError that ended the session, if it has ended; all its leases are void then."""
         if self._failure is not None:
             raise type(self._failure)(self._failure.code, self._failure.message)
 
     def wait_until_attached(self, timeout_seconds: float | None = None) -> None:
-        """Waits while a broken stream is being taken up again, at most a little longer than the daemon's grace time; to
-        be called before a call that is not to fail for that.
+        """Wait while the session's thread tries to resume a broken stream, so that the caller's next call can succeed.
+
+        Without `timeout_seconds` that lasts at most a little longer than the daemon's grace time.
 
         Raises:
-            StoreTimeoutError: the time is over, the session may not be.
-            StoreError: the session is over.
+            StoreTimeoutError: `timeout_seconds` are over, and the session may still be resumed.
+            StoreError: the session has ended.
         """
         if self._state is SessionState.BROKEN:
             with self._changed:
@@ -129,9 +132,10 @@ class Session:
         self.check()
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the session is over, or shows within some seconds that it is: a call may fail before the stream does.
+        """Return whether the session has ended, after waiting for up to `seconds` for its stream to break.
 
-        Where the stream has broken, waits until it is taken up again or given up.
+        The wait is needed because a call may fail before the session's stream does. If the stream has broken, wait on
+        until the session is resumed or has ended.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._state is not SessionState.ATTACHED or self._closing.is_set(), seconds)
@@ -139,7 +143,7 @@ class Session:
             return self._state is SessionState.LOST
 
     def close(self) -> None:
-        """Ends the session; idempotent."""
+        """End the session; idempotent."""
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
@@ -154,7 +158,7 @@ class Session:
                 self._lose(error)
                 return
             self._enter(SessionState.BROKEN)
-            log.warning("the session's stream broke (%s); taking it up again", error.message)
+            log.warning("the session's stream broke (%s); resuming the session", error.message)
             try:
                 self._take_up(error)
             except StoreError as final:
@@ -162,7 +166,7 @@ class Session:
                 return
 
     def _listen(self) -> StoreError | None:
-        """Reads the stream to its end; why it ended, None if we closed it."""
+        """Read the stream to its end. Return the error that ended it, or None if `close` did."""
         error: StoreError | None = None
         try:
             for response in self._stream.call:
@@ -185,10 +189,10 @@ class Session:
                 log.log(level, "store daemon: %s", printable(response.notice.text))
 
     def _take_up(self, cause: StoreError) -> None:
-        """Opens streams until one is welcomed.
+        """Open streams until the daemon resumes the session on one of them, or `close` is called.
 
         Raises:
-            StoreError: why the session is over.
+            StoreError: the session has ended.
         """
         grace = self._welcome.grace_millis / 1000
         deadline = time.monotonic() + grace + _SLACK_SECONDS
@@ -208,11 +212,11 @@ class Session:
                 if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     raise
             else:
-                log.warning("the session goes on")
+                log.warning("the session is resumed")
                 return
 
     def _why_unknown(self, error: StoreError) -> StoreError:
-        """The daemon does not know our session: it has ended it, or is another one."""
+        """Return the reason why the daemon does not know the session: it has ended it (`error`), or was restarted."""
         probe = _Stream(self._stub, pb.SessionRequest.Hello(client=self._client))
         probe.close()
         try:
@@ -241,7 +245,7 @@ class Session:
 
 
 class _Stream:
-    """One call of Session."""
+    """One call of the RPC `Session`; a session has a new one each time it is resumed."""
 
     def __init__(self, stub: pb_grpc.ParameterStoreStub, hello: pb.SessionRequest.Hello) -> None:
         self.interval_seconds = 1.0
@@ -249,7 +253,7 @@ class _Stream:
         self.call: Any = stub.Session(self._requests(hello))
 
     def first_response(self, timeout_seconds: float) -> pb.SessionResponse:
-        """Raises StoreError, with code CANCELLED where nothing came in time."""
+        """Wait for the first response and return it. Raises StoreError, with code CANCELLED after the time-out."""
         alarm = threading.Timer(timeout_seconds, self.call.cancel)
         alarm.start()
         try:
@@ -263,11 +267,11 @@ class _Stream:
         return response
 
     def close(self) -> None:
-        """Says that we are done, which ends the session; of a broken stream, that nothing more will come."""
+        """Close this end of the stream, so that the daemon ends the session; stop the heartbeats of a broken stream."""
         self._closing.set()
 
     def cancel(self) -> None:
-        """Breaks the stream off, where it has not ended."""
+        """Cancel the call if it has not ended."""
         self.call.cancel()
 
     def _requests(self, hello: pb.SessionRequest.Hello) -> Iterator[pb.SessionRequest]:
@@ -285,6 +289,6 @@ def _ended_by_the_daemon() -> StoreError:
 
 
 def _translate_end(failure: grpc.RpcError) -> StoreError:
-    """Our error for the end of a stream: where the session is unknown, it has ended."""
+    """Return the error for the end of a stream; if the daemon does not know the session, it has ended the session."""
     error = translate(failure)
     return session_ended() if error.code is grpc.StatusCode.NOT_FOUND else error

@@ -1,7 +1,7 @@
-"""One transfer of bytes between this process and the store, over gRPC: chunks, credits, and going on after a break.
+"""Transfers of bytes between this process and the store over gRPC streams, in chunks and with flow control by credits.
 
-Owns the calls of a transfer, and how far it is. Works on buffers that the caller gives; must never keep one, nor touch
-it after the transfer has returned.
+A transfer whose connection breaks goes on from the first missing byte. Owns the calls and the progress of a transfer.
+The caller gives the buffer; this module must never keep or touch it after the transfer has returned.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from trainer_client.errors import DataLossError, StoreError
 from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import SERVICE_NAME, translate
 
-# The store may send that much before it hears of us again; it hears when a part of it was consumed.
+# Credit of a read: the number of bytes that the store may send ahead of the client. The client grants more whenever it
+# has consumed _CREDIT_BYTES.
 READ_WINDOW_BYTES = 16 << 20
 _CREDIT_BYTES = READ_WINDOW_BYTES // 4
 
-# A broken connection, and what the store answers, or the connection shows, when it ended a transfer that stalled.
+# Status codes after which a transfer goes on: a broken connection, or a transfer that stalled and that the store or the
+# connection has therefore ended.
 _RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -36,31 +38,38 @@ class _Transfer(Protocol):
     def is_complete(self) -> bool: ...
 
     def attempt(self, timeout_seconds: float) -> None:
-        """Goes on from where it is; raises grpc.RpcError."""
+        """Transfer the missing bytes with one call. Raises grpc.RpcError."""
 
 
 class Streams:
     """Reads and writes over one channel, for one session.
 
     Args:
-        check_session: raises StoreError once the session is over: what was leased is void then.
+        channel: the gRPC channel to the daemon.
+        session_id: the session that the leases belong to.
+        check_session: raises StoreError if the session has ended, because its leases are void then.
     """
 
     def __init__(self, channel: grpc.Channel, session_id: str, check_session: Callable[[], None]) -> None:
         self._session_id = session_id
         self._check_session = check_session
-        # Raw messages both ways: protobuf would copy each chunk.
+        # Messages pass as raw bytes in both directions, because protobuf would copy each chunk.
         self._read: Any = channel.stream_stream(f"/{SERVICE_NAME}/Read")
         self._write: Any = channel.stream_stream(f"/{SERVICE_NAME}/Write")
 
     def read(self, source: pb.ReadRequest.Open, target: memoryview, timeout_seconds: float) -> pb.ReadHeader:
-        """Fills `target`, as large as the source, and goes on after a break; what the store says of the source.
+        """Fill `target` with the bytes of a source, and go on if the connection breaks.
 
         Args:
-            source: what to read; the rest of its fields is set here.
+            source: names what to read; this method sets session, first byte and credit.
+            target: a writable buffer of exactly the source's size.
+            timeout_seconds: deadline of the whole transfer.
+
+        Returns:
+            The store's header, which has the size and the version of the source.
 
         Raises:
-            StoreError: the session is over, the store refuses, or the time is.
+            StoreError: the session has ended, the store refuses, or the deadline has passed.
             DataLossError: bytes were damaged on their way, or in the store.
         """
         reading = _Reading(self._read, source, self._session_id, target)
@@ -68,10 +77,10 @@ class Streams:
         return reading.header
 
     def write(self, lease_id: int, source: memoryview, timeout_seconds: float) -> None:
-        """Puts all of `source` into a write lease from its first byte on, and goes on after a break.
+        """Write all of `source` into a write lease, from its first byte on, and go on if the connection breaks.
 
         Raises:
-            StoreError: the session is over, the store refuses, or the time is.
+            StoreError: the session has ended, the store refuses, or the deadline of `timeout_seconds` has passed.
             DataLossError: bytes were damaged on their way.
         """
         self._complete(_Writing(self._write, lease_id, self._session_id, source), timeout_seconds)
@@ -90,7 +99,7 @@ class Streams:
                 if _code(error) not in _RESUMABLE or time.monotonic() + backoff.limit_seconds > deadline:
                     raise translate(error) from error
             except ValueError:
-                # What grpc says of a channel that was closed, which it is once the session is over.
+                # grpc raises ValueError if the channel is closed, which happens when the session ends.
                 self._check_session()
                 raise
             self._check_session()
@@ -118,8 +127,9 @@ class _Reading:
         opened.session_id = self._session_id
         opened.first_byte = self.moved_bytes
         missing = len(self._target) - self.moved_bytes
-        # Not all at once, however little: the first further credit shows the store that we read, and from then on it
-        # sends whole chunks. A source of no bytes is read, too: for its header.
+        # The first credit covers only half of the missing bytes. The second one, which follows the first chunk, shows
+        # the store that this client reads, and only then the store sends chunks of full size. The credit is at least 1,
+        # because a source without bytes is read for its header.
         outstanding = opened.credit_bytes = max(1, min(READ_WINDOW_BYTES, -(-missing // 2)))
         requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         requests.put(pb.ReadRequest(open=opened).SerializeToString())
@@ -135,7 +145,8 @@ class _Reading:
                 outstanding -= len(received.data)
                 missing = len(self._target) - self.moved_bytes
                 granted = min(READ_WINDOW_BYTES, missing) - outstanding
-                # Few messages: at the beginning, at each part of the window, and once for all of the end.
+                # Credits are granted rarely: after the first chunk, after each _CREDIT_BYTES, and at once for the rest
+                # as soon as that fits into the window.
                 if granted and (not has_begun or granted >= _CREDIT_BYTES or missing <= READ_WINDOW_BYTES):
                     requests.put(pb.ReadRequest(credit=pb.Credit(bytes=granted)).SerializeToString())
                     outstanding += granted
@@ -157,7 +168,7 @@ class _Reading:
         if self.moved_bytes and header.version != self.header.version:
             raise StoreError(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"the bytes went from step {self.header.version} to {header.version} while they were read; read again",
+                f"step {header.version} replaced step {self.header.version} while its bytes were read; read again",
             )
         self.header = header
 
@@ -207,7 +218,7 @@ class _Writing:
             )
 
     def _messages(self, first_byte: int, credits: queue.SimpleQueue[int | None]) -> Iterator[bytes]:
-        """On gRPC's thread: the header, then chunks as far as there is credit."""
+        """Yield the header, then chunks as far as the store has granted credit; runs on a thread of gRPC."""
         size = len(self._source)
         header = pb.WriteHeader(
             session_id=self._session_id, lease_id=self._lease_id, first_byte=first_byte, size_bytes=size - first_byte

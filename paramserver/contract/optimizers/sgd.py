@@ -1,5 +1,7 @@
-"""SGD with or without momentum, by torch's fused kernel; torch.optim.SGD's docstring says how the momentum differs from
-that of Sutskever et al."""
+"""SGD with or without momentum, by torch's fused kernel.
+
+The docstring of torch.optim.SGD says how its momentum differs from that of Sutskever et al.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def check(config: dict[str, Any]) -> None:
         torch.testing.assert_close(gradient, plain.get_parameter(WEIGHT).grad, rtol=1e-4, atol=1e-6)
         engine.step()
 
-        # The parts of the ranks are the whole, for every state; the dict says where they belong.
+        # For every state, the ranks' shards together are the whole tensor, and each shard has its offset.
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             parts: list[Any] = [None, None]
             dist.all_gather_object(parts, engine.state_dict(kind))
@@ -50,7 +50,7 @@ def check(config: dict[str, Any]) -> None:
                     assert torch.equal(whole.flatten()[shard.offset : end], shard.values)
                 assert sum(part[name].values.numel() for part in parts) == whole.numel()
 
-        # One rank's changes become everyone's.
+        # After the block, all ranks have the changes of `modifier_rank`.
         with zero.GatheredParameters(model.get_submodule("transformer.h.1").parameters(), modifier_rank=1):
             before = weight.detach().clone()
             if rank == 1:
@@ -69,7 +69,7 @@ def check(config: dict[str, Any]) -> None:
         assert set(moment.unique().tolist()) <= {1.0, 2.0}
         assert int((moment == rank + 1).sum()) == local.numel()
 
-        # Training goes on with it, alike on both ranks.
+        # Training goes on with the changed values, and both ranks get the same weights.
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         engine.step()
         mine = engine.full_state_dict()[WEIGHT]

@@ -1,8 +1,8 @@
-"""A training run that can be killed: one rank, resuming where its job is, telling the test how far it is.
+"""One rank of a training run that a test kills: it resumes its job, and writes its progress to a file.
 
 Run as a program: `python -m tests.integration.support.crash_run PLAN.json`, with torchrun's environment
-variables. Before each `engine.step()` a rank appends the step's number to its progress file; rank 0 leaves the final
-weights behind.
+variables. Before each `engine.step()` a rank appends the step's number to its progress file. At the end rank 0 writes
+the weights to a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUN = Run(dropout=0.1, clipping=0.5, schedule=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What every rank is told. `directory` holds what the run leaves behind."""
+    """The parameters of a run, the same for every rank. `directory` gets the run's files."""
 
     directory: str
     steps: int

@@ -1,4 +1,4 @@
-"""A UNIX socket before another one that can break all its connections, and refuse new ones."""
+"""A proxy on a UNIX socket before another one. It can break all its connections, and refuse new ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Cutter:
-    """Passes bytes on until it is told to cut."""
+    """A proxy that forwards bytes until `cut` breaks its connections. With `refusing` it closes new ones at once."""
 
     def __init__(self, path: Path, target: Path) -> None:
         self.address = f"unix:{path}"
@@ -38,7 +38,7 @@ class Cutter:
         self._listener.close()
 
     def cut(self) -> None:
-        """Breaks what is connected now."""
+        """Break all present connections."""
         with self._guard:
             for end in self._open:
                 with suppress(OSError):

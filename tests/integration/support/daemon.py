@@ -29,19 +29,19 @@ MIB = 1 << 20
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 CHANNEL_OPTIONS = (
-    # A daemon that was just started is looked at again soon.
+    # Tests wait for daemons that were just started, so the first attempts to connect come shortly after each other.
     ("grpc.initial_reconnect_backoff_ms", 20),
     ("grpc.max_reconnect_backoff_ms", 100),
-    # How long one attempt may take, whatever the name says.
+    # In spite of its name, this option also limits the time of one attempt.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Channels to the same address share connections otherwise, also to a daemon that was killed.
+    # Without this, channels to one address share their connections, even if these lead to a daemon that was killed.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """What a daemon takes besides its host budget: Python, torch and gRPC.
+    """The memory of a daemon besides its host budget: Python, torch and gRPC.
 
     `private_bytes` are the daemon's alone. `mapped_bytes` are pages of files, nearly all of them libraries, that all
     processes of one environment share and that the kernel can read again; how many of them count as resident depends on
@@ -53,7 +53,7 @@ class Overhead:
 
     @classmethod
     def of(cls, pid: int) -> Overhead:
-        """Read what the process has now."""
+        """Return the present values of a process."""
         status = Path(f"/proc/{pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in status.splitlines())
         private, mapped = (int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
@@ -76,11 +76,11 @@ def stated_overhead() -> Overhead:
 
 
 class Daemon:
-    """`paramserver serve` over one state directory; `config` are keys of its TOML file; `prefix` starts its command.
+    """A process that runs `paramserver serve` over one state directory.
 
-    One with a prefix is a program of its own, with a standard input, as users start it; so is a `fresh` one, which may
-    be another `program`. Both may have an `environment` of their own. Others are forked, which is much quicker.
-    Used as a context manager, it is killed at the end if it still runs.
+    By default the process is forked from a server that has imported everything, which is much quicker. With `fresh` or
+    a `prefix` it is started as users start it, with a standard input. As a context manager, it kills the daemon at the
+    end if that still runs.
     """
 
     process: subprocess.Popen[bytes] | Forked
@@ -97,6 +97,18 @@ class Daemon:
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> None:
+        """Write the config file and start the daemon.
+
+        Args:
+            state_dir: the state directory; the log and the config file are next to it.
+            config: keys and values of the TOML file.
+            flags: further arguments of the command.
+            prefix: words before the command, such as those that enter a network namespace.
+            fresh: start a new interpreter instead of forking one.
+            program: the interpreter's arguments that select the program; with `fresh` or `prefix` only.
+            environment: the environment; with `fresh` or `prefix` only.
+            wait: return only when the daemon serves.
+        """
         self.state_dir = state_dir
         self.socket = state_dir / "paramserver.sock"
         self.address = f"unix:{self.socket}"
@@ -106,7 +118,7 @@ class Daemon:
             "state_dir": str(state_dir),
             "host_budget": "16MiB",
             "nvme_budget": "64MiB",
-            # As many as fit into one page of the arena: tests know what the rest of the budget holds.
+            # The slots of this many sessions fit into one page of the arena, so tests know how much budget is left.
             "max_sessions": 200,
         } | dict(config or {})
         config_path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
@@ -134,16 +146,16 @@ class Daemon:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """The daemon's output so far."""
         return self._log_path.read_text()
 
     @property
     def overhead(self) -> Overhead:
-        """What it takes besides its host budget now."""
+        """The daemon's present memory besides its host budget."""
         return Overhead.of(self.process.pid)
 
     def wait_until_serving(self) -> None:
-        """Returns when the health service says so; fails with the log if the daemon ends first."""
+        """Wait until the daemon's health service answers SERVING; fail with the log if the daemon ends first."""
         deadline = time.monotonic() + START_SECONDS
         while not self.is_serving():
             assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log}"
@@ -151,7 +163,7 @@ class Daemon:
             time.sleep(0.02)
 
     def is_serving(self) -> bool:
-        """Whether it answers SERVING now."""
+        """Return whether the health service answers SERVING now."""
         if not self.socket.exists():
             return False
         with channel_to(self.address, options=CHANNEL_OPTIONS) as channel:
@@ -164,7 +176,7 @@ class Daemon:
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def wait(self) -> int:
-        """Its exit status; fails if it does not end."""
+        """Wait for the daemon's end and return its exit status; fail after STOP_SECONDS."""
         try:
             return self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -173,18 +185,18 @@ class Daemon:
             self.close_stdin()
 
     def stop(self) -> int:
-        """Asks it to end, as systemd would; its exit status."""
+        """Stop the daemon with SIGTERM, as systemd does, and return its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the daemon with SIGKILL."""
         self.process.kill()
         self.process.wait()
         self.close_stdin()
 
     def close_stdin(self) -> None:
-        """As the end of its parent does; of a forked daemon it is closed already."""
+        """Close the daemon's standard input, as the end of its parent does. A forked daemon has none."""
         if isinstance(self.process, subprocess.Popen) and self.process.stdin is not None:
             self.process.stdin.close()
 
@@ -199,20 +211,20 @@ def _toml(value: Any) -> str:
 
 @contextmanager
 def admin_of(address: str) -> Iterator[admin_grpc.StoreAdminStub]:
-    """The admin service at an address."""
+    """Yield a stub of the admin service at an address."""
     with channel_to(address, options=CHANNEL_OPTIONS) as channel:
         yield admin_grpc.StoreAdminStub(channel)
 
 
 def tiers(address: str) -> tuple[admin_pb.TierInfo, admin_pb.TierInfo]:
-    """One reading: host, nvme."""
+    """Return the present figures of the host tier and of the NVMe tier."""
     with admin_of(address) as admin:
         host, nvme = admin.GetTiers(admin_pb.GetTiersRequest(), timeout=10).tiers
         return host, nvme
 
 
 def run_serve(*arguments: str, seconds: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
-    """`paramserver serve` that is expected to end by itself."""
+    """Run `paramserver serve` with arguments that make it end by itself, and return its result."""
     return subprocess.run(
         [sys.executable, "-m", "paramserver", "serve", *arguments],
         cwd=ROOT,

@@ -1,6 +1,7 @@
-"""One of two ranks that do not do the same, run as `python -m tests.integration.support.diverging ADDRESS REPORTS` with
-torchrun's environment variables. Writes what each scene came to into REPORTS/RANK.json; the last scene ends rank 1
-without a word.
+"""One of two ranks that run different code.
+
+Run as `python -m tests.integration.support.diverging ADDRESS REPORTS`, with torchrun's environment variables. Each rank
+writes the result of each scene to REPORTS/RANK.json. In the last scene rank 1 exits without closing anything.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKENS = torch.arange(8).view(2, 4)
 
 
 class Chooser(Language):
-    """Runs the experts that it is told to, all of one size."""
+    """A model that runs the experts in `order`. All experts have the same size."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -83,13 +84,13 @@ def failure_of(act: Callable[[], Any]) -> dict[str, Any]:
 
 
 def different_experts(address: str, rank: int, _: Path) -> dict[str, Any]:
-    """In the first step nothing is expected: the ranks compare what they want."""
+    """Use different experts in the first step, which has no trace: the ranks compare the units that they want."""
     with start(address, "different-experts", "collective") as engine:
         return failure_of(lambda: step(engine, [0, 1 + rank]))
 
 
 def an_unexpected_expert(address: str, rank: int, _: Path) -> dict[str, Any]:
-    """All expect what the last step did, and one rank does something else."""
+    """Let one rank use another expert than the last step, whose order both ranks expect."""
     with start(address, "unexpected", "collective") as engine:
         step(engine, [0, 1, 2])
         step(engine, [0, 1, 2])
@@ -107,7 +108,7 @@ def an_idle_rank(address: str, rank: int, reports: Path) -> dict[str, Any]:
 
 
 def one_sided(address: str, rank: int, _: Path) -> dict[str, Any]:
-    """Other experts on each rank, in another order, and inference on one rank alone, between and within steps."""
+    """Use other experts in another order on each rank, and run inference on rank 0 alone between steps."""
     with start(address, "one-sided", "store") as engine:
         losses = []
         for index in range(4):
@@ -119,7 +120,7 @@ def one_sided(address: str, rank: int, _: Path) -> dict[str, Any]:
 
 
 def a_rank_that_reads_last(address: str, rank: int, _: Path) -> dict[str, Any]:
-    """It still looks at the model when the other one is at the end of its program."""
+    """Let rank 0 run the model when rank 1 is already leaving its engine."""
     with start(address, "reads-last", "store") as engine:
         step(engine, [0, 1])
         losses = [inference(engine, [2])]
@@ -156,7 +157,7 @@ def main() -> None:
     for scene in SCENES:
         results[scene.__name__] = scene(address, rank, reports)
         report()
-    # The other rank is gone: nothing can be left in order any more.
+    # Rank 1 has exited, so the process group cannot be destroyed in order.
     os._exit(0)
 
 

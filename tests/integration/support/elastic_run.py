@@ -1,7 +1,7 @@
-"""Parts of training runs whose number of ranks changes from part to part; a launch makes one part of several jobs.
+"""Parts of training runs whose number of ranks changes from part to part; one launch runs one part of several jobs.
 
-Run as a program, it is one rank: `python -m tests.integration.support.elastic_run PARTS.json RESULTS.pt`, with
-torchrun's environment variables. Rank 0 leaves the results behind.
+As a program, it is one rank: `python -m tests.integration.support.elastic_run PARTS.json RESULTS.pt`, with torchrun's
+environment variables. Rank 0 writes the results.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from trainer_client import StoreClientSync, TrainingLoader
 SAMPLES = 60
 BATCH = 12
 RUN = Run(clipping=0.5, schedule=True)
-# A killed rank ends with this, as Popen says it.
+# The exit code of a killed rank, in the form of Popen.
 KILLED = -signal.SIGKILL
 
 
 class Tokens(Dataset[torch.Tensor]):
-    """[LENGTH] tokens each, by index."""
+    """A data set of `samples` samples of [LENGTH] tokens."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         generator = torch.Generator().manual_seed(2)
-        # A narrow range of tokens, so that there is something to learn.
+        # The tokens are from a narrow range, so that there is something to learn.
         self._tokens = torch.randint(0, 40, (samples, LENGTH), generator=generator)
 
     def __len__(self) -> int:
@@ -54,11 +54,12 @@ class Tokens(Dataset[torch.Tensor]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of a job: to the end of global step `until`, from wherever the job is.
+    """One part of a job: from its newest step to the end of global step `until`.
 
     Attributes:
-        addresses: of the ranks' stores, in turn.
-        die: kill the rank as soon as its store has more bytes of the job than before it began.
+        addresses: the addresses of the stores; rank r uses number r modulo their number.
+        peers: the addresses of the other stores, from which the ranks read an older layout.
+        die: kill rank 0 as soon as its store has more bytes of the job than before it began.
     """
 
     job: str
@@ -71,11 +72,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """What became of a part.
+    """The result of a part.
 
     Attributes:
-        resumed_step, epochs: where it went on, and the epoch of each step.
-        losses: means over the global batch of each step.
+        resumed_step: the step from which it went on.
+        epochs: the epoch of each step.
+        losses: the mean loss over the global batch of each step.
         before, after: every tensor of every kind, by "FQN/kind", before the first step and after the last.
     """
 
@@ -140,7 +142,7 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 def snapshot(part: Part) -> dict[str, torch.Tensor]:
-    """Every tensor of every kind of the job's newest step, put together from all stores of this part; for rank 0."""
+    """Return every tensor of every kind of the job's newest step, read from all stores of the part. Rank 0 only."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if world_size > 1:
         dist.barrier()
@@ -192,7 +194,7 @@ def _die_when_it_grows(address: str, job: str) -> None:
 
 
 def launch(parts: Sequence[Part], world_size: int, directory: Path, exit_code: int = 0) -> list[PartResult]:
-    """Makes the parts on so many ranks, which are processes of their own and all end with `exit_code`."""
+    """Run the parts on `world_size` processes, which must all end with `exit_code`; return rank 0's results."""
     plan, result = directory / "parts.json", directory / "results.pt"
     plan.write_text(json.dumps([asdict(part) for part in parts]))
     result.unlink(missing_ok=True)

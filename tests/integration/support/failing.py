@@ -1,4 +1,4 @@
-"""Failures on demand: an operation of torch, or a module's forward or backward, that raises when its turn comes."""
+"""Failures on demand: the n-th operation of torch, or a module's next forward or backward, raises."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ BLOCKS = 3
 
 
 class Failing(TorchDispatchMode):
-    """Within the context torch's `at`-th operation raises OutOfMemoryError, as each may that needs memory; counted from
-    1, with those that the engine's hooks call. Without `at` none raises.
+    """A context in which torch's `at`-th operation raises OutOfMemoryError, as any operation that needs memory may.
+
+    Operations are counted from 1, together with those of the engine's hooks. If `at` is None, none raises.
 
     Attributes:
-        calls: operations so far.
+        calls: the number of operations so far.
     """
 
     def __init__(self, at: int | None = None) -> None:
@@ -44,9 +45,11 @@ class _RaiseInBackward(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Attributes:
-    fails: what its next forward raises; None: nothing.
-    fails_in_backward: what the backward of its next forward raises.
+    """A block that raises on demand.
+
+    Attributes:
+        fails: the exception that the next forward raises; None: it raises none.
+        fails_in_backward: the exception that the backward of the next forward raises; None: it raises none.
     """
 
     def __init__(self) -> None:
@@ -82,5 +85,5 @@ class Tower(nn.Module):
 
 
 def inputs(step: int, rank: int = 0) -> torch.Tensor:
-    """[4, WIDTH]."""
+    """Return the inputs of a rank in a step, [4, WIDTH]."""
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -1,5 +1,8 @@
-"""One of two ranks, of which rank 0 fails: `python -m tests.integration.support.failing_ranks ADDRESS REPORTS`, with
-torchrun's environment variables. Writes what each scene came to into REPORTS/RANK.json."""
+"""One of two ranks, of which rank 0 fails.
+
+Run as `python -m tests.integration.support.failing_ranks ADDRESS REPORTS`, with torchrun's environment variables. Each
+rank writes the result of each scene to REPORTS/RANK.json.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def undisturbed(address: str, rank: int) -> Any:
 
 
 def forwards_that_fail_alone(address: str, rank: int) -> Any:
-    """With one store, what a rank gathers is its own business."""
+    """Fail forwards on rank 0 only. Gathers read from the one store, so rank 1 is not affected."""
     with start(address, "alone", "store") as engine:
         for step in range(STEPS):
             for call in range(1, 40, 3) if rank == 0 else ():
@@ -70,7 +73,7 @@ def forwards_that_fail_alone(address: str, rank: int) -> Any:
 
 
 def forwards_that_fail_alike(address: str, rank: int) -> Any:
-    """Gathers are collectives, and the model raises on all ranks."""
+    """Fail the same forwards on all ranks, because gathers are collectives here."""
     with start(address, "alike", "collective") as engine:
         for step in range(STEPS):
             for block in engine.module.blocks:
@@ -117,7 +120,7 @@ def fail_in_change(engine: trainer_client.Engine, rank: int) -> None:
 
 
 def failing_together(address: str, rank: int) -> Any:
-    """What happens to both ranks where rank 0 fails in a collective; and whether the job goes on as if nothing was."""
+    """Fail rank 0 in collectives of several phases, then continue each job; return the errors and the final weights."""
     reports = {}
     for fail in (fail_in_gather, fail_in_backward, fail_in_step, fail_in_change):
         engine = start(address, f"together-{fail.__name__}", "collective")

@@ -1,5 +1,6 @@
-"""Processes that are forked from a server which has imported what all of them import: that takes 3 s of CPU time for a
-daemon and 8 s for a rank (measured), and has nothing to do with what is tested.
+"""Processes that are forked from a server which has imported all their modules.
+
+These imports take 3 s of CPU time for a daemon and 8 s for a rank (measured), and are not under test.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _PRELOADED = ["tests.integration.support.training", "paramserver.server"]
 
 
 class Forked:
-    """A process that runs the `main` of `module`, started at once; with the methods of subprocess.Popen that tests use.
+    """A forked process that runs the `main` of a module, with the methods of subprocess.Popen that tests use.
 
-    `main` finds `arguments` in sys.argv. Its output goes to `log`, and there is nothing to read on its standard input.
+    `main` finds `arguments` in sys.argv. Its output goes to `log`, and its standard input is empty.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
@@ -36,11 +37,15 @@ class Forked:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None: it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired."""
+        """Wait for the end of the process, and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
+        """
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
@@ -49,19 +54,19 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends it unless the process has ended."""
+        """Send a signal, unless the process has ended."""
         if self._process.is_alive():
-            # It may end in between, and then the server that forked it has waited for it already.
+            # The process may end just now. The server that forked it then waits for it, and its id becomes invalid.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def _run(module: str, arguments: list[str], environment: Mapping[str, str], log: Path) -> None:
-    """In the new process."""
+    """Run the module's `main` in the new process."""
     with log.open("w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
@@ -69,11 +74,11 @@ def _run(module: str, arguments: list[str], environment: Mapping[str, str], log:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *arguments]
-    # The library that reads it is loaded already.
+    # The OpenMP library is loaded already, and reads this variable only when it is loaded.
     if (threads := environment.get("OMP_NUM_THREADS")) is not None:
         torch.set_num_threads(int(threads))
     try:
         importlib.import_module(module).main()
     finally:
-        # multiprocessing ends its processes without.
+        # multiprocessing ends its processes without calling these functions.
         atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""What gathers have cost, counted over several steps for tests: the engine itself counts by step, for its report."""
+"""Gather counters over several steps, for tests. The engine itself counts each step apart, for its report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trainer_client.step.gather_counters import GatherCounters
 
 
 def count_gathers(engine: Engine) -> GatherCounters:
-    """Counts from now on, and keeps the counts; the engine's reports have none of them."""
+    """Replace the engine's counters by new ones, and return them. The engine's reports then have no counts."""
     residency = engine._hooks._residency
     residency.counters = GatherCounters([unit.fqn for unit in residency._units])
     return residency.counters

@@ -1,4 +1,4 @@
-"""A daemon that asks for certificates and tokens, and clients with good and bad ones, for tests."""
+"""A daemon that requires certificates and tokens, and clients with good and bad ones, for tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ LOG_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
-    """A daemon with TLS on TCP, a token file, and the tokens that are in it by name; `address` is that of TCP."""
+    """A daemon with TLS on TCP and a token file.
+
+    Attributes:
+        address: the TCP address.
+        tokens: the tokens in the file, by name.
+    """
 
     daemon: Daemon
     address: str
@@ -40,7 +45,7 @@ class Guarded:
 
     @property
     def token_file(self) -> Path:
-        """The daemon's."""
+        """The path of the daemon's token file."""
         return self.directory / "tokens.toml"
 
     @property
@@ -49,7 +54,7 @@ class Guarded:
         return self.directory / "tls"
 
     def credentials(self, name: str | None, **changes: Any) -> Credentials:
-        """What the holder of a token shows; `changes` are fields."""
+        """Return the credentials of a token's holder; `changes` replace fields."""
         fields: dict[str, Any] = {
             "token": None if name is None else self.tokens[name],
             "tls_ca": self.certificates / "ca.pem",
@@ -59,12 +64,12 @@ class Guarded:
         return Credentials(**(fields | changes))
 
     def channel(self, name: str | None, *, tcp: bool = True, **changes: Any) -> grpc.Channel:
-        """The way of the holder of a token to the daemon."""
+        """Return a channel to the daemon with the credentials of a token's holder."""
         address = self.address if tcp else self.daemon.address
         return self.credentials(name, **changes).connect(address, CHANNEL_OPTIONS)
 
     def wait_for_log(self, text: str, since: int = 0) -> str:
-        """The line of the log that holds `text`, from character `since` on."""
+        """Wait for a line with `text` in the log, from character `since` on, and return the line."""
         deadline = time.monotonic() + LOG_SECONDS
         while True:
             log = re.sub(r"\x1b\[[0-9;]*m", "", self.daemon.log[since:])
@@ -76,7 +81,7 @@ class Guarded:
 
 @contextmanager
 def guarded_daemon(**config: Any) -> Iterator[Guarded]:
-    """A guarded daemon whose directory other users can reach."""
+    """Run a guarded daemon whose directory other users can access."""
     directory = Path(tempfile.mkdtemp(prefix="paramserver-"))
     try:
         directory.chmod(0o755)
@@ -111,7 +116,7 @@ def guarded_daemon(**config: Any) -> Iterator[Guarded]:
 
 
 def expired_certificate(authority: Path, into: Path) -> tuple[Path, Path]:
-    """A client's certificate that the authority has signed and whose time is over; certificate and key."""
+    """Make an expired client certificate that the authority has signed; return the paths of certificate and key."""
     now = datetime.datetime.now(datetime.UTC)
     issuer = x509.load_pem_x509_certificate((authority / "ca.pem").read_bytes())
     issuer_key = serialization.load_pem_private_key((authority / "ca-key.pem").read_bytes(), password=None)

@@ -1,4 +1,4 @@
-"""One of two ranks that begin jobs with models without memory; run by test_large_models.py."""
+"""One of two ranks that begin jobs with models on the meta device, without memory; run by test_large_models.py."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def read_bytes() -> int:
 
 
 def recorded(seed: int) -> nn.Module:
-    """A model without memory, whose random numbers follow from torch's generator."""
+    """Return a model without memory whose initialization was recorded with the seed of torch's generator."""
     torch.manual_seed(seed)
     with zero.Init():
-        # build_model seeds torch's generator itself, which makes no difference any more.
+        # build_model seeds torch's generator again. That has no effect, because zero.Init has drawn its seed already.
         return build_model(Run())
 
 
@@ -58,17 +58,17 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    # A recipe gives the same values whatever the number of ranks, and rank 0's seed counts.
+    # The values do not depend on the number of ranks, and rank 0's seed counts.
     state = initial_state(recorded(seed=100 + rank), directory / "recorded")
     reference = recorded(seed=100).state_dict(keep_vars=True)
     assert_same(state, {name: replay(tensor) for name, tensor in reference.items()})
 
-    # Values on rank 0 are enough.
+    # It is enough if rank 0 has values.
     with torch.device("cpu" if rank == 0 else "meta"):
         model = build_model(Run())
     assert_same(initial_state(model, directory / "given"), build_model(Run()).state_dict())
 
-    # Models that are not alike are refused on both.
+    # If rank 0 has no values and another rank does, both ranks raise.
     with torch.device("meta" if rank == 0 else "cpu"):
         model = build_model(Run())
     with pytest.raises(trainer_client.ConfigError, match=r"transformer\.wte\.weight is on the meta device on rank 0"):
@@ -78,7 +78,7 @@ def main() -> None:
         model = build_large()
     before = read_bytes()
     with start(model, directory / "weights", weights=directory) as engine:
-        # Now: the reads of a child that has ended, as the daemon will have, count as its parent's.
+        # The count is read before the daemon ends, because the kernel adds the reads of an ended child to its parent's.
         (directory / f"read-{rank}").write_text(str(read_bytes() - before))
         state = engine.full_state_dict()
     expected = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}

@@ -1,8 +1,8 @@
-"""One rank that builds, fills and trains a model eight times as large as the store's host memory, and counts what it
-holds meanwhile; run by test_memory.py: `python -m tests.integration.support.memory_ranks DIRECTORY`.
+"""One rank that builds, fills and trains a model eight times as large as the store's host memory, and measures memory.
 
-Two independent counts: the bytes behind the parameters and their gradients, looked at in each module's forward and
-backward, and the kernel's count of the process's own memory, at any time.
+Run by test_memory.py: `python -m tests.integration.support.memory_ranks DIRECTORY`. There are two independent counts:
+the bytes of all parameters and gradients, counted in each module's forward and backward, and the kernel's count of the
+process's private memory, read all the time.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Most of it is frozen, as with adapters: gradients are kept in host memory until they are used, so that a model of
-    many times that memory cannot have them everywhere.
+    """A model of `units` units of UNIT_BYTES (in fp32) each, of which one belongs to the root.
 
-    Args:
-        units: of UNIT_BYTES in fp32 each, of which one belongs to the root.
+    Most units are frozen, as with adapters. Gradients stay in host memory until they are used, so a model of many times
+    that memory cannot train all its units.
     """
 
     def __init__(self, units: int) -> None:
@@ -64,7 +63,7 @@ class Tower(nn.Module):
 
 
 class Counter:
-    """The most bytes of parameters and gradients that were seen alive."""
+    """A counter of the most bytes of parameters and gradients that existed in any forward or backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.most = 0
@@ -93,7 +92,7 @@ class PrivateMemory:
 
     @contextmanager
     def watched(self) -> Iterator[int]:
-        """Gives what it is at the start."""
+        """Watch the memory during the block; yield the bytes at its start."""
         start = self._now()
         self._thread.start()
         try:
@@ -123,7 +122,7 @@ def config(state_dir: Path, *, bf16: bool) -> dict[str, Any]:
 
 
 def measure(state_dir: Path, weights: Path | None, *, units: int, bf16: bool) -> dict[str, int]:
-    """Builds, fills and trains a tower, and says what was the most of each count, above what there was before."""
+    """Build, fill and train a tower; return the peak of each count, without the memory before it."""
     memory = PrivateMemory()
     with memory.watched() as start:
         with zero.Init(seed=7):
@@ -158,7 +157,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world_size, rank = dist.get_world_size(), dist.get_rank()
     bf16 = world_size > 1
-    # What the process itself takes, once it has done all this, is not the model's.
+    # A first small model makes the process allocate all memory that does not depend on the model's size.
     measure(directory / "small", None, units=3, bf16=bf16)
     gc.collect()
     weights = directory / "model.safetensors" if world_size > 1 else None

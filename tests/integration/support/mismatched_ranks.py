@@ -1,5 +1,7 @@
-"""One of three ranks that were started with different configs: `python -m tests.integration.support.mismatched_ranks
-DIRECTORY`, with torchrun's environment variables. Writes what `initialize` said in each scene into DIRECTORY/RANK.json.
+"""One of three ranks that were started with different configs.
+
+Run as `python -m tests.integration.support.mismatched_ranks DIRECTORY`, with torchrun's environment variables. Each
+rank writes the error of `initialize` in each scene to DIRECTORY/RANK.json.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def config(directory: Path, rank: int, **section: Any) -> dict[str, Any]:
     offload = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 2,
-        # May differ: only rank 0 prints.
+        # This key may differ between ranks, because only rank 0 prints.
         "steps_per_print": 10 + rank,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
@@ -104,7 +106,7 @@ def argument(directory: Path, rank: int) -> None:
 
 
 def nodes(directory: Path, rank: int) -> None:
-    """Two nodes: the last rank is the first of its own, with another directory and budget. Nothing is wrong."""
+    """Start two nodes with different directories and budgets, which is valid. Rank 2 is alone on the second node."""
     node = rank // 2
     os.environ["LOCAL_RANK"] = str(rank % 2)
     made = config(directory, rank, state_dir=str(directory / f"node{node}"), host_budget=f"{32 + node}MiB")

@@ -1,4 +1,4 @@
-"""Runs of the zoo's models, all through one daemon, each as a job of its own."""
+"""Configs and engines for runs of the zoo's models. All runs use one daemon, and each is a job of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose daemon is killed and started again beside them, by the one who started both."""
+"""Training runs whose daemon is killed and started again while they run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULE = "tests.integration.support.outliving_run"
 
 
 def make_plan(directory: Path, config: Mapping[str, Any], **fields: Any) -> Plan:
-    """A run in `directory`, with a daemon whose state is in `directory`/state."""
+    """Return the plan of a run in `directory`, with a daemon whose state directory is `directory`/state."""
     directory.mkdir(parents=True, exist_ok=True)
     state = directory / "state"
     section = {"address": f"unix:{state / 'paramserver.sock'}"} | dict(config.get("paramserver", {}))
@@ -35,7 +35,7 @@ def make_plan(directory: Path, config: Mapping[str, Any], **fields: Any) -> Plan
 
 @contextmanager
 def launched(plan: Plan, world_size: int) -> Iterator[Launch]:
-    """The ranks of a run."""
+    """Start the ranks of a run, and yield their launch."""
     directory = Path(plan.directory)
     plan_file = directory / "plan.json"
     plan_file.write_text(json.dumps(asdict(plan)))
@@ -50,10 +50,12 @@ def start_daemon(plan: Plan) -> Daemon:
 def outlive(
     plan: Plan, world_size: int, beside: Callable[[Daemon, Launch], None] = lambda *_: None
 ) -> list[dict[str, Any]]:
-    """Runs a plan, with a daemon that is started again as often as it ends; what each rank leaves behind.
+    """Run a plan with a daemon that is started again whenever it ends, and return the results of each rank.
 
     Args:
-        beside: is called with the present daemon again and again while the ranks run: it may kill it.
+        plan: the run.
+        world_size: the number of ranks.
+        beside: a function that is called repeatedly with the present daemon while the ranks run. It may kill that one.
     """
     daemon = start_daemon(plan)
     try:
@@ -75,7 +77,7 @@ def outlive(
 
 
 def differences(results: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What two runs do not have in common, bit for bit."""
+    """Return the names of all results in which two runs differ in any bit."""
     found = []
     for rank, (one, other) in enumerate(zip(results, expected, strict=True)):
         found += [f"rank {rank}: {kind}" for kind in ("losses", "evaluations") if one[kind] != other[kind]]

@@ -1,8 +1,7 @@
-"""A training run whose daemon is killed at chosen moments, by the run itself, or at any moment by whoever started it.
+"""A training run whose daemon is killed: by rank 0 at the plan's moments, or by the test at any moment.
 
 Run as a program: `python -m tests.integration.support.outliving_run PLAN.json`, with the environment of torchrun. Each
-rank leaves its losses behind, and rank 0 the final states. Nothing here knows how the trainer goes on: the loop is an
-ordinary one.
+rank writes its results to a file. The training loop is an ordinary one, without code for restarts.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from tests.integration.support.training import Run, build_model, make_optimizer,
 
 RUN = Run(dropout=0.1)
 
-# Seconds from the begin of something that takes a few milliseconds until the daemon is killed in it.
+# The daemon is killed this long after the begin of an operation, which takes a few milliseconds.
 _WITHIN_SECONDS = 0.004
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What every rank is told.
+    """The parameters of a run, the same for every rank.
 
     Attributes:
-        directory: for what the run leaves behind.
-        lock_file: of the daemon's state directory, which has its process id.
-        addresses: of each rank's daemon, where they are on several nodes.
+        directory: the directory of the run's files.
+        lock_file: the lock in the daemon's state directory, which contains the daemon's pid.
+        addresses: the address of each rank's daemon if the ranks are on several nodes; empty: the config has it.
         kills: the moments at which rank 0 kills the daemon: (step, name of a moment).
     """
 
@@ -60,7 +59,10 @@ class Plan:
 
 
 class Killer:
-    """Kills the daemon when the run comes to a moment of the plan, each once; and tells whoever watches where it is."""
+    """Kills the daemon once at each moment of the plan, and writes the rank's present moment to its progress file.
+
+    A moment is a step and the name of a place in the training loop, such as (3, "forward").
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._progress = plan.progress_file(rank).open("w", buffering=1)
@@ -68,7 +70,11 @@ class Killer:
         self._waiting = {(step, moment) for step, moment in plan.kills} if rank == 0 else set()
 
     def at(self, step: int, moment: str, *, pause_seconds: float = 0.0) -> None:
-        """The run is there now. It pauses before it kills, so that other ranks get further, and until it notices."""
+        """Note that the run has come to a moment, and kill the daemon if the plan says so.
+
+        The pause before the kill lets other ranks get further. The pause after it gives this rank's client time to
+        notice that the daemon is dead.
+        """
         self._progress.write(f"{step} {moment}\n")
         if self._take(step, moment):
             time.sleep(pause_seconds)
@@ -77,7 +83,7 @@ class Killer:
 
     @contextmanager
     def within(self, step: int, moment: str) -> Iterator[None]:
-        """Something lasts that the daemon is killed in."""
+        """Note that the run is within a moment, and kill the daemon during the block if the plan says so."""
         self._progress.write(f"{step} {moment}\n")
         timer = threading.Timer(_WITHIN_SECONDS, self._kill) if self._take(step, moment) else None
         if timer is not None:
@@ -99,7 +105,7 @@ class Killer:
 
 
 class Schedule(LambdaLR):
-    """One whose step, which comes between the hand-over of gradients and the vote for their commit, tells of itself."""
+    """A schedule whose `step` is a moment: it is between the hand-over of gradients and the vote for their commit."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, killer: Killer) -> None:
         self._killer = killer
@@ -114,7 +120,7 @@ class Schedule(LambdaLR):
 
 
 def start(plan: Plan, rank: int, killer: Killer) -> tuple[trainer_client.Engine, Any]:
-    """The engine, and the block of the model that the moments of a pass are in."""
+    """Return the engine, and the block of the model whose forward and backward are moments."""
     model = build_model(RUN)
     optimizer, _ = make_optimizer(model, RUN)
     config = plan.config | {"gradient_accumulation_steps": plan.accumulation}
@@ -134,7 +140,8 @@ def run_rank(plan: Plan) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     killer = Killer(plan, rank)
     engine, block = start(plan, rank, killer)
-    here = [0, False]  # the step that is being made, and whether this is an evaluation
+    # The number of the present step, and whether the present forward is an evaluation.
+    here = [0, False]
 
     def before_block(*_: Any) -> None:
         killer.at(here[0], "evaluation" if here[1] else "forward")

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from tests.integration.support.forked import Forked
 
-# For the ranks of a launch to end: less than pytest's timeout, so that what they have written is shown.
+# The time in which the ranks of a launch must end. It is below pytest's timeout, so that a failure shows their logs.
 END_SECONDS = 400.0
 
 
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def _environments(world_size: int) -> list[Mapping[str, str]]:
-    """The environment of each rank of one launch."""
+    """Return the environment of each rank of one launch."""
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -36,13 +36,13 @@ def _environments(world_size: int) -> list[Mapping[str, str]]:
 
 
 class Launch:
-    """The ranks of one launch, started at once; `module` has a `main` that finds `arguments` in sys.argv.
-
-    A context: ranks that still run at its end are killed.
-    """
+    """The processes of all ranks of one launch. As a context manager, it kills the ranks that still run at its end."""
 
     def __init__(self, module: str, world_size: int, arguments: tuple[str | Path, ...], directory: Path) -> None:
-        """What rank N writes goes to `directory`/rank-N.log."""
+        """Start the ranks. Each calls `main` of `module`, which finds `arguments` in sys.argv.
+
+        The output of rank N goes to `directory`/rank-N.log.
+        """
         self._logs = [directory / f"rank-{rank}.log" for rank in range(world_size)]
         self.ranks: list[Forked] = []
         with ExitStack() as started:
@@ -65,7 +65,7 @@ class Launch:
         return all(rank.poll() is None for rank in self.ranks)
 
     def wait(self, timeout_seconds: float) -> list[int]:
-        """The exit codes, negative signals among them; fails if a rank does not end in time."""
+        """Wait for all ranks and return their exit codes, negative for a signal; fail after `timeout_seconds`."""
         deadline = time.monotonic() + timeout_seconds
         try:
             return [rank.wait(max(0.0, deadline - time.monotonic())) for rank in self.ranks]
@@ -74,14 +74,14 @@ class Launch:
             raise AssertionError(f"exit codes after {timeout_seconds:g} s: {codes}\n{self.output()}") from None
 
     def output(self) -> str:
-        """What all have written."""
+        """Return the output of all ranks."""
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self._logs)
 
 
 def run_ranks(
     module: str, world_size: int, *arguments: str | Path, exit_code: int = 0, timeout_seconds: float = END_SECONDS
 ) -> None:
-    """Runs the `main` of `module` on `world_size` ranks, which must all end with `exit_code`."""
+    """Run the `main` of `module` on `world_size` ranks, which must all end with `exit_code`."""
     with TemporaryDirectory() as directory, Launch(module, world_size, arguments, Path(directory)) as launch:
         codes = launch.wait(timeout_seconds)
         assert codes == [exit_code] * world_size, f"exit codes {codes}\n{launch.output()}"

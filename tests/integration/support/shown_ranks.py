@@ -1,6 +1,8 @@
-"""One of the ranks that share a store's memory, run by test_shown_parameters.py:
-`python -m tests.integration.support.shown_ranks ADDRESS DIRECTORY`. Writes what its gathers copied into
-DIRECTORY/RANK.json."""
+"""One of the ranks that share a store's memory.
+
+test_shown_parameters.py runs `python -m tests.integration.support.shown_ranks ADDRESS DIRECTORY`. Each rank writes the
+counts of its gathers to DIRECTORY/RANK.json.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ HOMES = ("cpu", "nvme")
 
 
 class Wide(nn.Module):
-    """Units of which a half is a large chunk."""
+    """A model with units so large that one rank's half is mapped in whole pages."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)

@@ -1,5 +1,7 @@
-"""A client process for tests: holds leases for writing and reading, sleeps when it is stopped, and tells what it finds
-when it wakes up. Started as a module, driven by lines on its standard input, answers with a line of JSON each."""
+"""A client process that a test stops (SIGSTOP) while it holds leases, and continues later.
+
+It is started as a module. For each line on its standard input it does the next act, and answers with a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def answer(**fields: Any) -> None:
 
 
 def raised(action: Any) -> str:
-    """The name of what it raises."""
+    """Call `action`, and return the name of the StoreUnavailableError that it raises, or "nothing"."""
     try:
         action()
     except StoreUnavailableError as error:
@@ -36,8 +38,10 @@ def raised(action: Any) -> str:
 
 
 def main(address: str, committed: str, new: str) -> None:
-    """`committed`: a job with a committed step, of which a gradient and a parameter are leased. `new`: one without, of
-    which an initial value is."""
+    """Lease a gradient and a parameter of the job `committed`, and an initial value of the job `new`.
+
+    The first job has a committed step, the second one has none.
+    """
     training, beginning = RankStore(address, "stopped 1"), RankStore(address, "stopped 2")
     layout, fresh = Layout(name=committed), Layout(name=new)
     attach(training, layout)
@@ -51,7 +55,7 @@ def main(address: str, committed: str, new: str) -> None:
     answer(written_bytes=sum(leased[name][0].data.numel() for name in ("gradient", "staged")))
 
     sys.stdin.readline()
-    # What was under way when the process was stopped goes on.
+    # After the stop, the process goes on to write into its leased memory.
     for name in ("gradient", "staged"):
         leased[name][0].data.fill_(LATE)
     answer(
@@ -61,7 +65,7 @@ def main(address: str, committed: str, new: str) -> None:
     )
 
     sys.stdin.readline()
-    # Views keep the right to write, and so the ranges, until they are gone.
+    # The daemon keeps the ranges as long as this process has views of them, because it may still write.
     training.close()
     beginning.close()
     answer()

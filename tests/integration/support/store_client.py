@@ -1,6 +1,6 @@
-"""A small client of the wire contract, for tests: a session, leases over the mapped arena, and torch beside it.
+"""A small client of the wire contract, for tests: a session, leases in the mapped arena, and a comparison with torch.
 
-Stands on the generated stubs, not on the training library; the jobs and the reference are those of the engine's tests.
+It uses the generated stubs, not the training library. The jobs and the reference are those of the engine's tests.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ CLOSE_SECONDS = 2.0
 
 
 class Client:
-    """One session. Sends heartbeats unless it is told to be silent.
-
-    `channel`: the way to the daemon, where `address` alone does not tell it.
-    """
+    """One session, which sends heartbeats unless it is `silent`. It uses `channel` if that is given."""
 
     def __init__(
         self, address: str, name: str = "test", *, silent: bool = False, channel: grpc.Channel | None = None
@@ -50,7 +47,7 @@ class Client:
         self.ended = threading.Event()
         self._outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self._outgoing.put(pb.SessionRequest(hello=pb.SessionRequest.Hello(client=name)))
-        # Waits for a connection: on a busy machine the first attempt may take longer than the options allow it.
+        # The call waits for a connection, because the first attempt may time out on a busy machine.
         self._stream = self.store.Session(iter(self._outgoing.get, None), wait_for_ready=True)
         self.welcome: pb.SessionResponse.Welcome = next(self._stream).welcome
         self.session_id = self.welcome.session_id
@@ -62,9 +59,10 @@ class Client:
             thread.start()
 
     def close(self) -> None:
-        """Ends the session; idempotent."""
+        """End the session; a second call does nothing."""
         self._outgoing.put(None)
-        # A channel that is closed before the daemon has seen the end of the stream is one that broke.
+        # If the channel were closed before the daemon sees the end of the stream, the daemon would keep the session, as
+        # it does after a broken connection.
         self.ended.wait(CLOSE_SECONDS)
         self.channel.close()
         self.ended.set()
@@ -72,7 +70,7 @@ class Client:
             thread.join()
 
     def map_arena(self) -> mmap.mmap:
-        """The arena, by the descriptor that comes over its socket."""
+        """Map the arena by the descriptor that its socket sends, and return the mapping."""
         if self.arena is None:
             with socket.socket(socket.AF_UNIX) as door:
                 door.connect(system_path(Path(self.welcome.arena.socket_path)))
@@ -83,7 +81,7 @@ class Client:
         return self.arena
 
     def call(self, method: str, *, seconds: float = CALL_SECONDS, **fields: Any) -> Any:
-        """A unary call of ParameterStore, with this session's id."""
+        """Make a unary call of ParameterStore with this session's id, and return its response."""
         request = getattr(pb, f"{method}Request")(session_id=self.session_id, **fields)
         return getattr(self.store, method)(request, timeout=seconds)
 
@@ -102,7 +100,7 @@ class Client:
 
 
 class Rank(Client):
-    """A session that trains a layout, `groups` of it, as one rank."""
+    """A session that trains a part of a layout's groups as one rank."""
 
     def __init__(
         self,
@@ -122,7 +120,7 @@ class Rank(Client):
         self.reference: Reference = reference_of(layout)
 
     def begin(self) -> Rank:
-        """Opens the job as a new one, and commits its initial values."""
+        """Open the job as a new one, and commit its initial values."""
         self.open()
         self.register()
         self.stage_all()
@@ -130,14 +128,14 @@ class Rank(Client):
         return self
 
     def resume(self) -> int:
-        """Opens the job and registers; its newest committed step."""
+        """Open the job and register the groups; return the newest committed step."""
         committed = self.open(pb.RESUME_POLICY_MUST)
         self.register()
         assert committed[-1].client_state == f"{self.rank}:{committed[-1].step}".encode()
         return committed[-1].step
 
     def open(self, resume: pb.ResumePolicy = pb.RESUME_POLICY_AUTO, **changes: Any) -> Sequence[pb.CommittedStep]:
-        """The committed steps; `changes` are fields of the request."""
+        """Open the job and return its committed steps; `changes` replace fields of the request."""
         fields = job_fields(self.layout) | {
             "run_id": self.run_id,
             "rank": self.rank,
@@ -149,11 +147,11 @@ class Rank(Client):
         return committed
 
     def register(self) -> None:
-        """Declares this rank's groups."""
+        """Register this rank's groups."""
         self.call("RegisterShards", groups=[group_to_wire(self.layout.group(name)) for name in self.groups])
 
     def acquire(self, group: str, kind: Kind, mode: pb.LeaseMode, *, step: int = 0, **fields: Any) -> pb.Lease:
-        """One lease."""
+        """Acquire one lease of a slab."""
         slab = pb.SlabName(group=group, kind=vocabulary.KIND_TO_WIRE[kind])
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=mode, step=step)
         (lease,) = self.call("AcquireLeases", wants=[want], **fields).leases
@@ -161,17 +159,17 @@ class Rank(Client):
         return lease
 
     def release(self, lease: pb.Lease, *, publish: bool = False) -> None:
-        """Returns a lease."""
+        """Release a lease, and publish its bytes if asked to."""
         self.call("ReleaseLeases", releases=[pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=publish)])
 
     def tensor(self, lease: pb.Lease, kind: Kind) -> torch.Tensor:
-        """The leased bytes, shared with the daemon."""
+        """Return a tensor over the leased bytes, which are shared with the daemon."""
         dtype = self.layout.dtype(kind).torch
         count = lease.size_bytes // dtype.itemsize
         return torch.frombuffer(self.map_arena(), dtype=dtype, count=count, offset=lease.arena_offset)
 
     def stage_all(self) -> None:
-        """Publishes the initial values of this rank's groups."""
+        """Write and publish the initial values of this rank's groups."""
         for group in self.groups:
             for kind in {Kind.PARAM, self.layout.weight_kind}:
                 lease = self.acquire(group, kind, pb.LEASE_MODE_WRITE)
@@ -179,7 +177,7 @@ class Rank(Client):
                 self.release(lease, publish=True)
 
     def hand_over(self, step: int) -> None:
-        """Leases, fills and hands over the gradients of this rank's groups."""
+        """Acquire, fill and hand over the gradients of this rank's groups."""
         for group in self.groups:
             lease = self.acquire(group, Kind.GRAD, pb.LEASE_MODE_WRITE, step=step)
             shards = range(len(self.layout.shards))
@@ -187,7 +185,7 @@ class Rank(Client):
             self.apply(step, lease, group=group)
 
     def apply(self, step: int, lease: pb.Lease, *, provisional: bool = False, **changes: Any) -> None:
-        """ApplyGradients for one group; `changes` are fields of its update, with the group's name."""
+        """Call ApplyGradients for one group; `changes` are fields of its update, among them the group's name."""
         hyper: list[pb.ApplyGradientsRequest.HyperParameters] = []
         indexes: list[int] = []
         for index in range(len(self.layout.shards)):
@@ -204,18 +202,18 @@ class Rank(Client):
         self.call("ApplyGradients", step=step, hyper_parameters=hyper, updates=[update], provisional=provisional)
 
     def commit(self, step: int, **fields: Any) -> bool:
-        """This rank's vote; whether the step is durable."""
+        """Vote for the commit of a step, and return whether the step is durable."""
         response = self.call("CommitStep", step=step, client_state=f"{self.rank}:{step}".encode(), **fields)
         return bool(response.durable)
 
     def train(self, first: int, last: int) -> None:
-        """Steps first..last."""
+        """Train and commit the steps `first` to `last`."""
         for step in range(first, last + 1):
             self.hand_over(step)
             self.commit(step)
 
     def assert_at(self, step: int) -> None:
-        """This rank's newest bytes are those of torch after `step`."""
+        """Check that this rank's newest bytes are those of torch after `step`."""
         different = []
         for group in self.groups:
             for kind in self.layout.kinds:
@@ -235,7 +233,7 @@ class Rank(Client):
 
 
 class Clients:
-    """Sessions with one daemon, closed together."""
+    """Sessions with one daemon that are closed together at the end of the context."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -249,20 +247,20 @@ class Clients:
             client.close()
 
     def rank(self, layout: Layout, **fields: Any) -> Rank:
-        """Another rank; see Rank."""
+        """Open another session as a rank; see Rank."""
         rank = Rank(self._address, layout, **fields)
         self._opened.append(rank)
         return rank
 
     def client(self, **fields: Any) -> Client:
-        """Another session; see Client."""
+        """Open another session; see Client."""
         client = Client(self._address, **fields)
         self._opened.append(client)
         return client
 
 
 def job_fields(layout: Layout) -> dict[str, Any]:
-    """Fields of OpenJobRequest for a layout that one rank trains."""
+    """Return the fields of OpenJobRequest for a layout that one rank trains."""
     spec = layout.job()
     return {
         "job": spec.name,
@@ -278,7 +276,7 @@ def job_fields(layout: Layout) -> dict[str, Any]:
 
 
 def group_to_wire(spec: GroupSpec) -> pb.ShardGroup:
-    """A group as a client declares it."""
+    """Return the message by which a client registers a group."""
     return pb.ShardGroup(
         name=spec.name,
         numel=spec.numel,
@@ -296,7 +294,7 @@ def group_to_wire(spec: GroupSpec) -> pb.ShardGroup:
 
 @contextmanager
 def refused(code: grpc.StatusCode, *named: str) -> Iterator[None]:
-    """The call inside ends with this status, and its message holds all of `named`."""
+    """Check that the call in the block ends with this status, and that its message contains all of `named`."""
     with pytest.raises(grpc.RpcError) as caught:
         yield
     error = caught.value

@@ -1,4 +1,4 @@
-"""Read and Write over the stubs that protoc generates, for tests: what any client of the contract would do."""
+"""The streams Read and Write over the generated stubs, for tests, as any client of the contract uses them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MIB = 1 << 20
 
 
 def seal(first_byte: int, data: bytes) -> pb.Chunk:
-    """A chunk with its checksum."""
+    """Return a chunk with its checksum."""
     return pb.Chunk(checksum=xxhash.xxh3_64_intdigest(data, seed=first_byte), first_byte=first_byte, data=data)
 
 
 class Reading:
-    """A Read of a client's under way, which grants credit when it is told to; over `store`, if it is given."""
+    """A running Read of a client, which grants credit only when the test calls `grant`. It uses `store` if given."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Reading:
         self._responses = iter(self.call)
 
     def header(self) -> pb.ReadHeader:
-        """The first message."""
+        """Return the header, which is the first message."""
         response = next(self._responses)
         assert response.WhichOneof("message") == "header"
         header: pb.ReadHeader = response.header
         return header
 
     def chunks(self) -> Iterator[pb.Chunk]:
-        """The further ones, verified."""
+        """Yield the chunks after checking their size and checksum."""
         for response in self._responses:
             assert response.WhichOneof("message") == "chunk"
             chunk = response.chunk
@@ -55,11 +55,11 @@ class Reading:
             yield chunk
 
     def grant(self, nbytes: int) -> None:
-        """Further credit."""
+        """Grant further credit."""
         self._requests.put(pb.ReadRequest(credit=pb.Credit(bytes=nbytes)))
 
     def half_close(self) -> None:
-        """No further credit."""
+        """Close the client's side of the stream: there is no further credit."""
         self._requests.put(None)
 
     def cancel(self) -> None:
@@ -68,7 +68,7 @@ class Reading:
 
 
 def read(client: Client, *, first_byte: int = 0, **source: Any) -> tuple[pb.ReadHeader, bytes]:
-    """Header and bytes of a source; checks the shape of the stream, and that credit is kept to."""
+    """Read a source and return its header and bytes; check the form of the stream, and that it respects the credit."""
     credit = 300_000
     reading = Reading(client, credit_bytes=credit, first_byte=first_byte, **source)
     header, data = reading.header(), bytearray()
@@ -85,7 +85,7 @@ def read(client: Client, *, first_byte: int = 0, **source: Any) -> tuple[pb.Read
 
 
 class Writing:
-    """A Write under way, which sends what it is told to."""
+    """A running Write, which sends the chunks that the test passes to `send`."""
 
     def __init__(
         self, client: Client, lease_id: int, size_bytes: int, *, first_byte: int = 0, seconds: float = CALL_SECONDS
@@ -110,7 +110,7 @@ class Writing:
 
 
 def write(client: Client, lease_id: int, data: bytes, *, first_byte: int = 0) -> int:
-    """Writes data within the credit that comes; what the store says it received."""
+    """Write data within the granted credit, and return the number of bytes that the store has received."""
     writing = Writing(client, lease_id, len(data), first_byte=first_byte)
     sent, received = 0, 0
     for response in writing.responses:

@@ -1,4 +1,4 @@
-"""A UNIX socket before another one, which breaks connections or changes what passes, for tests."""
+"""A proxy on a UNIX socket before another one, which breaks connections or changes bytes, for tests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-# What goes on instead of some bytes; empty: the connection breaks here.
+# A function from the bytes that arrive to the bytes to forward. If it returns none, the connection breaks.
 Tamper = Callable[[bytes], bytes]
 
 
 class TamperingProxy:
-    """Lets all connections through `tamper`, both ways."""
+    """A proxy that passes the bytes of all connections, in both directions, through `tamper`."""
 
     def __init__(self, path: Path, target: Path, tamper: Tamper) -> None:
         self.address = f"unix:{path}"
@@ -61,7 +61,7 @@ class TamperingProxy:
 
 
 class CutAfter:
-    """Breaks a connection each time that so many more bytes have passed, a few times."""
+    """A Tamper that breaks the connection whenever `nbytes` more bytes have passed, at most `times` times."""
 
     def __init__(self, nbytes: int, times: int) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class CutAfter:
 
 
 def flip_a_bit_of(pattern: bytes) -> Tamper:
-    """Damages what holds a pattern."""
+    """Return a Tamper that flips a bit of each piece that contains `pattern`."""
     damaged = bytes([pattern[0] ^ 1]) + pattern[1:]
     return lambda data: data.replace(pattern, damaged, 1)
 

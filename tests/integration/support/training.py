@@ -1,6 +1,6 @@
 """Small training runs for tests: the same model and batches in plain PyTorch, under DDP, and through the store.
 
-Run as a program, it is one rank of a launch: `python -m tests.integration.support.training RUNS.json RESULTS.pt`, with
+As a program, it is one rank of a launch: `python -m tests.integration.support.training RUNS.json RESULTS.pt`, with
 torchrun's environment variables.
 """
 
@@ -38,31 +38,42 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is trained, and how."""
+    """The parameters of a training run."""
 
-    model: str = "gpt2"  # "conditional", "adapters", or a name of the zoo
+    # "gpt2", "conditional", "adapters", or a name of the zoo.
+    model: str = "gpt2"
     checkpointing: Literal["none", "reentrant", "non-reentrant"] = "none"
     steps: int = 30
     dropout: float = 0.0
     clipping: float = 0.0
     clipping_value: float | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # "adapters" keeps its own dtypes, whatever this says
-    sums_dtype: Literal["fp32"] | None = None  # of gradients, over ranks and over micro-batches; None: theirs
+    # The model "adapters" ignores this, because it has mixed dtypes.
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    # The dtype in which gradients are added up over ranks and over micro-batches; None: the gradients' own.
+    sums_dtype: Literal["fp32"] | None = None
     schedule_of_reduction: Literal["micro_batch", "boundary", "no_sync"] = "micro_batch"
     accumulation: int = 1
-    poisoned_step: int | None = None  # whose gradient is not a number, on the last rank only
+    # The index of a step in which the loss of the last rank is NaN.
+    poisoned_step: int | None = None
     schedule: bool = False
     two_groups: bool = False
     through_store: bool = True
-    with_masters: bool = False  # which reference: train_with_masters, or train_plain
+    # The reference is train_with_masters if this is true, else train_plain.
+    with_masters: bool = False
     prefer_streams: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Losses of this rank's micro-batches, norms of the steps, and the final weights by name; of the runs that compare
-    them also the moments, by parameter and state."""
+    """The results of a run.
+
+    Attributes:
+        losses: the loss of each of this rank's micro-batches.
+        norms: the norm of each step's gradient, if it is clipped.
+        weights: the final weights by name.
+        moments: the optimizer's final states by "FQN/state", for runs that compare them.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -75,7 +86,7 @@ class Result:
 
 
 def store_config(state_dir: Path, device: str = "nvme", **section: Any) -> dict[str, Any]:
-    """A config with everything on one tier, in a daemon of the job's own."""
+    """Return a config with all states on one tier, and with a daemon that the job itself starts."""
     offload = {"device": device, "nvme_path": str(state_dir)} if device == "nvme" else {"device": device}
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -91,7 +102,7 @@ def store_config(state_dir: Path, device: str = "nvme", **section: Any) -> dict[
 
 
 class ConditionalBlock(nn.Module):
-    """Its experts depend on the data, one parameter is never used, and one is reached by a branch without inputs."""
+    """A block whose experts depend on the data. It never uses one parameter, and one branch depends on no input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -107,13 +118,13 @@ class ConditionalBlock(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output whose tensor hooks cannot find: torch's pytrees do not know the class."""
+    """An output in which hooks cannot find the tensor, because torch's pytrees do not know the class."""
 
     loss: torch.Tensor
 
 
 class ConditionalModel(nn.Module):
-    """What breaks naive gathering: units that are skipped, used twice, or partly used; frozen and tied weights."""
+    """A model that is hard to gather: units are skipped, used twice or partly used; weights are frozen or tied."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -131,7 +142,7 @@ class ConditionalModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
         hidden = self.frozen(self.embedding(input_ids)) * self.scale
         context = hidden * 2
-        # Which experts: by this rank's data. Which blocks: by the step, for ranks must use units alike.
+        # The experts depend on this rank's data. The blocks depend on the step, because ranks must use the same units.
         chosen = int(input_ids.sum()) % 4
         self.calls += 1
         for index, block in enumerate(self.blocks):
@@ -164,7 +175,7 @@ class AdapterBlock(nn.Module):
 
 
 class AdapterModel(nn.Module):
-    """Parameters of mixed dtype, as with LoRA: fp32 adapters on a base in bf16."""
+    """A model with parameters of mixed dtypes, as with LoRA: fp32 adapters on a base in bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,10 +216,10 @@ def build_model(run: Run) -> nn.Module:
 
 
 def micro_batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[torch.Tensor]:
-    """[MICRO_BATCH, LENGTH] tokens each; a rank gets its own part of a sequence that all share."""
+    """Yield a rank's micro-batches, [MICRO_BATCH, LENGTH] tokens each; all ranks cut theirs from the same batches."""
     generator = torch.Generator().manual_seed(2)
     for _ in range(count):
-        # A narrow range of tokens, so that there is something to learn.
+        # The tokens are from a narrow range, so that there is something to learn.
         tokens = torch.randint(0, 40, (world_size * MICRO_BATCH, LENGTH), generator=generator)
         yield tokens[rank * MICRO_BATCH : (rank + 1) * MICRO_BATCH]
 
@@ -226,7 +237,7 @@ def make_optimizer(model: nn.Module, run: Run) -> tuple[AdamW, LRScheduler | Non
 
 
 def train_plain(run: Run) -> Result:
-    """PyTorch without us; under DDP where a process group is initialised."""
+    """Train with PyTorch alone; under DDP if a process group is initialised."""
     model = build_model(run)
     rank, world_size, forward = 0, 1, model
     if dist.is_initialized():
@@ -251,9 +262,9 @@ def train_plain(run: Run) -> Result:
 
 
 def train_with_masters(run: Run) -> Result:
-    """PyTorch without us, with fp32 weights for parameters of low precision: the loop that people write by hand.
+    """Train with PyTorch alone, with fp32 master weights for parameters of low precision, as a hand-written loop does.
 
-    In fp32 under DDP, where a process group is initialised; else it adds gradients up over ranks in their own dtype.
+    In fp32 it runs under DDP if a process group is initialised. In low precision it sums gradients over ranks itself.
     """
     model = build_model(run)
     low_precision = run.precision != "fp32" or run.model == "adapters"
@@ -316,13 +327,13 @@ def train_with_masters(run: Run) -> Result:
 
 
 def poisoned(loss: torch.Tensor, run: Run, micro_batch: int, rank: int, world_size: int) -> torch.Tensor:
-    """The loss of the `micro_batch`-th one (from 1), without a value where it belongs to the poisoned step."""
+    """Return the loss; or NaN, if the micro-batch (counted from 1) is in the poisoned step of the last rank."""
     step = (micro_batch - 1) // run.accumulation
     return loss * torch.nan if step == run.poisoned_step and rank == world_size - 1 else loss
 
 
 def engine_config(run: Run) -> dict[str, Any]:
-    """The config of a run: what it says besides `config`."""
+    """Return a run's config: `run.config`, and the keys for its other fields."""
     config = run.config | {"gradient_accumulation_steps": run.accumulation, "gradient_clipping": run.clipping}
     section = dict(config["paramserver"])
     if run.clipping_value is not None:
@@ -339,7 +350,7 @@ def engine_config(run: Run) -> dict[str, Any]:
 
 
 def moments_of(engine: trainer_client.Engine) -> dict[str, torch.Tensor]:
-    """The optimizer's states by parameter and state, wherever they live. A collective."""
+    """Return the optimizer's states by "FQN/state", gathered from all ranks. This is a collective."""
     moments = {}
     for state in engine._states:
         group = state.group
@@ -396,7 +407,7 @@ def train(run: Run) -> Result:
 
 
 def launch(runs: Sequence[Run], world_size: int, directory: Path, timeout_seconds: float = END_SECONDS) -> list[Result]:
-    """Makes one run after the other on `world_size` ranks, which are processes of their own; rank 0's results."""
+    """Run one run after the other on `world_size` rank processes, and return rank 0's results."""
     plan, result = directory / "runs.json", directory / "results.pt"
     plan.write_text(json.dumps([asdict(run) for run in runs]))
     run_ranks("tests.integration.support.training", world_size, plan, result, timeout_seconds=timeout_seconds)

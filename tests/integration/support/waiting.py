@@ -1,4 +1,4 @@
-"""Waiting for what happens soon, in another process."""
+"""Waiting for an event in another process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], object], *, seconds: float = 30.0) -> None:
-    """Returns when the condition holds; fails if it does not in time."""
+    """Wait until the condition holds; fail if it does not hold after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

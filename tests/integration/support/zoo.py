@@ -1,5 +1,7 @@
-"""Small models of every kind, each of which takes `input_ids` and `labels` [MICRO_BATCH, LENGTH] and returns something
-with a `loss`: transformers' own, and hand-made ones that do one thing each that makes gathering hard."""
+"""Small models of many kinds: some of transformers, and hand-made ones that are each hard to gather in one way.
+
+All take `input_ids` and `labels` [MICRO_BATCH, LENGTH], and return an object with a `loss`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Output:
 
 
 class Language(nn.Module):
-    """Tied embedding and head around whatever `hidden` computes."""
+    """A language model with tied embedding and head. Subclasses define the layers between them in `hidden`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class Block(nn.Module):
 
 
 class Reused(Language):
-    """One block called several times, by several names, and skipped in some steps."""
+    """A model with one block that has two names, and that is called several times or skipped, depending on the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +80,12 @@ class ReturnsItsWeight(nn.Module):
 
 
 class Borrower(Block):
-    """Uses the weights of another block and of the root."""
+    """A block that uses weights of modules outside of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.others: list[nn.Linear] = []  # a plain list: no children
+        # This is a plain list, so that the modules in it are not children of the block.
+        self.others: list[nn.Linear] = []
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(hidden)
@@ -92,7 +95,7 @@ class Borrower(Block):
 
 
 class External(Language):
-    """Weights of other modules used directly: earlier blocks', later blocks', the root's, blocks' by the root."""
+    """A model whose blocks use weights of earlier and later blocks and of the root, and whose root uses theirs."""
 
     def __init__(self, *, checkpointing: bool = False) -> None:
         super().__init__()
@@ -114,7 +117,7 @@ class External(Language):
 
 
 class Odd(Language):
-    """Parameters that are smaller than any shard: without elements, without dimensions, of odd sizes; empty units."""
+    """A model with tiny parameters, which have no elements, no dimensions or odd sizes, and with empty units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class EmptyBlock(nn.Module):
 
 
 class Opaque:
-    """What neither pytrees nor dataclasses show."""
+    """A holder of a tensor that is neither a pytree nor a dataclass."""
 
     def __init__(self, value: torch.Tensor | None) -> None:
         self.value = value
@@ -174,7 +177,7 @@ class OutputBlock(Block):
 
 
 class Outputs(Language):
-    """Blocks that take nested keyword arguments and return tuples, dicts, dataclasses, objects, or nothing."""
+    """A model with blocks that take nested keyword arguments and return tuples, dicts, dataclasses, objects or None."""
 
     kinds = ("tuple", "dict", "dataclass", "opaque", "none", "tuple")
 
@@ -200,7 +203,7 @@ class Outputs(Language):
 
 
 class PartlyTrained(Language):
-    """A frozen beginning, a frozen block in the middle, a block under no_grad, unused parameters and blocks."""
+    """A model with frozen blocks at the beginning and in the middle, blocks under no_grad, and unused ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,18 +216,20 @@ class PartlyTrained(Language):
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks[:5]:
             hidden = block(hidden)
-        with torch.no_grad():  # a teacher's part: a block that is trained, and one that is not trained at all
+        # As in a teacher model, block 5 gets no gradient at all. Block 4 is trained by its use above.
+        with torch.no_grad():
             target = self.blocks[5](self.blocks[4](hidden))
         return hidden + target
 
 
 class Checkpointed(Language):
-    """Recomputation of single blocks, of several blocks at once, and nested."""
+    """A model that recomputes single blocks, two blocks at once, and nested ones."""
 
     def __init__(self, *, reentrant: bool | None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(6)])
-        self.reentrant = reentrant  # None: no recomputation
+        # The mode of recomputation; None: nothing is recomputed.
+        self.reentrant = reentrant
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self._recomputed(self.blocks[0], hidden)
@@ -248,7 +253,7 @@ class Checkpointed(Language):
 
 
 class Experts(Language):
-    """Experts that are units, chosen by the data, in an order of its own in each step."""
+    """A model with experts that are units. Each step uses other ones in another order, the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +273,7 @@ class Experts(Language):
 
 
 class DivergentExperts(Experts):
-    """As above, but by the data of each rank: different ones, another number of them, in another order."""
+    """Experts that each rank chooses by its own data: other ones, another number of them, in another order."""
 
     def chosen(self, hidden: torch.Tensor) -> list[int]:
         digits = [int(value * 1e4) for value in hidden.detach().abs().flatten(1).mean(1)]
@@ -276,7 +281,7 @@ class DivergentExperts(Experts):
 
 
 class Normed(Language):
-    """Buffers, one of which is not saved, that change in each forward."""
+    """A model with buffers that change in each forward, and with one that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Engines on real disks, small jobs, and the same training in plain torch beside them.
+"""Engines on real disks, small jobs, and the same training in plain torch as the reference.
 
 The reference is torch.optim.AdamW on whole parameters; it knows nothing of shards, tiles, tiers or versions.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # by torch at the first optimizer otherwise: seconds in which the loop would be blocked
+import torch._dynamo  # Otherwise the first optimizer imports it, which blocks the event loop for seconds.
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.optimizer_kernel import OptimizerUpdate
@@ -32,7 +32,7 @@ from storage.tiers.extents import unused_runs
 from storage.transform import Kernel, Tile
 from storage.versions import Job
 
-# OpenMP's threads wait for each other in a loop: on a busy machine a step of the reference would take seconds.
+# OpenMP's threads spin while they wait for each other. On a busy machine a step of the reference would take seconds.
 torch.set_num_threads(1)
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ States = dict[tuple[str, str, Kind], torch.Tensor]
 
 
 def check_tally(job: Job) -> None:
-    """What a job's slabs have said of themselves is what a walk over all of them finds."""
+    """Check that a job's tally, which its slabs keep up to date, equals a count over all slabs."""
     tally, slabs = job.tally, list(job.slabs())
     counts: dict[tuple[bool, int], int] = {}
     for slab in slabs:
@@ -60,7 +60,7 @@ def check_tally(job: Job) -> None:
     passing = [s for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
     assert tally.passing == sorted(round_up(slab.nbytes) for slab in passing)
     assert tally.unsaved.keys() == {s for s in slabs if s.latest is not None and s.latest not in s.versions}
-    # No commit would find anything to do with a slab that it does not look at.
+    # Commits skip the slabs that are not in `changed`, so each of these must have nothing to record or to free.
     for slab in slabs:
         if slab not in tally.changed and slab.versions:
             (version,) = slab.versions
@@ -71,7 +71,7 @@ def check_tally(job: Job) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A job: `groups` alike, each with shards of `numels` elements, odd on purpose."""
+    """A job whose groups all have shards of `numels` elements. The sizes are odd on purpose."""
 
     name: str = "job"
     numels: tuple[int, ...] = (30_003, 17, 12_000)
@@ -81,23 +81,23 @@ class Layout:
     moments: TierName = TierName.NVME
     every_steps: int = 1
     world_size: int = 1
-    # Shards that have no gradient in some steps.
+    # Whether each shard has no gradient in every fourth step.
     with_skips: bool = True
 
     @property
     def weight_kind(self) -> Kind:
-        """Where the fp32 weights are."""
+        """The kind that has the fp32 weights."""
         return Kind.PARAM if self.precision is DType.FLOAT32 else Kind.MASTER
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds that have slabs."""
+        """The kinds that have slabs."""
         master = () if self.precision is DType.FLOAT32 else (Kind.MASTER,)
         return (Kind.PARAM, *master, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards of each group; their FQNs are completed by the group's name."""
+        """The shards of each group, with FQNs that lack the group's name at the beginning."""
         shards, position = [], 0
         for index, numel in enumerate(self.numels):
             shards.append(Shard(fqn=f"weight.{index}", offset=0, numel=numel, position=position))
@@ -105,11 +105,11 @@ class Layout:
         return tuple(shards)
 
     def dtype(self, kind: Kind) -> DType:
-        """Element type of a kind."""
+        """Return the element type of a kind."""
         return self.precision if kind in (Kind.PARAM, Kind.GRAD) else DType.FLOAT32
 
     def group(self, name: str) -> GroupSpec:
-        """One group as the engine registers it."""
+        """Return one group as the engine registers it."""
         last = self.shards[-1]
         slabs = [
             SlabSpec(
@@ -129,7 +129,7 @@ class Layout:
         )
 
     def job(self) -> JobSpec:
-        """The job as the engine opens it."""
+        """Return the job as the engine opens it."""
         return JobSpec(
             name=self.name,
             world_size=self.world_size,
@@ -143,11 +143,14 @@ class Layout:
         )
 
     def skips(self, step: int, index: int) -> bool:
-        """Whether shard `index` of each group has no gradient in `step`."""
+        """Return whether shard `index` of each group has no gradient in `step`."""
         return self.with_skips and (step + index) % 4 == 0
 
     def hyper_parameters(self, step: int, index: int) -> HyperParameters | None:
-        """Of shard `index` in `step`: each shard has its own, and the learning rate changes."""
+        """Return the hyper-parameters of shard `index` in `step`; None if it has no gradient.
+
+        Each shard has its own, and the learning rate changes from step to step.
+        """
         if self.skips(step, index):
             return None
         updates = sum(not self.skips(s, index) for s in range(1, step + 1))
@@ -173,15 +176,15 @@ class Reference:
     _optimizers: dict[tuple[str, int], torch.optim.AdamW] = field(default_factory=dict)
 
     def gradient(self, step: int, group: str, index: int) -> torch.Tensor:
-        """[numel], of the layout's precision, before scaling."""
+        """Return a shard's gradient before scaling, [numel] in the layout's precision."""
         return self._random(f"{group} {index} {step}", index).to(self.layout.precision.torch)
 
     def initial(self, group: str, index: int) -> torch.Tensor:
-        """[numel], fp32."""
+        """Return a shard's initial weight, [numel] in fp32."""
         return self._random(f"{group} {index}", index)
 
     def states(self, step: int) -> States:
-        """Every shard's tensor of every kind after `step`."""
+        """Return every shard's tensor of every kind after `step`."""
         while len(self._states) <= step:
             self._advance(len(self._states))
         return self._states[step]
@@ -221,7 +224,7 @@ class Reference:
 
 
 def reference_of(layout: Layout) -> Reference:
-    """The training of a layout by torch, shared by all that differ in nothing that torch would know of."""
+    """Return torch's training of a layout. Layouts that differ only in name, tiers and durability share it."""
     same = replace(layout, name="", weights=TierName.NVME, moments=TierName.NVME, every_steps=1, world_size=1)
     return _reference(same)
 
@@ -232,7 +235,7 @@ def _reference(layout: Layout) -> Reference:
 
 
 class Training:
-    """A layout's training on an engine, and what torch makes of it."""
+    """A layout's training on an engine, with torch's training as the reference."""
 
     def __init__(self, engine: Engine, layout: Layout) -> None:
         self.engine = engine
@@ -241,20 +244,20 @@ class Training:
         self.job: Job
 
     async def begin(self) -> Training:
-        """Opens the job anew and commits its initial values as step 0."""
+        """Open the job as a new one, and commit its initial values as step 0."""
         await self.open(must_exist=False)
         await self.stage_all()
         await self.engine.commit(self.job, 0, {0: b"0"}, 0)
         return self
 
     async def open(self, *, must_exist: bool = True) -> Training:
-        """Opens the job and registers its groups."""
+        """Open the job and register its groups."""
         self.job = await self.engine.open_job(self.layout.job(), may_exist=True, must_exist=must_exist)
         await self.engine.register(self.job, [self.layout.group(name) for name in self.layout.groups])
         return self
 
     async def stage_all(self) -> None:
-        """Publishes the initial values of all groups."""
+        """Write and publish the initial values of all groups."""
         for group in self.layout.groups:
             for kind in {Kind.PARAM, self.layout.weight_kind}:
                 pin = await self.engine.stage(self.job, group, kind)
@@ -264,13 +267,13 @@ class Training:
                 await self.engine.publish(pin)
 
     async def step(self, *, settled: int | None = None) -> bool:
-        """Trains and commits the next step; whether it is durable already."""
+        """Train and commit the next step, and return whether it is durable already."""
         step = self.job.next_step
         await self.hand_over()
         return await self.commit(step, settled=settled)
 
     async def commit(self, step: int, *, settled: int | None = None) -> bool:
-        """Commits; every rank everywhere has the step, unless `settled` says otherwise."""
+        """Commit a step, and return whether it is durable. All ranks have committed `settled` (None: this step)."""
         return await self.engine.commit(self.job, step, {0: str(step).encode()}, step if settled is None else settled)
 
     async def hand_over(
@@ -279,8 +282,13 @@ class Training:
         wrap: Callable[[Kernel], Kernel] = lambda kernel: kernel,
         position: float = NEVER,
     ) -> None:
-        """Gives the gradients of the next step of `groups` (all) to the engine; `wrap` is put around each kernel, and
-        they are needed next at `position`."""
+        """Give the gradients of the next step to the engine, which starts the updates.
+
+        Args:
+            groups: the groups to update; None: all.
+            wrap: a function that replaces each kernel.
+            position: the trace position at which the groups are needed next.
+        """
         step, layout = self.job.next_step, self.layout
         for group in layout.groups if groups is None else groups:
             spec = layout.group(group)
@@ -296,7 +304,7 @@ class Training:
             self.engine.update(self.job, step, group, region, wrap(update), position=position)
 
     async def assert_at(self, step: int) -> None:
-        """The newest bytes of every shard and kind are those of torch after `step`, bit for bit."""
+        """Check that the newest bytes of every shard and kind are those of torch after `step`, bit for bit."""
         different = []
         for group in self.layout.groups:
             for kind in self.layout.kinds:
@@ -312,13 +320,13 @@ class Training:
 
     @property
     def version_bytes(self) -> int:
-        """Bytes of one version of every slab, in whole pages."""
+        """The bytes of one version of every slab, in whole pages."""
         return sum(-(-slab.nbytes // 4096) * 4096 for slab in self.job.slabs())
 
 
 @contextmanager
 def held_up() -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Two events: kernels that wait for them have begun; they may go on, at the end in any case."""
+    """Yield two events for `waiting_for`: a kernel has begun; kernels may go on (set at the block's end)."""
     begun, go_on = threading.Event(), threading.Event()
     try:
         yield begun, go_on
@@ -327,7 +335,7 @@ def held_up() -> Iterator[tuple[threading.Event, threading.Event]]:
 
 
 def waiting_for(begun: threading.Event, go_on: threading.Event, kernel: Kernel) -> Kernel:
-    """The kernel, once it may go on."""
+    """Return a kernel that sets `begun`, waits for `go_on`, and then calls `kernel`."""
 
     def wait(tile: Tile) -> None:
         begun.set()
@@ -339,7 +347,7 @@ def waiting_for(begun: threading.Event, go_on: threading.Event, kernel: Kernel) 
 
 @contextmanager
 def room_taken(engine: Engine, later_than: float = NEVER) -> Iterator[None]:
-    """Nobody else gets what is free, nor what copies hold whose next use is after `later_than`."""
+    """Take all host memory during the block that is free or is held by copies next used after `later_than`."""
     taken = []
     while region := engine.host.try_allocate(PAGE_BYTES, later_than):
         taken.append(region)
@@ -351,14 +359,14 @@ def room_taken(engine: Engine, later_than: float = NEVER) -> Iterator[None]:
 
 
 def engine_config(state_dir: Path, **changes: Any) -> EngineConfig:
-    """The smallest tiles, 3 MiB beside them, and a data file that stays small."""
+    """Return a config with the smallest tiles, 3 MiB of host memory besides them, and a small data file."""
     values = {"host_budget_bytes": 4992 << 10, "nvme_budget_bytes": 16 * MIB} | changes
     return EngineConfig(state_dir=state_dir, **values)
 
 
 @asynccontextmanager
 async def opened(state_dir: Path, **changes: Any) -> AsyncIterator[Engine]:
-    """An engine that is closed at the end, after a check that nothing leaked."""
+    """Open an engine; at the end of the block check that nothing leaked, and close it."""
     engine = await Engine.open(engine_config(state_dir, **changes))
     try:
         base = engine.host.used_bytes
@@ -370,7 +378,7 @@ async def opened(state_dir: Path, **changes: Any) -> AsyncIterator[Engine]:
 
 
 async def quiesce(engine: Engine) -> None:
-    """Abandons pending steps, and waits for prefetches and snapshots."""
+    """Abandon pending steps, and wait for prefetches and snapshots."""
     for job in engine.jobs.values():
         await engine.abandon_pending(job)
         if job.snapshot is not None:
@@ -380,7 +388,7 @@ async def quiesce(engine: Engine) -> None:
 
 
 def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
-    """Every used byte belongs to a version or a copy that a slab names, no two extents overlap, and nobody waits."""
+    """Check that a slab's version or copy explains every used byte, no extents overlap, and no allocation waits."""
     slabs = [slab for name in engine.jobs for layout in engine.layouts(name) for slab in layout.slabs()]
     regions = [region for slab in slabs for region in slab.versions.values()]
     extents = [extent for region in regions for extent in region.extents]
@@ -396,7 +404,7 @@ def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
 
 
 class Fault:
-    """One function of `storage.syscalls` that counts its calls, and fails the one that it is told to."""
+    """A replacement of one function of `storage.syscalls` that counts its calls and can fail some of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
         self.calls = 0
@@ -407,12 +415,12 @@ class Fault:
         monkeypatch.setattr(syscalls, function, self._call)
 
     def fail(self, error: Exception, when: Callable[[int], bool] = lambda _: True) -> None:
-        """Fails the calls from now on whose number, from 0, `when` accepts."""
+        """Make the calls fail for whose numbers `when` returns true; the next call has the number 0."""
         self.calls = 0
         self._error, self._fails = error, when
 
     def heal(self) -> None:
-        """No more failures; counts from 0 again."""
+        """End the failures, and count from 0 again."""
         self.calls = 0
         self._fails = lambda _: False
 
@@ -426,7 +434,7 @@ class Fault:
 
 @contextmanager
 def held(monkeypatch: pytest.MonkeyPatch, function: str, *, when: bool = True) -> Iterator[threading.Event]:
-    """Calls of a function of `storage.syscalls` wait inside; gives the event that lets them go on."""
+    """Make all calls of a function of `storage.syscalls` wait during the block; yield the event that ends the waits."""
     go_on, real = threading.Event(), getattr(syscalls, function)
     if not when:
         go_on.set()

@@ -1,4 +1,4 @@
-"""Accounts of the tiers: each used byte is explained by its holder, to the byte, and what was leaked is by none."""
+"""The accounts of the tiers attribute each used byte to its holder, and leaked bytes to none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def accounts(engine: Engine) -> tuple[TierAccount, TierAccount]:
 
 
 def held(account: TierAccount) -> dict[Holder, int]:
-    """Who holds something."""
+    """Return the holders that hold bytes, with the number of bytes."""
     return {holder: nbytes for holder, nbytes in account.held_bytes.items() if nbytes}
 
 
@@ -58,7 +58,7 @@ async def test_each_holder_on_nvme_is_named_with_its_bytes(tmp_path: Path) -> No
         training = await Training(engine, Layout()).begin()
         reader = await engine.open_reader(training.job)
         version = training.version_bytes
-        # The optimizer states are never written before the first step.
+        # The optimizer states are not written before the first step, so the reader of step 0 holds no bytes of them.
         begun = reader.nbytes
         await training.step()
         await training.step()
@@ -83,7 +83,7 @@ async def test_what_was_leaked_or_freed_twice_is_unexplained(tmp_path: Path) -> 
         engine.host.free(range_)
         assert all(account.is_settled for account in accounts(engine))
         slab = training.job.slab("block.0", Kind.EXP_AVG)
-        # A copy that holds nothing, and that no update or fetch fills, is of no use to its job.
+        # The job does not explain a copy that has no bytes and that no update or fetch is filling.
         slab.copy = HostCopy(await engine.host.allocate(slab.nbytes), step=None, at_home=False)
         assert accounts(engine)[0].unexplained_bytes == round_up(slab.nbytes)
         engine.host_cache.detach(slab)

@@ -91,7 +91,7 @@ def test_a_reused_range_has_a_generation_that_no_range_ever_had() -> None:
 
 def test_the_memory_is_allocated_in_full_and_holds_the_nonce_for_whoever_maps_it() -> None:
     with arena_of(5) as arena:
-        # Blocks that the kernel has allocated: no later touch can end in SIGBUS.
+        # The kernel has allocated all blocks, so no later access can end in SIGBUS.
         assert os.fstat(arena.fd).st_blocks * 512 >= arena.size_bytes
         with mmap.mmap(arena.fd, arena.size_bytes) as mapping:
             assert mapping[: len(arena.nonce)] == arena.nonce
@@ -101,7 +101,7 @@ def test_the_memory_is_allocated_in_full_and_holds_the_nonce_for_whoever_maps_it
 
 
 def test_more_memory_than_is_available_is_refused_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The kernel does not refuse a large memfd: it kills processes, others than this one first, to make room.
+    # The kernel does not refuse a large memfd. It kills processes, other ones first, to make room.
     monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("memory was asked for"))
     available = syscalls.available_memory()
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -160,10 +160,10 @@ def test_a_budget_is_held_against_the_tightest_limit_around_the_process(
     assert syscalls.available_memory() == 8000 << 10
     limit("slice", str(5 * MIB), 1 * MIB)
     assert syscalls.available_memory() == 4 * MIB
-    # Cached files go when memory is asked for.
+    # The kernel drops cached files when memory is needed, so their bytes are available.
     limit("slice/service", str(3 * MIB), 3 * MIB, files=2 * MIB)
     assert syscalls.available_memory() == 2 * MIB
-    # As a container without a name space of its own for groups sees it: its own is the root.
+    # A container without a cgroup namespace sees a path that does not exist. Its own group is mounted as the root.
     own.write_text("0::/not/seen/from/here\n")
     limit("", str(2 * MIB), 3 * MIB)
     assert syscalls.available_memory() == 0
@@ -176,7 +176,7 @@ def test_huge_pages_are_used_where_there_are_enough_and_else_missed_with_one_war
 ) -> None:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     pages = int(fields.get("HugePages_Free", "0").split()[0])
-    # One page and a half: rounded down where pages are huge.
+    # The arena has one and a half huge pages, and is rounded down to one if huge pages are used.
     with arena_of(768, huge_pages=True) as arena, mmap.mmap(arena.fd, arena.size_bytes) as mapping:
         assert mapping[: len(arena.nonce)] == arena.nonce
         rest = take(arena, arena.size_bytes // PAGE_BYTES - 1)
@@ -247,7 +247,7 @@ def test_where_locking_is_not_allowed_the_warning_names_the_limit_and_the_remedy
 def test_the_tier_says_which_memory_it_got_and_not_which_it_wanted(
     monkeypatch: pytest.MonkeyPatch, huge_pages: bool, lock_memory: bool, detail: str
 ) -> None:
-    # A machine that grants everything, whatever this one does.
+    # The system calls are replaced, so that huge pages and locked memory are granted on any machine.
     monkeypatch.setattr(syscalls, "create_huge_shared_memory", syscalls.create_shared_memory)
     monkeypatch.setattr(syscalls, "lock_memory", lambda _: None)
     monkeypatch.setattr(syscalls, "collapse_pages", lambda *_: iter([]))
@@ -264,7 +264,8 @@ def test_the_tier_says_which_memory_it_got_and_not_which_it_wanted(
 def test_threads_that_allocate_and_free_at_random_never_share_a_byte_and_lose_none() -> None:
     pages, threads, rounds = 257, 4, 2000
     with arena_of(pages) as arena:
-        # A generation in the first bytes of every page of a live range: whoever else gets the page would change it.
+        # Every page of a live range begins with the range's generation. If two threads got one page, one of them would
+        # find the other's generation.
         def campaign(seed: int) -> list[int]:
             rng = random.Random(seed)
             live: list[ArenaRange] = []
@@ -329,17 +330,17 @@ def test_pages_become_huge_in_the_background_and_keep_what_is_in_them() -> None:
         whole = take(arena, arena.size_bytes // PAGE_BYTES - 1)
         data = random.Random(1).randbytes(whole.nbytes)
         arena.view(whole)[:] = data
-        # Old kernels cannot: then they stay as they are.
+        # Old kernels cannot move memory into huge pages. Then it stays in ordinary ones.
         huge_bytes = arena.finish_collapse()
         assert huge_bytes in (0, 6 * MIB)
         assert arena.view(whole) == data
-        # What was looked at since then is not all of it, but is mapped as it is. (Of a piece that is not counted, some
-        # pages may have become huge.)
+        # The comparison above has mapped the pages again, some of them as huge ones. A piece that is not counted may
+        # have huge pages, too, so nothing is known if no piece is counted.
         assert mapped_in_huge_pages(arena.view(whole)) > 0 or huge_bytes == 0
 
 
 def mapped_in_huge_pages(memory: memoryview) -> int:
-    """Bytes that this process's page table holds as huge pages, of the mapping that `memory` is in."""
+    """Return the bytes of the mapping of `memory` that this process's page table maps as huge pages."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     is_it, found = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""The catalog gives back what was committed, forgets what nobody can want, and refuses what is damaged or unknown."""
+"""The catalog returns what was committed, deletes versions that no commit needs, and refuses damage and new formats."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_names_are_data_whatever_they_hold(path: Path) -> None:
 @pytest.mark.parametrize(
     ("kept", "master", "param"),
     [
-        # `master` was written in steps 0, 2, 3; `param` in 0 only: every retained step still sees that one.
+        # `master` was written in steps 0, 2 and 3. `param` was written in step 0 only, and every retained step sees it.
         ([0, 2, 3], {0, 2, 3}, {0}),
         ([2, 3], {2, 3}, {0}),
         ([3], {3}, {0}),
@@ -100,7 +100,7 @@ def test_a_retained_step_keeps_exactly_the_versions_that_it_sees(
 
 
 def rows_of_manifests(path: Path) -> dict[int, int]:
-    """How many slabs each manifest has, by step."""
+    """Return the number of slabs in each manifest, by step."""
     with closing(sqlite3.connect(path)) as db:
         rows = db.execute("SELECT step, entries FROM manifests").fetchall()
     return {step: len(Manifest.unpack(entries).slabs) for step, entries in rows}
@@ -111,7 +111,7 @@ def test_entries_that_no_step_sees_go_when_they_are_the_larger_part_and_never_co
 ) -> None:
     everything = [key(group, kind) for group in range(2) for kind in LAYOUT.kinds]
     commit(catalog, 0, {name: (0, extent(i)) for i, name in enumerate(everything)})
-    # In these steps 2, then 5 of the 8 slabs of step 0 are replaced.
+    # Step 1 replaces 2 of the 8 slabs of step 0, and step 2 replaces 5 of them.
     for step, replaced, left in ((1, everything[:2], 8), (2, everything[:5], 3)):
         commit(catalog, step, {name: (step, extent(10 * step + i)) for i, name in enumerate(replaced)})
         with catalog.transaction():
@@ -128,7 +128,7 @@ def test_a_snapshot_records_versions_of_several_steps(catalog: Catalog, path: Pa
     param, master, moment = key(kind=Kind.PARAM), key(), key(kind=Kind.EXP_AVG)
     commit(catalog, 0, {param: (0, extent(1))})
     commit(catalog, 3, {param: (3, extent(2)), master: (0, extent(3)), moment: (2, extent(4))})
-    # In no manifest is a slab twice: what comes later counts.
+    # A manifest has no slab twice. The later version replaces the earlier one.
     commit(catalog, 4, {master: (0, extent(5))})
     assert rows_of_manifests(path) == {0: 2, 2: 1, 3: 1}
     with closing(Catalog(path)) as again:
@@ -143,7 +143,7 @@ def test_whatever_is_committed_retained_and_rolled_back_each_step_sees_its_versi
     catalog = Catalog(path)
     with catalog.transaction():
         catalog.create_job(layout.job(), [layout.group(name) for name in layout.groups], 1.0)
-    # What each retained step sees, by step: the reference.
+    # The reference: by retained step, the version that its readers see of each slab.
     views: dict[int, dict[SlabKey, tuple[int, StoredVersion]]] = {}
     step = -1
     for turn in range(300):
@@ -246,7 +246,7 @@ def test_ten_times_as_many_commits_take_no_more_room(catalog: Catalog, path: Pat
             )
             catalog.retain("job", [max(0, step - 1), step])
         sizes.append(sum(file.stat().st_size for file in (path, path.with_name("catalog.sqlite-wal"))))
-    # The log grows until it is large enough to be worth taking over into the database, then begins anew.
+    # SQLite's log grows until SQLite checkpoints it into the database. Then SQLite overwrites it from the beginning.
     assert max(sizes[30:]) < 6 << 20 and max(sizes) == max(sizes[:150])
 
 
@@ -276,7 +276,7 @@ def test_a_file_that_is_no_database_is_data_loss(path: Path) -> None:
 def test_a_catalog_that_is_missing_beside_its_data_is_data_loss(path: Path) -> None:
     path.with_name("data.0").write_bytes(bytes(4096))
     for _ in range(2):
-        # Also where SQLite has made an empty file of it.
+        # In the second turn there is an empty file, which SQLite has made in the first one.
         with pytest.raises(DataLossError, match=f"{path} is empty or was deleted, and .*data.0 belongs to it"):
             Catalog(path)
 
@@ -325,7 +325,7 @@ def test_a_row_that_is_not_what_was_stored_is_data_loss(
     commit(catalog, 3, {key(): (3, extent(2))})
     catalog.add_bad_extents([BadExtent(extent=Extent(0, 4096), reason="a read failed", found_at=5.5)])
     with closing(sqlite3.connect(path)) as db:
-        # A manifest of a step that was rolled back, and is not there any more.
+        # The manifest of a step that was rolled back is kept aside, and put back later as damage.
         commit(catalog, 4, {key(): (4, extent(3))})
         db.execute("CREATE TEMP TABLE spare AS SELECT * FROM manifests WHERE step = 4")
         with catalog.transaction():
@@ -345,7 +345,7 @@ def test_what_is_damaged_while_the_catalog_is_open_gets_no_new_checksum(catalog:
         db.execute("UPDATE manifests SET entries = zeroblob(length(entries))")
     commit(catalog, 1, {name: (1, extent(10)) for name in everything[:6]})
     with pytest.raises(DataLossError, match=r"damaged while it was in use.*step 0 of job 'job'"), catalog.transaction():
-        # Only two of eight entries are needed: the manifest would be written anew.
+        # Only two of the eight entries are still needed, so the manifest would be rewritten.
         catalog.retain("job", [1])
     with pytest.raises(DataLossError, match="what step 0 of job 'job' wrote"):
         catalog.load()
@@ -353,7 +353,7 @@ def test_what_is_damaged_while_the_catalog_is_open_gets_no_new_checksum(catalog:
 
 def test_a_full_disk_is_told_by_the_name_of_the_file_and_what_was_committed_stays(catalog: Catalog, path: Path) -> None:
     commit(catalog, 0, {})
-    # SQLite reports a database at its largest size as it reports a full file system.
+    # SQLite reports the same error for a database at its maximum size as for a full file system.
     (pages,) = catalog._db.execute("PRAGMA page_count").fetchone()
     catalog._db.execute(f"PRAGMA max_page_count = {pages}")
     big = CommitRecord(step=1, committed_at=1.0, client_states={0: bytes(1 << 20)})

@@ -1,4 +1,4 @@
-"""Commit, roll-back and durability: what was committed is there after a crash, and nothing else changes it."""
+"""Commit, roll-back and durability: a committed step survives a crash, and uncommitted writes do not change it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ON_HOST: dict[str, Any] = {"weights": TierName.HOST, "moments": TierName.HOST}
 
 
 async def assert_survives_a_crash(training: Training, step: int | None) -> None:
-    """The files as they are at this instant hold the job at `step`, or no job."""
+    """Check that the job is at `step` (None: is gone) in an engine that opens a copy of the present files."""
     state_dir = training.engine.config.state_dir
     image = state_dir.with_name(state_dir.name + "-image")
     shutil.copytree(state_dir, image)
@@ -74,7 +74,7 @@ async def test_a_snapshot_is_of_its_step_although_training_went_on(
         await training.step()
         with held(monkeypatch, "sync_data") as go_on:
             assert await training.step() is False
-            # The snapshot of step 3 is under way, and is waited for by nobody.
+            # The snapshot of step 3 is under way, and these commits do not wait for it.
             await training.step()
             await training.step()
             assert training.job.durable == {0}
@@ -88,7 +88,7 @@ async def test_a_snapshot_is_of_its_step_although_training_went_on(
 
 
 async def assert_survives_a_crash_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, with the system calls of this instant not held."""
+    """Do the same as `assert_survives_a_crash` while the test holds `sync_data`; the copy's engine does not sync."""
     with monkeypatch.context() as patch:
         patch.setattr(syscalls, "sync_data", lambda *_: None)
         await assert_survives_a_crash(training, step)
@@ -111,7 +111,7 @@ async def test_a_snapshot_that_fails_is_told_once_and_costs_nothing_but_itself(
         await training.hand_over()
         with pytest.raises(DiskFullError, match="the disk is full"):
             await training.commit(4)
-        # Nothing was overwritten: the same commit goes through when it is tried again.
+        # The failed commit has overwritten nothing, so the same commit succeeds when it is tried again.
         await training.commit(4)
         await quiesce(engine)
         await training.assert_at(4)
@@ -143,21 +143,21 @@ async def test_abandoning_twice_at_once_waits_for_writes_under_way_before_their_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path) as engine:
-        # One group: another one's update might not have begun to write, and be undone at once.
+        # There is one group only. The update of a second one might not have begun to write, and would end at once.
         training = await Training(engine, Layout(groups=("block.0",))).begin()
         used = engine.nvme.used_bytes
         with held(monkeypatch, "write_exact") as go_on:
             await training.hand_over()
             while not engine.nvme.queue_depth:
                 await asyncio.sleep(0.001)
-            # All that can be under way is, once nothing moves any more.
+            # After this time all writes that can begin have begun, and wait.
             await asyncio.sleep(0.1)
             with_targets = engine.nvme.used_bytes
             abandoning = []
             for _ in range(2):
                 abandoning.append(asyncio.ensure_future(engine.abandon_pending(training.job)))
                 await asyncio.sleep(0.02)
-            # Extents that a thread still writes to must not be given to anybody else.
+            # Extents to which a thread still writes must not be freed.
             assert engine.nvme.used_bytes == with_targets > used and not any(task.done() for task in abandoning)
             go_on.set()
             await asyncio.gather(*abandoning)
@@ -300,7 +300,7 @@ async def test_a_roll_back_during_a_snapshot_finds_out_first_what_is_left(
             rolling_back = asyncio.ensure_future(engine.roll_back(training.job, 0))
             await asyncio.sleep(0.02)
             go_on.set()
-            # Step 0 went when the snapshot of step 2 became durable.
+            # Step 0 was dropped when the snapshot of step 2 became durable.
             with pytest.raises(NotFoundError, match="it holds: 2"):
                 await rolling_back
         await training.assert_at(2)
@@ -313,7 +313,8 @@ async def test_what_a_roll_back_took_out_of_the_catalog_is_recorded_again(tmp_pa
         training = await Training(engine, layout).begin()
         await quiesce(engine)
         await training.step(settled=0)
-        # Twice: the snapshot of step 2 records what `block.1` wrote in step 1, which not all ranks have yet.
+        # Step 2 is made twice. Its snapshot records the version that `block.1` wrote in step 1, which not all ranks
+        # have committed yet.
         for _ in range(2):
             await engine.roll_back(training.job, 1)
             await training.hand_over(["block.0"])
@@ -340,7 +341,7 @@ async def test_bytes_that_were_in_memory_only_cannot_be_gone_back_to(tmp_path: P
 
 
 def failing_after(tiles: int) -> Any:
-    """Wraps kernels: the next one after `tiles` tiles raises."""
+    """Return a wrapper of kernels, in which the call after the first `tiles` ones raises."""
     count = 0
 
     def wrap(kernel: Kernel) -> Kernel:
@@ -411,7 +412,7 @@ async def test_steps_may_be_left_out_but_not_the_first(tmp_path: Path) -> None:
         with pytest.raises(ConflictError, match="step 5 cannot be prepared, the next one is 0"):
             await training.commit(5)
         await training.commit(0)
-        # Asked for and not used: not in the way of the right one.
+        # A pending step without writes does not prevent another one.
         training.job.open_pending(7)
         await training.commit(5)
         with pytest.raises(ConflictError, match="step 5 cannot be prepared, the next one is 6"):

@@ -1,4 +1,4 @@
-"""Several directories: bytes go where the speed is, and each file is known by its label, whatever the paths."""
+"""Several directories: bytes are spread by the devices' speeds, and files are known by labels, whatever their paths."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ async def test_two_stores_never_have_a_data_directory_at_once(tmp_path: Path) ->
         in_use = f"directory {tmp_path}/a is in use by the daemon with pid {os.getpid()}"
         with pytest.raises(ConflictError, match=in_use):
             await Engine.open(engine_config(tmp_path / "copy", **config(tmp_path, "a", "b")))
-        # One that is another store's state directory is not for this one either.
+        # The state directory of another store is refused as a data directory.
         with pytest.raises(ConflictError, match=f"directory {tmp_path}/state is in use"):
             await Engine.open(engine_config(tmp_path / "other", nvme_dirs=(tmp_path / "state",)))
-    # What was refused holds no lock of its own.
+    # The engines that were refused have released their locks.
     for name in ("a", "b", "copy"):
         os.close(syscalls.lock_file(tmp_path / name / "lock"))
 
@@ -126,7 +126,7 @@ async def test_a_copy_of_a_state_directory_is_known_and_can_take_the_place_of_it
         await training.step()
     with pytest.raises(ConflictError, match=rf"{tmp_path}/a belongs to the original .* run `paramserver adopt`"):
         await Engine.open(engine_config(tmp_path / "copy", **config(tmp_path, "a", "b")))
-    # The original was not harmed by the attempt. A state directory that is renamed stays what it is.
+    # The attempt has not changed the original, which still works after its state directory is renamed.
     (tmp_path / "state").rename(tmp_path / "renamed")
     async with opened(tmp_path / "renamed", **config(tmp_path, "a", "b")) as engine:
         training = await Training(engine, LAYOUT).open()

@@ -1,4 +1,4 @@
-"""Free space of the data file: exact, disjoint, joined again, and split only where it must be."""
+"""Extents are exact and disjoint, are joined again when they are freed, and are split only if no run is long enough."""
 
 from __future__ import annotations
 

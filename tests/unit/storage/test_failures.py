@@ -1,4 +1,4 @@
-"""Whatever system call of a step fails: the committed step stays readable, no byte leaks, and training can go on."""
+"""If any system call of a step fails, the committed step stays readable, no byte leaks, and training can go on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from storage.tiers import threaded_io
 from tests.unit.storage.builders import Fault, Layout, Training, engine_config, opened
 
 ERRORS: list[StorageError] = [DiskFullError("the disk is full"), DeviceError("input/output error")]
-# Small, so that each of a step's calls can be failed: two groups of two tiles each.
+# Two groups of two tiles each: a step makes so few calls that a test can fail each of them.
 LAYOUT = Layout(numels=(80_000, 17), precision=DType.BFLOAT16)
 SMALL: dict[str, Any] = {"host_budget_bytes": 20 << 20}
 
@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {"host_budget_bytes": 20 << 20}
 async def test_each_call_of_a_step_can_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: StorageError, moments: TierName
 ) -> None:
-    # A call for each request, so that their number is the same in each step.
+    # Without coalescing each request is one call, so that the number of calls is the same in each step.
     monkeypatch.setattr(threaded_io, "COALESCED_BYTES", 0)
     layout = Layout(numels=LAYOUT.numels, precision=LAYOUT.precision, moments=moments)
     async with opened(tmp_path, **SMALL) as engine:
@@ -58,7 +58,7 @@ async def test_a_full_disk_while_the_file_grows_leaves_the_committed_step(
 ) -> None:
     async with opened(tmp_path, **SMALL) as engine:
         training = await Training(engine, LAYOUT).begin()
-        # Bytes that another job may take between the registration and the step: the file must grow in the step.
+        # Another job may take the free bytes after the registration. So the file must grow during the step.
         taken = await engine.nvme.allocate(engine.nvme.files[0].path.stat().st_size - engine.nvme.used_bytes)
         engine.nvme.budget_bytes *= 2
         growth = Fault(monkeypatch, "extend")
@@ -172,7 +172,7 @@ async def test_the_budget_is_kept_by_allocated_blocks_whatever_the_file_system_a
     async with opened(tmp_path, nvme_budget_bytes=96 << 20, **SMALL) as engine:
         training = await Training(engine, LAYOUT).begin()
         real = syscalls.allocated_bytes
-        # A file system that takes two blocks for each that it is asked for.
+        # This simulates a file system that allocates two blocks for each block of a file.
         monkeypatch.setattr(syscalls, "allocated_bytes", lambda fd: 2 * real(fd))
         size = engine.nvme.files[0].size_bytes
         with pytest.raises(
@@ -185,7 +185,7 @@ async def test_the_budget_is_kept_by_allocated_blocks_whatever_the_file_system_a
 
 
 async def refuse_by_a_failed_sync(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first data sync of step 1 fails, and no other."""
+    """Train step 1 with a failure of its first data sync only, which must refuse the step."""
     await training.hand_over()
     fault = Fault(monkeypatch, "sync_data")
     fault.fail(DeviceError("input/output error"), when=(0).__eq__)
@@ -194,7 +194,7 @@ async def refuse_by_a_failed_sync(training: Training, monkeypatch: pytest.Monkey
 
 
 def drop_copies(engine: Engine) -> None:
-    """So that the next reads go to the disk."""
+    """Drop the host copies, so that the next reads go to the disk."""
     for slab in (slab for job in engine.jobs.values() for slab in job.slabs()):
         if not slab.at_home_in_host:
             engine.host_cache.detach(slab)

@@ -1,4 +1,4 @@
-"""Who is next: shares by weight, at each level; nobody saves up, nobody starves; order and arrival inside a flow."""
+"""The fair queue serves flows by weight at each level, and items of a flow by order and arrival; no flow starves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_order_comes_before_arrival() -> None:
 
 
 def test_weights_are_honoured_and_the_sessions_of_a_job_are_equal() -> None:
-    """Job a has twice the weight and three sessions; what counts is the cost, not the number of items."""
+    """Job a has twice the weight of job b, and three sessions. Shares count the items' costs, not their number."""
     queue: FairQueue[tuple[str, int, int]] = FairQueue()
     cost = {"a": 1.0, "b": 4.0}
     for job, weight, sessions in [("a", 2.0, 3), ("b", 1.0, 1)]:
@@ -73,7 +73,7 @@ def test_a_flow_that_was_idle_neither_catches_up_nor_waits() -> None:
         queue.push(f"new{number}", (Share("new"),))
     first = [item[:3] for item in drain(queue)[:100]]
     assert abs(first.count("new") - 50) <= 1
-    # Of the first two, one is the newcomer's.
+    # One of the first two items is of the new flow.
     assert "new" in first[:2]
 
 
@@ -116,7 +116,7 @@ def test_flows_that_are_gone_are_forgotten(others: int) -> None:
 
 
 def test_it_serves_what_a_plain_search_would() -> None:
-    """Against the definition: of the flows that wait, the one with the least virtual start."""
+    """The reference is the definition: the next flow is the waiting one with the least virtual start."""
     rng = random.Random(7)
     queue: FairQueue[int] = FairQueue()
     waiting: dict[str, list[int]] = {}

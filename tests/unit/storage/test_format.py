@@ -1,4 +1,4 @@
-"""What FORMAT.md says is so: a reader that knows nothing else finds every step; format 1 is brought to this one."""
+"""A reader written from FORMAT.md alone finds every step, and older formats are migrated to the present one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 
 def d(values: Iterable[Any]) -> bytes:
-    """D(values) of FORMAT.md."""
+    """Return D(values) as FORMAT.md defines it."""
     encoded = b""
     for value in values:
         if isinstance(value, int):
@@ -52,14 +52,14 @@ def flat(rows: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
 
 @dataclass
 class StrangersReader:
-    """Written from FORMAT.md alone; uses nothing of the engine. Verifies every digest and every checksum."""
+    """A reader that was written from FORMAT.md alone, without the engine. It verifies all digests and checksums."""
 
     directory: Path
-    # The elements of each slab, by job, committed step, group and kind; where nothing is written, zeros.
+    # The elements of each slab, by job, committed step, group and kind; zeros for slabs that were never written.
     slabs: dict[tuple[str, int, str, str], torch.Tensor] = field(default_factory=dict)
     states: dict[tuple[str, int], dict[int, bytes]] = field(default_factory=dict)
     extents: list[tuple[int, int, int]] = field(default_factory=list)
-    # Of each region that is more than one block, by its label.
+    # The block size of each region that has more than one block, by the region's label.
     block_sizes: dict[str, int] = field(default_factory=dict)
 
     def read(self) -> StrangersReader:
@@ -109,7 +109,7 @@ class StrangersReader:
         return name, written
 
     def read_manifests(self, job: int, name: str) -> tuple[list[tuple[int, bytes]], dict[int, dict[int, Any]]]:
-        """The checksums by step; and by slab and step, where a version is."""
+        """Return the manifests' checksums by step, and the place of each version by slab and step."""
         checksums, places = [], dict[int, dict[int, Any]]()
         for step, entries, checksum in self.db.execute(
             "SELECT step, entries, checksum FROM manifests WHERE job = ? ORDER BY step", [job]
@@ -150,7 +150,7 @@ class StrangersReader:
 
 
 def assert_reads(reader: StrangersReader, layout: Layout, steps: Iterable[int], idle: Iterable[str] = ()) -> None:
-    """The reader found exactly these steps of the job, with the bits of torch; `idle` groups are as in step 0."""
+    """Check that the reader found exactly these steps of the job, with torch's bits; `idle` groups are as in step 0."""
     assert {step for name, step, *_ in reader.slabs if name == layout.name} == set(steps)
     reference = reference_of(layout)
     for step in steps:
@@ -191,12 +191,12 @@ async def test_a_reader_written_from_the_page_finds_every_retained_step(
             await first.hand_over(["a", "b"])
             await first.commit(step, settled=step - 1)
             await second.step()
-            # One at a time: a snapshot that is due while another one is under way waits for it.
+            # Each snapshot must end before the next one is due, because there is one at a time.
             await quiesce(engine)
         reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
         await asyncio.to_thread(assert_reads, reader, steps, [2, 3], idle=["idle"])
         await asyncio.to_thread(assert_reads, reader, snapshots, [2])
-        # While the store is open, the log has what the database does not.
+        # While the store is open, the log has commits that the database file does not have yet.
         assert (tmp_path / "catalog.sqlite-wal").stat().st_size > 0
     assert not (tmp_path / "catalog.sqlite-wal").exists()
     reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
@@ -205,7 +205,7 @@ async def test_a_reader_written_from_the_page_finds_every_retained_step(
     assert set(reader.block_sizes.values()) == {BLOCK}
 
 
-# What is in format_1.tar.gz, a directory made by the last engine that wrote format 1.
+# The layouts of the jobs in format_1.tar.gz, which the last engine that wrote format 1 has made.
 OLD_STEPS = Layout(name="steps", numels=(203, 17), groups=("block.0", "idle"), world_size=2)
 OLD_SNAPSHOTS = Layout(
     name="snapshots",
@@ -324,7 +324,7 @@ def test_a_damaged_catalog_of_format_1_is_left_as_it_is(
 
 
 def set_version(directory: Path, version: int) -> None:
-    """Says that the directory is of this format, and digests that."""
+    """Change the format version of a directory, and update the digest."""
     with closing(sqlite3.connect(directory / "catalog.sqlite")) as db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(version),))
         rows = [
@@ -342,7 +342,7 @@ def set_version(directory: Path, version: int) -> None:
 
 @contextmanager
 def old_blocks() -> Iterator[None]:
-    """What is written within has the blocks of formats 1 to 3."""
+    """Make the engine write the small blocks of formats 1 to 3 during the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(integrity, "BLOCK_BYTES", OLD_BLOCK)
         yield
@@ -365,13 +365,13 @@ async def test_formats_2_and_3_are_migrated_where_they_are(tmp_path: Path, versi
         await training.assert_at(1)
 
 
-# Its states are of some blocks each, also of the larger ones.
+# The states of each group have several blocks, even of the larger size.
 MIXED = Layout(name="mixed", precision=DType.BFLOAT16, groups=("trained", "idle"))
 
 
 @pytest.fixture
 async def format_3(tmp_path: Path) -> Path:
-    """A store of format 3, every region of which is in pieces of three blocks; group `idle` is as in step 0."""
+    """A store of format 3 in which every region lies in pieces of three blocks; group `idle` is as in step 0."""
     with old_blocks():
         async with opened(tmp_path) as engine:
             pieces = [await engine.nvme.allocate(3 * OLD_BLOCK) for _ in range(16 * MIB // (3 * OLD_BLOCK))]

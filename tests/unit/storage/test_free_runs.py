@@ -1,4 +1,4 @@
-"""Runs of free space are found by place and by length as a search through a plain list of numbers finds them."""
+"""Free runs are found by place and by length; the reference is a search through a plain list of numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 400
 
 
 def runs_of(free: set[int]) -> list[tuple[int, int]]:
-    """Start and end of each run of numbers that follow each other."""
+    """Return the start and the end of each run of consecutive numbers."""
     groups = [
         [n for _, n in group] for _, group in groupby(enumerate(sorted(free)), key=lambda pair: pair[1] - pair[0])
     ]

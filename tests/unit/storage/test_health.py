@@ -1,4 +1,4 @@
-"""A device that does not answer: requests end with its name, nothing is reused early, all goes on when it does."""
+"""A device that does not answer: calls raise and name it, its extents are not reused, and work goes on afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_stuck_read_ends_the_fetch_and_names_the_device(
             with pytest.raises(DeviceStuckError, match=rf"{tmp_path}/data\.0: the device has not answered for 0\.\d s"):
                 await engine.fetch(training.job, "block.0", Kind.PARAM)
             assert [problem.split(":")[0] for problem in engine.nvme.problems] == [f"{tmp_path}/data.0"]
-            # At once: there is no need to wait for a device that is known to be stuck.
+            # This raises at once, because the device is known to be stuck.
             with pytest.raises(DeviceStuckError):
                 await engine.fetch(training.job, "block.1", Kind.PARAM)
         await recovered(training)
@@ -67,7 +67,7 @@ async def test_a_stuck_sync_ends_the_commit_which_goes_on_when_the_device_does(
 async def test_a_stuck_write_cannot_reach_what_is_written_to_its_place_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update's extents and buffers stay its own until the device has let go of them."""
+    """The update's extents and buffers are not freed until the device has answered."""
     async with opened(tmp_path, device_timeout_seconds=TIMEOUT) as engine:
         training = await Training(engine, LAYOUT).begin()
         with held(monkeypatch, "write_exact"):

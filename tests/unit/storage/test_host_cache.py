@@ -1,6 +1,6 @@
-"""Placement by next use: where an order repeats, room for a part of the states hits at that part of the uses.
+"""Eviction by next use: if the order of uses repeats, memory for a part of the states gives hits for that part of uses.
 
-The references, the optimum (Belady's MIN) and least-recently-used, are simulated here on the bare order of use.
+The references are the optimum (Belady's MIN) and least-recently-used, simulated here on the order of uses.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from trainer_client.step.trace import Clock, Trace
 UNIT_BYTES = 16 << 10
 UNITS = tuple(f"unit.{index:02}" for index in range(20))
 LAYOUT = Layout(numels=(UNIT_BYTES // 4,), groups=UNITS, with_skips=False)
-# One to fill the memory, and as many as it takes until the pattern of hits repeats.
+# The first cycle fills the memory. After all cycles the pattern of hits repeats.
 CYCLES = len(UNITS)
 OWNER = "rank 0"
 
 
 @asynccontextmanager
 async def stored_units(state_dir: Path, *, room: int) -> AsyncIterator[Training]:
-    """Units on NVMe, none in host memory, which has room for `room` of them."""
+    """Yield a training with all units on NVMe and none in host memory, which has room for `room` units."""
     async with opened(state_dir) as engine:
         training = await Training(engine, LAYOUT).begin()
         for slab in training.job.slabs():
@@ -48,7 +48,7 @@ async def stored_units(state_dir: Path, *, room: int) -> AsyncIterator[Training]
 
 
 def optimal_hits(order: Sequence[str], room: int) -> int:
-    """The most that any policy can hit that knows the future, from an empty memory."""
+    """Return the most hits of any policy that knows the future and begins with an empty memory."""
 
     def next_use(unit: str, position: int) -> float:
         return next((i for i in range(position + 1, len(order)) if order[i] == unit), math.inf)
@@ -66,7 +66,7 @@ def optimal_hits(order: Sequence[str], room: int) -> int:
 
 
 def least_recently_used_hits(order: Sequence[str], room: int) -> int:
-    """What the usual policy hits, from an empty memory."""
+    """Return the hits of the least-recently-used policy, which begins with an empty memory."""
     resident: list[str] = []
     hits = 0
     for unit in order:
@@ -76,9 +76,9 @@ def least_recently_used_hits(order: Sequence[str], room: int) -> int:
 
 
 class Rank:
-    """Uses units as a trainer does: it learns the order in one cycle, and then names next uses and what comes soon.
+    """A rank that uses units as a trainer does: it learns the order in one cycle, and then names next uses.
 
-    What a window of `window` units asks for has time to arrive between two uses if `patient`.
+    It prefetches a window of the next `window` units. If `patient`, it waits for them between two uses.
     """
 
     def __init__(self, training: Training, *, window: int = 0, patient: bool = True) -> None:
@@ -88,7 +88,7 @@ class Rank:
         self._trace = Trace(Clock())
 
     async def cycle(self, order: Sequence[str]) -> int:
-        """Uses units in turn; the hits."""
+        """Use units in turn, and return the number of hits."""
         engine, job = self._training.engine, self._training.job
         before = engine.host.counters.hits
         await self._prefetch(held_bytes=0)
@@ -102,7 +102,7 @@ class Rank:
         return engine.host.counters.hits - before
 
     async def cycles(self, order: Sequence[str], count: int) -> list[int]:
-        """The hits of each of `count` cycles."""
+        """Run `count` cycles, and return the hits of each."""
         return [await self.cycle(order) for _ in range(count)]
 
     async def _prefetch(self, held_bytes: int) -> None:
@@ -115,16 +115,16 @@ class Rank:
             await self._arrived(held_bytes)
 
     async def _arrived(self, held_bytes: int) -> None:
-        """Returns when all is there that can be prefetched; the rest of the window waits for room."""
+        """Wait until all units are there for which there is room. The rest of the window waits for room."""
         quiet = 0
         while quiet < 2:
             await asyncio.sleep(0.0005)
-            # A copy is pinned while its bytes are on their way.
+            # A copy is pinned while it is being read, and then counts as leased.
             quiet = quiet + 1 if self._training.engine.host_cache.leased_bytes == held_bytes else 0
 
 
 async def hits_of(training: Training, period: Sequence[str], cycles: int) -> int:
-    """Hits where all is fetched and returned in turn, each time with its next use in an order that goes on for ever."""
+    """Return the hits if units are fetched and unpinned in turn, each with its next use in the endless order."""
     engine, order = training.engine, [*period] * cycles
     endless = [*order, *period]
     for position, unit in enumerate(order):
@@ -143,7 +143,7 @@ async def test_in_a_cyclic_order_room_for_a_share_of_the_states_hits_at_about_th
     assert hits == optimal_hits(UNITS * CYCLES, room)
     assert least_recently_used_hits(UNITS * CYCLES, room) == 0
     rate = hits / (units * (CYCLES - 1))
-    # Not quite the share: what is used now takes room, too.
+    # The rate is a little below the share, because the unit in use takes room, too.
     assert rate == pytest.approx((room - 1) / (units - 1))
     assert rate == pytest.approx(share, abs=1 / units)
 
@@ -169,7 +169,7 @@ async def test_a_window_that_is_right_never_lowers_the_hits(tmp_path: Path, peri
             hits = await Rank(training, window=window).cycles(period, 4)
             assert all(more >= less for more, less in zip(hits, without, strict=True))
             if window < room:
-                # From the second cycle on, when the order is known, everything is there when it is needed.
+                # The order is known from the second cycle on, so every use is a hit.
                 assert hits[1:] == [len(period)] * 3
             assert counters.promotions <= 4 * len(period), "what is prefetched stays until it is used"
 
@@ -186,8 +186,8 @@ async def test_a_step_that_leaves_the_trace_is_served_and_the_hits_come_back_wit
         await rank.cycles(UNITS, 3)
         for deviation in deviations:
             await rank.cycle(deviation)
-            # In the first cycle the trace is wrong again, as the deviation taught it; in the second there are still
-            # copies whose next use it named wrongly.
+            # In the first cycle the trace is wrong, because it has learned the deviation. In the second one there are
+            # still copies with the wrong next uses that it gave them.
             await rank.cycles(UNITS, 2)
             hits = await rank.cycles(UNITS, 3)
             assert min(hits) >= (len(UNITS) if window else room - 1)

@@ -1,4 +1,4 @@
-"""Room in the host tier: who waits is served in turn, who gives up leaves nothing, and the farthest use goes first."""
+"""Allocations in the host tier wait in turn, leak nothing at a time-out, and evict the copy with the farthest use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def waiting(host: HostTier, pages: int) -> asyncio.Task[ArenaRange]:
 
 
 async def turn() -> None:
-    """Lets every task that can run do so."""
+    """Let every task run that can run."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -112,7 +112,7 @@ async def test_a_waiter_whose_deadline_passes_is_told_the_figures_and_those_behi
     host_cache.pin(used.copy)
     large = waiting(host, 4)
     await turn()
-    # Behind it in the queue, with a deadline that comes later.
+    # The small request is behind the large one in the queue, and has a later deadline.
     await asyncio.sleep(0.05)
     small = waiting(host, 1)
     with pytest.raises(BudgetExceededError) as caught:
@@ -135,7 +135,7 @@ async def test_a_stream_of_small_requests_does_not_make_a_large_one_miss_its_dea
     await turn()
     small: list[asyncio.Task[ArenaRange]] = []
     while not large.done():
-        # Each page that comes back would do for one more small request.
+        # Each page that is freed would be enough for one more small request.
         small.append(waiting(host, 1))
         host.free(pages.pop())
         await turn()
@@ -186,7 +186,7 @@ async def test_what_can_never_fit_is_refused_with_the_figure_that_would_do(host:
 
 
 def resident(host: HostTier, host_cache: HostCache, name: str, pages: int = 2) -> Slab:
-    """A slab with a clean, idle copy of its newest bytes."""
+    """Return a slab with a clean, unpinned copy of its newest bytes."""
     spec = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
     slab = Slab(SlabKey("job", name, Kind.PARAM), spec, pages * PAGE_BYTES // 4, backed=True)
     slab.latest = 3

@@ -1,6 +1,6 @@
 """Damage in data and catalog is detected, named and never returned: flipped bits, swapped and stale blocks.
 
-The required thousand cases are 600 in the data file, 400 in the catalog and 40 more that a whole store is opened on.
+There are a thousand cases: 600 in the data file and 400 in the catalog. With 40 more, a whole store is opened.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LAYOUT = Layout(precision=DType.BFLOAT16, numels=TILED)
 
 
 def pages(slab: Slab) -> list[int]:
-    """Where the pages of the newest version are in the data file."""
+    """Return the offsets in the data file of the pages of the newest version."""
     assert slab.latest is not None
     extents = slab.versions[slab.latest].extents
     return [offset for e in extents for offset in range(e.offset, e.offset + e.nbytes, PAGE_BYTES)]
 
 
 async def is_damaged(engine: Engine, training: Training, slab: Slab) -> bool:
-    """Reads a slab anew, whole and by an update's tiles' way; the error must name it."""
+    """Read a slab from NVMe, as a whole and in an update's tiles; return whether it is damaged. Errors must name it."""
     engine.host_cache.detach(slab)
     try:
         pin = await engine.fetch(training.job, slab.key.group, slab.key.kind)
@@ -47,16 +47,20 @@ async def is_damaged(engine: Engine, training: Training, slab: Slab) -> bool:
 
 
 def page_of(image: bytes, at: int) -> bytes:
-    """The page at this offset."""
+    """Return the page at this offset."""
     return image[at : at + PAGE_BYTES]
 
 
 def data_damage(
     rng: random.Random, data: bytes, old: list[bytes], live: list[int]
 ) -> Iterator[tuple[str, dict[int, bytes]]]:
-    """Endless: what happened, and the pages that are now at some offsets instead of those of `data`.
+    """Yield kinds of damage without end, each with its pages by offset, which replace those of `data`.
 
-    `old`: the file as it was in earlier steps; `live`: the offsets of pages of the newest versions.
+    Args:
+        rng: the source of all choices.
+        data: the data file.
+        old: the file after earlier steps.
+        live: the offsets of the pages of the newest versions.
     """
     while True:
         kind, at = rng.choice(["flipped", "swapped", "stale"]), rng.choice(live)
@@ -68,7 +72,7 @@ def data_damage(
         elif kind == "swapped":
             yield kind, {at: page_of(data, other), other: page}
         else:
-            # What was at this place before, or at the place of another block: a write that was lost or went astray.
+            # The place has its old bytes (a lost write), or old bytes of another place (a misdirected write).
             yield kind, {at: page_of(rng.choice(old), rng.choice([at, other]))}
 
 
@@ -125,7 +129,7 @@ async def test_an_update_never_uses_damaged_states(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def images(tmp_path: Path) -> list[bytes]:
-    """The catalog of a store with two jobs as it was after three sessions; the last one is still there."""
+    """The catalogs of a store with two jobs after each of three sessions. The last one is still the store's."""
     steps = Layout(name="steps", groups=("a", "idle", "b"), world_size=2, precision=DType.BFLOAT16)
     snapshots = Layout(name="snapshots", every_steps=2, groups=("one",), moments=TierName.HOST)
     images = list[bytes]()
@@ -149,8 +153,8 @@ async def images(tmp_path: Path) -> list[bytes]:
 
 
 def catalog_damage(rng: random.Random, images: list[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Endless: what happened, and the newest of `images` afterwards."""
-    # SQLite's pages are as large as ours.
+    """Yield kinds of damage without end, each with the newest of `images` after it."""
+    # SQLite's pages have the same size as the store's.
     good, size = images[-1], PAGE_BYTES
     while True:
         kind, damaged = rng.choice(["flipped", "flipped", "swapped", "stale", "zeroed", "cut off"]), bytearray(good)
@@ -176,7 +180,7 @@ Contents = tuple[list[StoredJob], dict[int, str], tuple[BadExtent, ...]]
 
 
 def contents(path: Path) -> Contents:
-    """All that the catalog gives."""
+    """Return all contents of the catalog."""
     with closing(Catalog(path)) as catalog:
         return catalog.load(), catalog.files(), catalog.bad_extents()
 
@@ -190,7 +194,7 @@ def test_a_damaged_catalog_is_refused_or_gives_exactly_what_was_stored(tmp_path:
         kind, damaged = next(cases)
         path.write_bytes(damaged)
         try:
-            # A bit that nothing is stored in may be any.
+            # A flipped bit in unused bytes of the file changes nothing.
             assert contents(path) == stored, kind
         except (DataLossError, ConflictError) as error:
             assert str(path) in str(error)

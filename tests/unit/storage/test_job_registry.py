@@ -1,4 +1,4 @@
-"""What may be opened and registered: budgets and layouts are checked before a byte is written, and the figures work."""
+"""Budgets and layouts are checked at open and registration, and a refusal names a budget that is large enough."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYOUT = Layout(precision=DType.BFLOAT16)
 
 
 def needed(message: str) -> int:
-    """The figure that a refusal names."""
+    """Return the budget that a refusal names."""
     found = re.search(r"raise \w+ to at least (\d+)", message)
     assert found is not None, message
     return int(found[1])
@@ -44,7 +44,8 @@ async def test_a_budget_too_small_is_refused_with_the_figure_that_works(
 ) -> None:
     layout = replace(LAYOUT, every_steps=every_steps, groups=tuple(f"block.{n}" for n in range(30)), **placements)
     if budget == "nvme_budget" and every_steps == 0 and placements:
-        return  # nothing of it goes to NVMe
+        # Such a job writes nothing to NVMe.
+        return
     key = f"{budget}_bytes"
     small = {"host_budget": 3744 << 10, "nvme_budget": 1 << 20}[budget]
     figures = {"host_budget_bytes": 48 << 20, "nvme_budget_bytes": 96 << 20} | {key: small}
@@ -55,7 +56,7 @@ async def test_a_budget_too_small_is_refused_with_the_figure_that_works(
     async with opened(tmp_path / "granted", **figures | {key: needed(str(caught.value))}) as engine:
         training = await Training(engine, layout).begin()
         await quiesce(engine)
-        # Snapshots take as long as they may: until the next one begins.
+        # A snapshot may take until the next one begins. That needs the most room.
         with held(monkeypatch, "sync_data", when=every_steps > 1) as go_on:
             for _ in range(every_steps + 1):
                 await training.step()
@@ -74,8 +75,9 @@ async def test_a_host_budget_that_cannot_hold_the_smallest_tiles_is_refused(tmp_
 
 
 async def test_jobs_in_use_share_the_budgets(tmp_path: Path) -> None:
-    """Two jobs that fit one at a time are not both let in, to fail in the middle of a step."""
-    version = 4 * 4 * LAYOUT.group("g").numel  # per group: 14 bytes an element, and pages
+    """If two jobs fit alone but not together, the second one is refused, instead of failing in the middle of a step."""
+    # A version of a group has 14 bytes per element, and 16 with the padding to pages.
+    version = 4 * 4 * LAYOUT.group("g").numel
     async with opened(tmp_path, nvme_budget_bytes=2 * 2 * version, host_budget_bytes=16 << 20) as engine:
         first = Training(engine, replace(LAYOUT, name="first"))
         second = Training(engine, replace(LAYOUT, name="second"))

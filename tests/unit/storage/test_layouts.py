@@ -1,4 +1,4 @@
-"""A job that goes on in another layout: the former one is whole until the new one is committed, then it is freed."""
+"""A job that goes on in another layout: the former one stays until the new one is committed, and then is freed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOMY = {"host_budget_bytes": 16 * MIB, "nvme_budget_bytes": 32 * MIB}
 
 
 def halves(layout: Layout) -> list[GroupSpec]:
-    """The same tensors, each cut in two: what two ranks would have."""
+    """Return the groups of two ranks: the same tensors, each cut in two."""
     groups = []
     for name in layout.groups:
         whole = layout.group(name)
@@ -59,12 +59,12 @@ def spec_of(layout: Layout, name: str = "halves", ranks: int = 2) -> JobSpec:
 
 
 def limit_of(nvme_bytes: int) -> Limit:
-    """Of all jobs together."""
+    """Return a limit of the NVMe bytes of all jobs together."""
     return Limit(what="the quota", covers=lambda _: True, nvme_bytes=nvme_bytes)
 
 
 async def begin(training: Training, spec: JobSpec, limits: Sequence[Limit] = ()) -> Job:
-    """The next run's job in another layout, with room for its groups."""
+    """Begin another layout of a training's job, reserve room for its groups, and return the new job."""
     engine, step = training.engine, training.job.newest
     assert step is not None
     job = await engine.open_job(spec, may_exist=True, must_exist=True)
@@ -74,7 +74,7 @@ async def begin(training: Training, spec: JobSpec, limits: Sequence[Limit] = ())
 
 
 async def fill(engine: Engine, source: StepReader, job: Job, groups: Sequence[GroupSpec]) -> None:
-    """Stages in a new layout what a step of another one holds."""
+    """Stage the bytes of a reader's step in the groups of a new layout."""
     for group in groups:
         for kind, slab in group.slab_of_kind.items():
             if kind is Kind.GRAD:
@@ -92,7 +92,7 @@ async def piece(source: StepReader, fqn: str, kind: Kind, offset: int, numel: in
 
 
 async def lay_out(training: Training, spec: JobSpec, *, settled: int | None = None) -> Job:
-    """Goes on with a training's job in another layout; all ranks have it, unless `settled` says otherwise."""
+    """Begin, fill and commit another layout of a training's job. All ranks have `settled` (None: this step)."""
     engine = training.engine
     source = await engine.open_reader(training.job)
     job = await begin(training, spec)
@@ -104,7 +104,7 @@ async def lay_out(training: Training, spec: JobSpec, *, settled: int | None = No
 
 
 async def assert_holds(engine: Engine, job: Job, layout: Layout, trained: int) -> None:
-    """Every tensor of every kind of a job's newest step is that of torch after `trained` steps, bit for bit."""
+    """Check that all tensors of a job's newest step are those of torch after `trained` steps, bit for bit."""
     reader = await engine.open_reader(job)
     for (_, fqn, kind), expected in Training(engine, layout).reference.states(trained).items():
         data = await piece(reader, fqn, kind, 0, len(expected))
@@ -139,7 +139,7 @@ async def test_a_job_goes_on_in_another_layout_with_the_same_bits(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["nvme", "host", "snapshots"])
 async def test_a_crash_leaves_the_former_layout_or_the_new_one_whole(tmp_path: Path, name: str) -> None:
-    """The state directory as it is at every instant that matters of the commit that changes the layout."""
+    """The state directory is copied at each failpoint of the commit that changes the layout."""
     layout = LAYOUTS[name]
     images: list[tuple[Failpoint, Path]] = []
 
@@ -189,7 +189,7 @@ async def test_the_former_layout_stays_until_all_ranks_everywhere_have_the_new_o
         assert [(j.spec.layout, j.newest) for j in (former, job)] == [("", 1), ("halves", 2)]
         for held in (former, job):
             await assert_holds(engine, held, layout, trained=1)
-        # The next run has found that all its stores have the new layout, and says so with its first commit.
+        # The next run knows that all its stores have the new layout, and passes that to its first commit (`settled`).
         job = await engine.open_job(spec_of(layout, "unused", ranks=1), may_exist=True, must_exist=True)
         await engine.register(job, halves(layout))
         await engine.commit(job, 3, {0: b""}, 2)
@@ -253,7 +253,7 @@ async def test_budgets_and_limits_count_both_layouts(tmp_path: Path) -> None:
         await training.step()
         await engine.detach(training.job)
         one = training.version_bytes
-        # A committed version of the former layout, and two of the new one.
+        # The NVMe tier must hold a committed version of the former layout, and two of the new one.
         for limit in (2 * one, 3 * one - 4096):
             with pytest.raises(BudgetExceededError, match=f"nvme_bytes = {limit}, is too small"):
                 await begin(training, spec_of(layout), [limit_of(limit)])

@@ -1,4 +1,4 @@
-"""While an update waits for one that is needed sooner, its copies give their room to whoever needs it."""
+"""While an update waits for one that is needed sooner, the memory of its copies can be used by others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from storage.slab import Slab
 from storage.transform import TILE_QUANTUM, Kernel
 from tests.unit.storage.builders import MIB, Layout, Training, held_up, opened, room_taken, waiting_for
 
-# Nine tiles, of which an engine with that budget has four at a time.
+# A group has nine tiles, and an engine with these budgets has memory for four at a time.
 NUMELS = (500_003, 17, 80_000)
 BUDGETS = {"host_budget_bytes": 27 * MIB, "nvme_budget_bytes": 128 * MIB}
 FIFTH_TILE = 4 * TILE_QUANTUM
@@ -29,10 +29,10 @@ WITH_AND_WITHOUT_COPIES = pytest.mark.parametrize("in_memory", [True, False])
 
 @asynccontextmanager
 async def one_waits_for_the_other(training: Training) -> AsyncIterator[None]:
-    """Within the context the update of LATER has given way to that of SOONER, amid its tiles."""
+    """Hold the update of LATER in the middle of its tiles during the block, because SOONER's update has the lock."""
 
     def waiting_for_fifth(kernel: Kernel) -> Kernel:
-        # Not before: on the same thread are those tiles of LATER that were begun.
+        # Tiles wait from the fifth on, because the same thread must first compute the tiles of LATER that have begun.
         waiting = waiting_for(sooner_begun, sooner_goes_on, kernel)
         return lambda tile: (waiting if tile.start >= FIFTH_TILE else kernel)(tile)
 
@@ -49,7 +49,7 @@ async def one_waits_for_the_other(training: Training) -> AsyncIterator[None]:
 
 
 async def begun(engine: Engine, precision: DType, *, in_memory: bool, moments: TierName = TierName.NVME) -> Training:
-    """A job after its first step, with all states in host memory or none."""
+    """Return a job after its first step, with all its states in host memory or none."""
     layout = Layout(numels=NUMELS, precision=precision, moments=moments)
     training = await Training(engine, layout).begin()
     await training.step()

@@ -1,4 +1,4 @@
-"""Jobs of many groups: what an operation costs grows with what it is asked for, not with all that there is."""
+"""Jobs of many groups: the cost of an operation grows with the slabs that it changes, not with all slabs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOM = {"host_budget_bytes": 16 * MIB, "nvme_budget_bytes": 64 * MIB}
 
 
 def spec(count: int, every_steps: int = 1) -> JobSpec:
-    """A job of one tensor in so many shards, which is also the number of its groups."""
+    """Return a job with one tensor in `count` shards, each of them in a group of its own."""
     whole = ParameterSpec(fqn="whole", shape=(count * SHARD,), dtype=DType.FLOAT32, trainable=False)
     return JobSpec(
         name=f"of {count}",
@@ -41,7 +41,7 @@ def group(number: int, placement: TierName) -> GroupSpec:
 
 
 async def begin(engine: Engine, count: int, placement: TierName = TierName.NVME, every_steps: int = 1) -> Job:
-    """The job with element i of the tensor being i, committed as step 0."""
+    """Open the job, and commit step 0, in which element i of the tensor is i."""
     job = await engine.open_job(spec(count, every_steps), may_exist=True, must_exist=False)
     await engine.register(job, [group(n, placement) for n in range(count)])
     for number in range(count):
@@ -53,7 +53,7 @@ async def begin(engine: Engine, count: int, placement: TierName = TierName.NVME,
 
 
 async def put_one(engine: Engine, job: Job, number: int, value: float) -> None:
-    """One more step, in which one shard is given a value."""
+    """Commit one more step, which sets one shard to a value."""
     step = job.next_step
     region = await engine.allocate_put(job, step, str(number), Kind.PARAM)
     engine.host.tensor(region, DType.FLOAT32, SHARD)[:] = value
@@ -62,7 +62,7 @@ async def put_one(engine: Engine, job: Job, number: int, value: float) -> None:
 
 
 async def whole(engine: Engine, job: Job, count: int) -> torch.Tensor:
-    """The tensor as a reader of the newest step fills it."""
+    """Return the tensor as a reader of the newest step reads it."""
     reader = await engine.open_reader(job)
     region = await engine.load(
         job, count * SHARD * 4, lambda view: reader.fill("whole", Kind.PARAM, 0, count * SHARD, view)
@@ -108,10 +108,10 @@ async def test_what_concerns_one_group_costs_the_same_among_four_times_as_many(
     for count in (FEW, MANY):
         async with opened(tmp_path / str(count), **ROOM) as engine:
             job = await begin(engine, count, placement)
-            # The first time it has everything that was staged to look at.
+            # The first call also handles everything that was staged, so it is not counted.
             await work(engine, job)
             lines.append(await lines_of(engine, job, work))
-    # Not to the line: how often a task waits for a thread is not always the same.
+    # The numbers differ a little, because tasks wait for threads more or less often.
     assert lines[1] < 1.5 * lines[0]
 
 
@@ -135,7 +135,7 @@ async def delete(engine: Engine, job: Job) -> None:
 async def test_what_concerns_all_shards_is_linear_in_them(
     tmp_path: Path, work: Callable[[Engine, Job], Awaitable[object]]
 ) -> None:
-    """As a client that reads one tensor of very many shards: it was quadratic, on the event loop."""
+    """A read of one tensor with very many shards is linear. It was quadratic once, and blocked the event loop."""
     lines = []
     for count in (FEW, MANY):
         async with opened(tmp_path / str(count), **ROOM) as engine:
@@ -160,7 +160,8 @@ async def test_a_few_of_many_groups_change_and_all_are_right_through_restarts(
             expected[number * SHARD : (number + 1) * SHARD] = -step
             assert torch.equal(await whole(engine, job, MANY), expected)
             check_tally(job)
-        # What a commit looks at next: what was put, and what readers had written to NVMe.
+        # The next commit looks at the slabs in `changed` only: those that were put, and those that readers had written
+        # to NVMe.
         if placement is TierName.NVME:
             assert len(job.tally.changed) <= 2
     if every_steps:
@@ -174,10 +175,10 @@ async def test_a_few_of_many_groups_change_and_all_are_right_through_restarts(
 
 
 async def test_what_the_budgets_must_hold_is_that_of_all_slabs(tmp_path: Path) -> None:
-    """The sums are kept as slabs change; here they are made anew."""
+    """The engine keeps the sums as slabs change; the test compares them with sums over all slabs."""
     async with opened(tmp_path, **ROOM) as engine:
         job = await begin(engine, FEW)
-        # The committed version is there; the pending one of each slab needs a page.
+        # The committed version is there already. The pending version of each slab needs one more page.
         assert engine._job_registry.admission._nvme_need() == FEW * PAGE_BYTES
         assert Counter(job.tally.passing) == {PAGE_BYTES: FEW} and job.tally.home_bytes == 0
         await put_one(engine, job, 3, 1.0)
@@ -188,7 +189,7 @@ async def test_what_the_budgets_must_hold_is_that_of_all_slabs(tmp_path: Path) -
 
 
 async def test_ranges_that_are_gathered_equal_those_that_are_read_one_by_one(tmp_path: Path) -> None:
-    """Within a shard, across several, in any order, more than once; each begins at a multiple of 16 bytes."""
+    """The ranges are in one shard or in several, in any order, some of them repeated. Each begins at 16 * n bytes."""
     async with opened(tmp_path, **ROOM) as engine:
         job = await begin(engine, FEW)
         reader = await engine.open_reader(job)

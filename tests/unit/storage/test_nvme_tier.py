@@ -1,4 +1,4 @@
-"""The nvme tier on a real file: bytes come back from any pieces, and budget and disk are refused by name."""
+"""The NVMe tier on a real file: bytes are read back from any extents, and errors name the budget or the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from storage.tiers.extents import SPLIT_BYTES, Extent
 from storage.tiers.nvme import NvmeTier
 
 BUDGET_PAGES = 512
-# Of a checksum's block.
+# The number of pages in a checksum's block.
 PAGES = BLOCK_BYTES // PAGE_BYTES
 
 
@@ -56,7 +56,7 @@ async def test_bytes_come_back_from_extents_of_any_size(
     source, target = arena.allocate(15 * BLOCK_BYTES), arena.allocate(15 * BLOCK_BYTES)
     assert source is not None and target is not None
     async with tier_at(tmp_path / "data", pages=128 * PAGES) as tier:
-        # Holes of different sizes, so that the next region is in pieces.
+        # The free holes have different sizes, so that the next region has several extents.
         pieces = [await tier.allocate(rng.randint(1, 9) * BLOCK_BYTES // 4) for _ in range(80)]
         filler = await tier.allocate(tier.budget_bytes - tier.used_bytes)
         for piece in pieces[::3]:
@@ -260,7 +260,7 @@ async def test_a_nearly_full_disk_gives_what_is_needed_if_not_what_is_wanted(
             DiskFullError, match=f"cannot reserve {9 * PAGE_BYTES} bytes in {path_of(tier)}: No space left"
         ):
             await tier.allocate(9 * PAGE_BYTES)
-        # What was allocated in vain was given back.
+        # The blocks that were allocated before the error are free again.
         assert path_of(tier).stat().st_size == tier.used_bytes == 12 * PAGE_BYTES
 
 

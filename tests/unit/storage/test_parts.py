@@ -1,4 +1,4 @@
-"""An update verifies, computes and records part after part of a tile: what is wrong in one leaves the others right."""
+"""An update verifies, computes and records a tile part by part, and damage in one part does not affect the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.storage.builders import Layout, Training, opened
 MOMENTS = [TierName.NVME, TierName.HOST]
 PART_ELEMENTS = 65_536
 PART_BYTES = 4 * PART_ELEMENTS
-# Tiles of 262144 elements: a group has one of four parts and one of two, the last of them short.
+# A tile has at most 262144 elements. A group has one tile of four parts and one of two parts, the last of them short.
 NUMELS = (240_003, 17, 96_000)
 LARGE: dict[str, Any] = {"host_budget_bytes": 64 << 20, "nvme_budget_bytes": 64 << 20}
 
@@ -33,7 +33,7 @@ def states(training: Training, kind: Kind) -> Slab:
 
 
 async def trained(engine: Engine, moments: TierName) -> Training:
-    """A job after its first step, with the weights on NVMe only."""
+    """Return a job after its first step, with the weights on NVMe only."""
     training = await Training(engine, Layout(numels=NUMELS, precision=DType.BFLOAT16, moments=moments)).begin()
     await training.step()
     for slab in training.job.slabs():
@@ -43,7 +43,7 @@ async def trained(engine: Engine, moments: TierName) -> Training:
 
 
 class WrongReads:
-    """Reads of one place in the data file give a wrong byte, as often as it is told to."""
+    """A fault: the next `times` reads of one place in the data file return a wrong byte."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, place: int, times: int) -> None:
         self.left = times

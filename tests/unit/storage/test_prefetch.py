@@ -1,4 +1,4 @@
-"""The fetch queue: what is needed first comes first, what is not wanted is dropped, and nobody blocks or leaks."""
+"""The fetch queue reads first what is needed first, drops unwanted prefetches, and neither blocks nor leaks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUT = Layout(numels=(UNIT_BYTES // 4,), groups=UNITS, with_skips=False)
 
 
 class SlowDisk:
-    """The one read thread stops before each read until it is let go; `order` names what it read."""
+    """A disk whose one read thread waits before each read until the test allows it. `order` names the reads begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.order: list[str] = []
@@ -34,15 +34,15 @@ class SlowDisk:
         self._open = False
         self._real = syscalls.read_exact
         monkeypatch.setattr(syscalls, "read_exact", self._read)
-        # Each request by itself, neighbours or not.
+        # Without coalescing each request is a read of its own, even if it has neighbours.
         monkeypatch.setattr(threaded_io, "COALESCED_BYTES", 0)
 
     def let_go(self, count: int = 1) -> None:
-        """Lets `count` reads happen."""
+        """Allow `count` more reads."""
         self._permits.release(count)
 
     def open(self) -> None:
-        """Lets all reads happen."""
+        """Allow all reads."""
         self._open = True
         self._permits.release(1000)
 
@@ -57,8 +57,11 @@ class SlowDisk:
 async def stored_units(
     state_dir: Path, monkeypatch: pytest.MonkeyPatch, *, units: int = 4, **changes: Any
 ) -> AsyncIterator[tuple[Training, SlowDisk]]:
-    """Units on NVMe, none in host memory, with room for `units` of them beside one gradient each."""
-    # What the tiles leave is for gradients, which are not there yet, and units.
+    """Yield a training with all units on NVMe and none in host memory, and its disk.
+
+    Host memory has room for `units` units, and for one gradient of each.
+    """
+    # Tiles take a part of the host budget. The rest is for units, and for gradients, which are not there yet.
     async with opened(state_dir, io_read_threads=1, **changes) as engine:
         training = await Training(engine, LAYOUT).begin()
         for slab in training.job.slabs():
@@ -92,7 +95,7 @@ def resident(training: Training) -> str:
 
 
 async def reads(disk: SlowDisk, count: int) -> None:
-    """Waits until `count` reads have begun."""
+    """Wait until `count` reads have begun."""
     async with asyncio.timeout(10):
         while len(disk.order) < count:
             await asyncio.sleep(0.001)
@@ -155,7 +158,7 @@ async def test_a_prefetch_never_displaces_what_is_needed_sooner(
         window(training, "abcdefgh")
         await asyncio.sleep(0.05)
         assert resident(training) == "abc", "the rest waits for room"
-        # The trace moves on: what was used is not needed for long.
+        # The trainer has used these units, and their next use is far away.
         for unit in "ab":
             training.engine.unpin(await fetching(training, unit), next_use=100.0)
         async with asyncio.timeout(5):
@@ -168,7 +171,7 @@ async def test_a_new_window_replaces_the_old_one(tmp_path: Path, monkeypatch: py
     async with stored_units(tmp_path, monkeypatch, units=6) as (training, disk):
         window(training, "abcd")
         await reads(disk, 1)
-        # Reads that have begun, or wait for the one thread, go on; a second window keeps what both want.
+        # Reads that have begun, or that wait for the one thread, go on. Units in both windows stay wanted.
         window(training, "de", owner="rank 1")
         window(training, "f")
         assert training.engine.queue.depth <= 6
@@ -197,7 +200,7 @@ async def test_what_is_not_wanted_any_more_is_the_first_to_be_displaced(
         disk.open()
         window(training, "abc", first=1.0)
         await idle(training)
-        # The model took another path. Positions grow, so the stale ones are lower than all that follow.
+        # The model takes another path. Positions grow, so the stale ones are lower than all later ones.
         window(training, "def", first=10.0)
         await idle(training)
         assert resident(training) == "def"
@@ -213,7 +216,7 @@ async def test_a_next_use_named_by_a_lease_outlives_the_window(tmp_path: Path, m
         await asyncio.sleep(0.02)
         window(training, "cd", first=3.0)
         await asyncio.sleep(0.02)
-        # b is stale, and makes room for c; a would not have: its next use comes before that of c.
+        # b is stale, so it is evicted for c. a is not evicted, because its next use comes before that of c.
         assert resident(training) == "ac"
         window(training, "")
 
@@ -237,7 +240,7 @@ async def test_bytes_in_flight_stay_within_the_budget_but_one_slab_always_goes(
 async def test_jobs_share_the_disk_by_their_weights_whatever_their_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight: float
 ) -> None:
-    """A job that has run for long, and whose positions are large, beside one that has just begun."""
+    """One job has run for long and has large positions, the other one has just begun."""
     async with stored_units(tmp_path, monkeypatch, units=16, prefetch_bytes=UNIT_BYTES) as (old, disk):
         engine = old.engine
         new = await Training(engine, replace(LAYOUT, name="new")).begin()
@@ -255,7 +258,7 @@ async def test_jobs_share_the_disk_by_their_weights_whatever_their_positions(
         of_new = [name[1] for name in disk.order if name[0] == "n"]
         of_old = [name[1] for name in disk.order if name[0] != "n"]
         assert of_new == of_old == list(UNITS), "in order inside a job"
-        # The first is the old job's, which was alone then.
+        # The first read is left out, because the old job was alone then.
         shared = disk.order[1:9]
         assert abs(sum(name[0] == "n" for name in shared) - 8 * weight / (1 + weight)) <= 1, disk.order
 
@@ -271,7 +274,8 @@ async def test_a_job_without_room_does_not_hold_up_another_one(tmp_path: Path, m
         disk.open()
         window(training, "ab", first=10.0)
         await idle(training)
-        # All room is taken by what is needed at 10: sooner than by the first of these, later than by the second.
+        # The units in memory are next used from position 10 on. The first window's new unit is needed later than that,
+        # and the other job's unit is needed sooner.
         window(training, "abc", first=10.0)
         window(other, "d", first=5.0, owner="rank of other")
         async with asyncio.timeout(5):
@@ -331,7 +335,7 @@ async def test_a_waiter_cancelled_as_its_bytes_arrive_gives_its_pin_back(
         task = fetching(training, "a")
         await reads(disk, 1)
         disk.open()
-        # Between the arrival of the bytes and the waiter's next turn.
+        # The fetch is cancelled after its bytes have arrived and before its task runs again.
         while slab.current_copy is None:
             await asyncio.sleep(0)
         task.cancel()
@@ -393,7 +397,7 @@ async def test_what_an_update_is_about_to_replace_is_fetched_once_when_that_is_d
                 engine.host_cache.detach(slab)
             before = fetched.nbytes
             await training.hand_over()
-            # No room for what the updates would leave in host memory, until gradients are done with.
+            # Until the gradients are freed there is no room for the updated parameters, which updates leave in memory.
             filler = await engine.host.allocate(engine.host.budget_bytes - engine.host.used_bytes)
             window(training, "abcdefgh")
             window(training, wanted)

@@ -24,13 +24,13 @@ PLACES = pytest.mark.parametrize(
 
 
 def value(name: str, step: int, numel: int | None = None) -> torch.Tensor:
-    """What tensor `name` is given at `step`."""
+    """Return the value that tensor `name` gets at `step`."""
     generator = torch.Generator().manual_seed(1000 * step + ord(name))
     return torch.randn(numel or NUMELS[name], generator=generator).bfloat16()
 
 
 class Table:
-    """A job without optimizer states: one group for each tensor, and what they are at each step."""
+    """A job without optimizer states, with one group for each tensor, and the expected values at each step."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Table:
         self.job: Job
 
     async def open(self) -> Table:
-        """Opens the job and registers its groups."""
+        """Open the job and register its groups."""
         self.job = await self.engine.open_job(self.spec, may_exist=True, must_exist=False)
         slab = SlabSpec(kind=Kind.PARAM, dtype=DType.BFLOAT16, placement=self.placement)
         await self.engine.register(
@@ -74,7 +74,7 @@ class Table:
         return self
 
     async def begin(self) -> Table:
-        """Opens the job, and commits the values of step 0."""
+        """Open the job, and commit the values of step 0."""
         await self.open()
         for name in self.numels:
             pin = await self.engine.stage(self.job, f"group of {name}", Kind.PARAM)
@@ -86,13 +86,13 @@ class Table:
         return self
 
     async def put(self, name: str, step: int) -> None:
-        """Stages and puts the tensor's value of `step`."""
+        """Put the tensor's value of `step`."""
         region = await self.engine.allocate_put(self.job, step, f"group of {name}", Kind.PARAM)
         self.engine.host.tensor(region, DType.BFLOAT16, self.numels[name])[:] = value(name, step, self.numels[name])
         await self.engine.put(self.job, step, f"group of {name}", Kind.PARAM, region)
 
     async def commit(self, written: Iterable[str], *, settled: int | None = None) -> bool:
-        """Commits the next step, in which `written` have got new values."""
+        """Commit the next step, in which the tensors `written` have got new values."""
         step = self.job.next_step
         durable = await self.engine.commit(self.job, step, {}, step if settled is None else settled)
         self.expected[step] = self.expected.get(step - 1, {}) | {
@@ -101,14 +101,14 @@ class Table:
         return durable
 
     async def step(self, *names: str, settled: int | None = None) -> bool:
-        """Puts new values of `names` and commits them."""
+        """Put and commit new values of the tensors `names`."""
         step = self.job.next_step
         for name in names:
             await self.put(name, step)
         return await self.commit(names, settled=settled)
 
     async def assert_at(self, step: int) -> None:
-        """The newest values are those of `step`."""
+        """Check that the newest values are those of `step`."""
         for name, expected in self.expected[step].items():
             pin = await self.engine.fetch(self.job, f"group of {name}", Kind.PARAM)
             assert torch.equal(self.engine.host.tensor(pin.region, DType.BFLOAT16, self.numels[name]), expected), name
@@ -116,7 +116,7 @@ class Table:
         check_tally(self.job)
 
     async def assert_reads(self, reader: StepReader) -> None:
-        """The reader sees the values of its step."""
+        """Check that the reader sees the values of its step."""
         for name, expected in self.expected[reader.step].items():
             data = b"".join([piece async for piece in reader.read(name, Kind.PARAM, 0, self.numels[name])])
             assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.bfloat16), expected), name
@@ -269,7 +269,7 @@ async def test_a_full_disk_is_told_at_once_and_by_the_commit_and_the_job_goes_ba
 
 
 async def test_more_than_the_host_budget_is_put_in_one_step(tmp_path: Path) -> None:
-    """What is on NVMe can be dropped, and makes room for the next."""
+    """Copies of puts that are on NVMe already are evicted for the next puts."""
     names = tuple(chr(ord("a") + number) for number in range(20))
     async with opened(tmp_path) as engine:
         table = await Table(engine, numels=dict.fromkeys(names, 200_000)).begin()
@@ -311,7 +311,7 @@ async def test_one_group_is_put_and_another_updated_in_one_step(tmp_path: Path, 
 
 
 async def put_state(engine: Engine, job: Job, group: str, values: Mapping[Kind, float]) -> Mapping[Kind, float]:
-    """Puts constants as the next version of some kinds of a group."""
+    """Put constants as the next version of some kinds of a group."""
     for kind, constant in values.items():
         slab = job.slab(group, kind)
         region = await engine.allocate_put(job, job.next_step, group, kind)

@@ -1,4 +1,4 @@
-"""Any range of a tensor can be read by name, whatever groups, tiles and tiers hold it, and is never of two versions."""
+"""Any range of a tensor can be read by name, in whatever groups, tiles and tiers it is, and always of one version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_every_range_of_every_kind_equals_torch(tmp_path: Path, placement:
 
 
 async def test_a_range_that_spans_groups_is_joined(tmp_path: Path) -> None:
-    """As when two ranks on this node hold halves of a parameter."""
+    """This is so if two ranks on this node have halves of a parameter."""
     whole = LAYOUT.group("block.0")
 
     def half(name: str, offset: int, numel: int) -> GroupSpec:

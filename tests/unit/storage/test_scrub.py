@@ -1,4 +1,4 @@
-"""Damage that nobody reads is found in the background, named, and its blocks are never used again."""
+"""Background verification finds and names damage that no other read has found, and its blocks are not used again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from storage.integrity import BLOCK_BYTES
 from storage.shard import Kind
 from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, opened
 
-# Slabs are whole blocks: when one block is set aside, all the rest can be allocated.
+# Slabs have whole blocks, so that all other space can be allocated after a bad block is set aside.
 LAYOUT = Layout(numels=(120_003, 17, 43_792))
 FAST = 1 << 30
 
 
 async def a_pass(training: Training) -> None:
-    """One that began after this was called is over."""
+    """Wait until a pass that began after this call has ended."""
     scrubber = training.engine.scrubber
     passes = scrubber.passes
     while scrubber.passes < passes + 2:
@@ -57,7 +57,7 @@ async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
         assert engine.nvme.problems == ["job/block.1/exp_avg at step 1 is damaged"]
         assert f"bytes 0 to {BLOCK_BYTES} (block.1.weight.0) on nvme are damaged" in caplog.text
         assert engine.nvme.bad_bytes == BLOCK_BYTES
-        # A good copy is in host memory still.
+        # Host memory still has a good copy, which is dropped here.
         engine.host_cache.detach(slab)
         with pytest.raises(DamagedBlockError, match=r"block\.1\.weight\.0"):
             await training.step()

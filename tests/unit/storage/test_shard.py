@@ -1,4 +1,4 @@
-"""The parameters of a model compare by what they say."""
+"""The parameters of a model compare by their fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a job's shards, against a walk over all of them."""
+"""The index of a job's shards finds the same as a search through all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.storage.work import counted
 
 
 def group(name: str, shards: list[tuple[str, int, int]]) -> Group:
-    """A group with shards of these tensors: name, offset and elements."""
+    """Return a group with shards of these tensors, each given by its name, offset and number of elements."""
     slab = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
     position, placed = 0, []
     for fqn, offset, numel in shards:
@@ -24,7 +24,7 @@ def group(name: str, shards: list[tuple[str, int, int]]) -> Group:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_an_element_is_found_exactly_where_some_shard_holds_it(seed: int) -> None:
-    """Also where shards overlap, enclose each other, or leave holes, in whatever order they come."""
+    """This holds even if shards overlap, enclose each other or leave holes, and in whatever order they are added."""
     rng = random.Random(seed)
     groups = [
         group(f"g{i}", [(rng.choice("abc"), 16 * rng.randrange(30), rng.randrange(1, 120)) for _ in range(3)])
@@ -68,5 +68,5 @@ async def test_a_look_up_takes_no_longer_among_four_times_as_many_shards() -> No
             assert index.locate(f"t{count // 2}", 2) is not None
             assert next(index.names_from(f"t{count // 2}")) == f"t{count // 2}"
         lines.append(work.lines)
-    # A bisection looks at two elements more.
+    # With four times as many shards, a bisection looks at two more of them.
     assert lines[1] <= lines[0] + 10

@@ -1,4 +1,4 @@
-"""Walks in slices: all items come, the loop goes on between them, and many walks take no more of a turn than one."""
+"""Walks in slices yield all items, let the event loop run in between, and share the time of a turn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from storage.slices import SLICE_SECONDS, in_slices
 
-# Of one item: more than all walks together may take of a turn.
+# The time that a walk spends on one item. It is more than all walks together may take in one turn.
 LONG_SECONDS = 1.1 * SLICE_SECONDS
 
 
 async def walk(count: int) -> list[int]:
-    """Spends some time on each item, as a walk over many things does."""
+    """Spend LONG_SECONDS on each item, and return the items."""
     seen = []
     async for item in in_slices(range(count)):
         seen.append(item)
@@ -30,14 +30,14 @@ async def test_a_walk_over_nothing_ends() -> None:
 
 
 async def test_the_loop_has_a_turn_for_each_slice_of_all_walks() -> None:
-    """Not for each slice of the longest one: a hundred clients would hold it up a hundred times as long."""
+    """If each walk had a slice in each turn, a hundred clients would block the event loop a hundred times as long."""
     walks = [asyncio.ensure_future(walk(5)) for _ in range(6)]
     turns = 0
     while not all(each.done() for each in walks):
         turns += 1
         await asyncio.sleep(0)
     assert all(each.result() == list(range(5)) for each in walks)
-    # The end of a walk needs no turn of its own.
+    # Each slice needs a turn, but the end of a walk needs none.
     assert turns >= 5 * 6 - 6
 
 

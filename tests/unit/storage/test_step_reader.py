@@ -1,4 +1,4 @@
-"""Readers of a committed step: they see it whole, bit for bit, whatever happens to the job, and give its space back."""
+"""A reader of a committed step sees all of it, bit for bit, whatever happens to the job, and frees its space."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def read(reader: StepReader, layout: Layout, fqn: str, kind: Kind, numel: 
 
 
 async def assert_reads(reader: StepReader, training: Training) -> None:
-    """Every tensor of every kind is that of torch after the reader's step."""
+    """Check that every tensor of every kind is that of torch after the reader's step."""
     layout = training.layout
     for (_, fqn, kind), expected in training.reference.states(reader.step).items():
         assert torch.equal(await read(reader, layout, fqn, kind, len(expected)), expected), f"{fqn} {kind}"
@@ -132,7 +132,7 @@ IN_MEMORY = ("snapshots", "memory", "weights")
 
 
 async def read_beside(training: Training, opened: list[int]) -> None:
-    """Open readers of the newest step, as fast as they come, until cancelled; each sees one step whole."""
+    """Open one reader of the newest step after the other until cancelled, and check that each sees one whole step."""
     while True:
         before = training.job.newest
         reader = await training.engine.open_reader(training.job)
@@ -205,14 +205,14 @@ async def test_two_readers_and_a_snapshot_write_a_copy_once_and_the_next_update_
         written = engine.nvme.counters.bytes_written
         opening = [asyncio.ensure_future(engine.open_reader(training.job)) for _ in range(2)]
         await asyncio.sleep(0)
-        # Step 2 is a snapshot, and leaves the second group as it is: its copies are claimed by all three.
+        # Step 2 is a snapshot that does not change the second group, so the snapshot and both readers claim its copies.
         await training.hand_over(training.layout.groups[:1])
         await training.commit(2)
         readers = await asyncio.gather(*opening)
         assert [reader.step for reader in readers] == [1, 1]
         assert training.job.snapshot is not None
         await asyncio.wait([training.job.snapshot])
-        # The first group twice, at steps 1 and 2; the second one once.
+        # The first group was written twice, at steps 1 and 2, and the second one once.
         of_a_group = training.version_bytes // 2
         assert engine.nvme.counters.bytes_written - written == 3 * of_a_group
         for reader in readers:
@@ -238,7 +238,7 @@ async def test_a_fetch_that_waited_for_room_while_its_job_was_deleted_ends_and_f
         outcomes = await asyncio.gather(*fetches, return_exceptions=True)
         assert all(isinstance(outcome, ConflictError) for outcome in outcomes), outcomes
         assert engine.nvme.used_bytes == 0
-        # Two allocations of all that is free would overlap, had an extent been freed twice.
+        # If an extent had been freed twice, two versions of this job would overlap.
         await (await Training(engine, LAYOUTS["nvme"]).begin()).step()
 
 

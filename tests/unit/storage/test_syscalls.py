@@ -1,4 +1,4 @@
-"""The door to the kernel: it does all that it was asked to, in however many pieces, or says what could not be done."""
+"""Reads and writes are completed, even if the kernel does them in pieces, or raise an error that names the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from storage.errors import DeviceError, DiskFullError
 
 
 def in_pieces(monkeypatch: pytest.MonkeyPatch, name: str, rng: random.Random) -> list[int]:
-    """Makes a vectored call move a part of what it is asked to; the sizes of the parts."""
+    """Make a vectored system call move only a part of its bytes; return the list that gets the sizes of the parts."""
     real, counts = getattr(os, name), []
 
     def some(fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -24,7 +24,7 @@ PAGES = 64
 
 
 class Gate:
-    """Stands before one of the system calls: notes what comes through, and can be closed."""
+    """A replacement of one function of syscalls that records its calls, and can make them wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, function: str = "read_exact") -> None:
         self.calls: list[tuple[int, int]] = []
@@ -41,7 +41,7 @@ class Gate:
         self._open.set()
 
     async def reached(self, calls: int) -> None:
-        """Returns when that many calls have come."""
+        """Wait until there were `calls` calls."""
         while len(self.calls) < calls:
             await asyncio.sleep(0.001)
 

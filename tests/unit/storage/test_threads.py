@@ -1,4 +1,4 @@
-"""Workers are known by name to operators, and yield as far as they are told to; the loop's thread never does."""
+"""Worker threads have names and the configured niceness, and the event loop's thread keeps its niceness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKERS = {"data.0-read-0", "data.0-write-0", "data.0-read-che", "optimizer_0"}
 
 
 def niceness() -> dict[str, int]:
-    """Of each thread of this process, by the name that the kernel knows."""
+    """Return the niceness of each thread of this process, by the thread's name in the kernel."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         fields = (task / "stat").read_text().rpartition(")")[2].split()

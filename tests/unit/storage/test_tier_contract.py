@@ -1,4 +1,4 @@
-"""What every tier does, whatever it is made of; a new tier joins here. mypy checks that the classes fit."""
+"""The contract that every tier fulfils. A new tier is added here, and mypy checks that its class fits the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans are told to whoever listens, with the job that they belong to; without a listener, work is what it was."""
+"""The listener gets spans with their jobs; without a listener, `traced` returns the function itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After its update a parameter is in host memory, where its next use finds it, if there is room that it may have."""
+"""After its update a parameter stays in host memory for its next use, if copies needed sooner leave room for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POSITION = 2.0
 
 
 async def without_copies(engine: Engine, precision: DType) -> Training:
-    """A job after its first step, with nothing in host memory."""
+    """Return a job after its first step, with nothing in host memory."""
     training = await Training(engine, Layout(precision=precision)).begin()
     await training.step()
     for slab in training.job.slabs():

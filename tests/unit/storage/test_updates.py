@@ -1,4 +1,4 @@
-"""Training through the engine gives torch's bits, wherever the states are and however often they are made durable."""
+"""Training through the engine gives torch's bits, on any tier and with any durability."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_every_kind_of_every_shard_equals_fused_adamw_bit_for_bit(
         training = await Training(engine, layout).begin()
         for step in range(1, STEPS + 1):
             assert await training.step() is (every_steps == 1)
-            # Weights are looked at in every step, as forward does; the rest at the end.
+            # The weights are read in every step, as by a forward, and the other states at the end.
             for group in layout.groups:
                 pin = await engine.fetch(training.job, group, Kind.PARAM)
                 assert pin.copy.step == step

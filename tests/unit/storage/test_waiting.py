@@ -1,13 +1,14 @@
-"""Waiting out what cannot be taken back: one cancellation does not end it, nor do two; nothing is left behind."""
+"""`wait_out` waits until its futures are done, even if it is cancelled twice, and nothing leaks."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
 
-from storage.waiting import wait_out
+from storage.waiting import unlogged, wait_out
 from tests.unit.storage.builders import opened
 
 
@@ -34,7 +35,7 @@ async def test_a_result_that_comes_after_two_cancellations_is_given_back(tmp_pat
             try:
                 await go_on.wait()
             except asyncio.CancelledError:
-                # As an operation that cannot be taken back any more, it goes on to its end.
+                # This simulates an operation that cannot be cancelled any more.
                 await go_on.wait()
             return "result"
 
@@ -47,3 +48,18 @@ async def test_a_result_that_comes_after_two_cancellations_is_given_back(tmp_pat
         go_on.set()
         await asyncio.sleep(0.01)
         assert given_back == ["result"]
+
+
+async def test_an_unlogged_failure_reaches_the_task_that_waits_and_never_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        raise ValueError("the failure")
+
+    with pytest.raises(ValueError, match="the failure"):
+        await unlogged(asyncio.ensure_future(fail()))
+    task = unlogged(asyncio.ensure_future(fail()))
+    await asyncio.wait([task])
+    del task
+    gc.collect()
+    assert caplog.messages == []

@@ -78,7 +78,7 @@ async def test_an_update_is_withdrawn_while_it_runs(layout: Layout, tmp_path: Pa
 
 @IN_EACH_LAYOUT
 async def test_the_step_is_abandoned_while_an_update_is_withdrawn(layout: Layout, tmp_path: Path) -> None:
-    """Both stop the same update, which undoes once what it did."""
+    """Both stop the same update, which undoes its work once."""
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         with held_up() as (begun, go_on):
@@ -100,7 +100,7 @@ async def test_the_step_is_abandoned_while_an_update_is_withdrawn(layout: Layout
 async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked_for(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update is handed over, and done, while the old bytes are on their way from the device."""
+    """The update begins and ends while the old bytes are being read from the device."""
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         for slab in training.job.slabs():
@@ -117,7 +117,7 @@ async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked
         monkeypatch.undo()
         await training.hand_over(["b", "c"])
         if layout.weights is TierName.NVME:
-            # What is at home is updated in place, which waits for its readers.
+            # With weights at home in host memory this is left out, because updates in place wait for the readers.
             await training.hand_over(["a"])
             await finish_writes(training)
         overtaken.set()
@@ -170,7 +170,7 @@ async def test_reads_as_of_the_last_step_see_nothing_of_the_next(layout: Layout,
         with held_up() as (begun, go_on):
             await training.hand_over(wrap=lambda kernel: waiting_for(begun, go_on, kernel))
             await asyncio.to_thread(begun.wait)
-            # What is at home in host memory is being worked on in place: its old bytes are on NVMe, too.
+            # Slabs at home in host memory are being updated in place, so the read gets their old bytes from NVMe.
             assert await version(as_of=0) == 0
             go_on.set()
             await finish_writes(training)
@@ -182,7 +182,7 @@ async def test_reads_as_of_the_last_step_see_nothing_of_the_next(layout: Layout,
 
 
 async def test_an_update_in_host_memory_only_does_not_keep_readers_of_the_last_step(tmp_path: Path) -> None:
-    """It begins when the step is sealed."""
+    """The update in place begins only when the step is sealed, so readers of the last step can go on until then."""
     layout = replace(LAYOUT, weights=TierName.HOST, moments=TierName.HOST, every_steps=0)
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
@@ -197,7 +197,7 @@ async def test_an_update_in_host_memory_only_does_not_keep_readers_of_the_last_s
 
 
 async def nothing() -> None:
-    """Nothing is to be done meanwhile."""
+    """Do nothing while another task has the lock."""
 
 
 async def test_the_turn_goes_to_the_lowest_position() -> None:
@@ -239,7 +239,7 @@ async def test_one_that_fails_while_it_gives_way_does_not_hold_up_the_rest(retur
 
     async def fail() -> None:
         if returns_first:
-            # Its turn comes back meanwhile.
+            # In this case the task gets the lock back before its function raises.
             await has_passed.wait()
         raise ValueError("a mistake")
 
@@ -294,7 +294,7 @@ async def test_a_turn_that_is_given_to_one_who_has_gone_passes_on() -> None:
     async with turns.at(0):
         waiting = [asyncio.ensure_future(take(position)) for position in (1, 2)]
         await asyncio.sleep(0)
-    # It has the turn and does not know yet.
+    # The first task has got the lock, but has not run since. It is cancelled now.
     waiting[0].cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert order == [2]
@@ -314,7 +314,7 @@ async def test_states_that_have_room_in_host_memory_are_not_read_again(tmp_path:
 
 
 async def test_states_never_take_the_room_of_what_is_needed_sooner(tmp_path: Path) -> None:
-    """There is room for a part: it stays the same part, and the rest passes through the tiles."""
+    """There is room for a part of the states. The same part stays in memory, and the rest passes through tiles."""
     layout = replace(LAYOUT, groups=tuple("abcdefgh"))
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()

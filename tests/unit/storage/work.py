@@ -1,6 +1,6 @@
-"""Counts what the project's own code does, so that a test can compare the work for N things with that for 4 N.
+"""Counts the executed lines of the project's code, so that a test can compare the work for N and for 4 N things.
 
-Counted are executed lines of storage and paramserver on the calling thread: the same on every machine, however busy.
+Only lines of storage and paramserver on the calling thread count, so the number is the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COUNTED = (f"{ROOT / 'storage'}/", f"{ROOT / 'paramserver'}/")
 
 @dataclass(slots=True)
 class Work:
-    """Lines that were executed."""
+    """The number of lines that were executed."""
 
     lines: int = 0
 

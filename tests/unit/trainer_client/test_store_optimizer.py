@@ -31,7 +31,7 @@ def taken_over(net: nn.Module, groups: Any, **options: Any) -> tuple[AdamW, Stor
 
 
 def row(optimizer: StoreOptimizer, parameter: int, update_count: int = 1) -> Any:
-    """The message of one optimizer, for a parameter by its index in the model."""
+    """Return the optimizer's message for a parameter, given by its index in the model."""
     made = optimizer.row(optimizer.groups_of_parameters()[parameter], update_count)
     return getattr(made, made.WhichOneof("optimizer") or "")
 
@@ -385,7 +385,7 @@ def test_a_model_without_trainable_parameters_can_be_thawed_later() -> None:
 
 
 def carried(optimizer: StoreOptimizer) -> Any:
-    """The settings as a commit carries them."""
+    """Return the settings as a commit carries them."""
     return decode(encode({"optimizer": optimizer.settings()}))["optimizer"]
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 # In a process of its own, for it cannot be undone. Of a thread that starts later: its cores, its memory's policy.
 STAYS = """
 import mmap, os, threading
-from paramserver import numa
+from paramserver.process import numa
 numa.stay_on(0)
 def look():
     memory = mmap.mmap(-1, 1 << 20)

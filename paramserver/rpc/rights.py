@@ -1,0 +1,69 @@
+"""The right that each RPC asks of its caller, declared where the RPC's method is defined.
+
+Owns the declarations. Must never check a right: rpc/checked_server.py does, before the method runs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+_ATTRIBUTE = "declared_rights"
+
+
+class Right(enum.Enum):
+    """What a caller must show before a method runs, and what the method then gets beside its request."""
+
+    NOTHING = enum.auto()
+    """Every client may call the method."""
+
+    TOKEN = enum.auto()
+    """The call carries a token that counts. The method gets the token's Principal, and checks what it allows."""
+
+    SESSION = enum.auto()
+    """The request's `session_id` names a session that the call's principal opened. The method gets the Session."""
+
+    ADMIN = enum.auto()
+    """The call's token is an admin's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What a method asks of its caller, and how it is called: `method(request[, principal or session][, context])`.
+
+    Attributes:
+        takes_context: the method gets gRPC's context as its last argument.
+        is_raw: the method works on the bytes of messages.
+        takes_caller: False: the method gets neither a Principal nor a Session.
+    """
+
+    right: Right
+    takes_context: bool = False
+    is_raw: bool = False
+    takes_caller: bool = True
+
+
+def needs(right: Right, *, takes_context: bool = False, is_raw: bool = False) -> Callable[[MethodT], MethodT]:
+    """Declare which right a method asks of its caller; see Declaration for the other arguments.
+
+    Example:
+        @needs(Right.SESSION)
+        async def CloseReader(self, request: pb.CloseReaderRequest, session: Session) -> pb.CloseReaderResponse: ...
+    """
+
+    def declare(method: MethodT) -> MethodT:
+        takes_caller = right in (Right.TOKEN, Right.SESSION)
+        declaration = Declaration(right=right, takes_context=takes_context, is_raw=is_raw, takes_caller=takes_caller)
+        setattr(method, _ATTRIBUTE, declaration)
+        return method
+
+    return declare
+
+
+def declaration_of(method: object) -> Declaration | None:
+    """Return what a method has declared with `needs`, or None."""
+    return getattr(method, _ATTRIBUTE, None)

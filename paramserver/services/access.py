@@ -1,0 +1,58 @@
+"""The check of whether a call's caller has the right that the called method declares (rpc/rights.py).
+
+Owns nothing. Must never remember an answer, because tokens are withdrawn and sessions end between two calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paramserver.rpc.checked_server import Admit
+from paramserver.rpc.rights import Right
+from paramserver.security.gate import Context, Gate, check_owner
+from paramserver.security.principals import Principal
+from paramserver.sessions.session import Session
+from paramserver.sessions.sessions import Sessions
+
+
+class Access:
+    """The checks of all rights."""
+
+    def __init__(self, gate: Gate, sessions: Sessions) -> None:
+        self._gate = gate
+        self._sessions = sessions
+
+    def admission(self, right: Right) -> Admit:
+        """Return the check of a right, which raises RefusedError or NotFoundError if the caller lacks the right."""
+        match right:
+            case Right.NOTHING:
+                return _admit_everyone
+            case Right.TOKEN:
+                return self._admit_principal
+            case Right.SESSION:
+                return lambda request, context: self.session(request.session_id, context)
+            case Right.ADMIN:
+                return self._admit_admin
+
+    def session(self, session_id: str, context: Context) -> Session:
+        """Return the session with an id.
+
+        Raises:
+            UnauthenticatedError: the call carries no token that counts.
+            NotFoundError: the session has ended or never was.
+            ForeignSessionError: another principal opened it.
+        """
+        caller = self._gate.principal(context)
+        session = self._sessions.get(session_id)
+        check_owner(caller, session.owner)
+        return session
+
+    def _admit_principal(self, _: Any, context: Context) -> Principal:
+        return self._gate.principal(context)
+
+    def _admit_admin(self, _: Any, context: Context) -> None:
+        self._gate.require_admin(context)
+
+
+def _admit_everyone(_: Any, __: Context) -> None:
+    """Admit a call of which nothing is asked."""

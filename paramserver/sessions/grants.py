@@ -1,0 +1,259 @@
+"""The granting and the end of leases, and the updates that use leased gradients.
+
+Owns the numbers of leases; a lease itself belongs to its session. Wants and updates come here as the wire's messages,
+because which of their fields count depends on the state of the session and its job. Must never grant a lease to a
+session that has ended, because nothing would end that lease.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+
+from paramserver.optimizer_kernel import OptimizerUpdate
+from paramserver.rpc import convert
+from paramserver.sessions.host_quota import HostQuota, lease_bytes
+from paramserver.sessions.leases import Lease, LeaseMode
+from paramserver.sessions.session import Session, SessionState
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.engine import Engine, Pin
+from storage.errors import ConflictError, InvalidRequestError, NotFoundError
+from storage.reader import StepReader
+from storage.shard import DType, Kind
+from storage.slab import NEVER, Slab
+from storage.tiers.arena import ArenaRange
+from storage.tiers.base import round_up
+from storage.versions import Job
+
+
+class Grants:
+    """The one place that grants leases to sessions and ends them."""
+
+    def __init__(self, engine: Engine, host_quota: HostQuota) -> None:
+        self._engine = engine
+        self._host_quota = host_quota
+        self._lease_ids = itertools.count(1)
+
+    async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease:
+        """Lease a slab or a gradient to a session, once the quotas of its job and its token have room.
+
+        Raises:
+            InvalidRequestError: the want's mode is not possible for its kind.
+            NotFoundError: there is no such slab, or the session ended meanwhile.
+            ConflictError: the session holds a lease that excludes this one, or has not opened a job.
+            StepAbortedError: a rank of the session's run is gone.
+            StorageError: see Engine.fetch, stage, allocate_put and allocate_gradient.
+        """
+        kind, group = convert.kind(want.slab.kind), want.slab.group
+        session.require_run().check_whole()
+        job = await session.job()
+        async with self._host_quota.room_for(session.owner, job, lease_bytes(job, group, kind)):
+            # The job is looked up again, because a rank may have begun another layout of it during the wait.
+            job = await session.job()
+            match want.mode, kind is Kind.GRAD:
+                case pb.LEASE_MODE_READ, False:
+                    as_of = convert.step(want.as_of_step, "wants.as_of_step") if want.HasField("as_of_step") else None
+                    position = convert.position(want.position, "wants.position")
+                    return self._grant_pin(
+                        session, LeaseMode.READ, await self._engine.fetch(job, group, kind, position, as_of)
+                    )
+                case pb.LEASE_MODE_WRITE, True:
+                    return await self._lease_gradient(session, job, group)
+                case pb.LEASE_MODE_WRITE, False:
+                    step = convert.step(want.step, "wants.step")
+                    if job.newest is None and step == job.first_step:
+                        return self._grant_pin(session, LeaseMode.STAGE, await self._engine.stage(job, group, kind))
+                    return await self._lease_put(session, job, step, group, kind)
+                case _:
+                    raise InvalidRequestError(f"lease mode {want.mode} is not possible for kind {kind.value}")
+
+    async def acquire_range(
+        self,
+        session: Session,
+        reader_id: int,
+        reader: StepReader,
+        name: str,
+        dtype: DType,
+        nbytes: int,
+        fill: Callable[[memoryview], Awaitable[None]],
+    ) -> Lease:
+        """Lease bytes of a reader's step, once the quotas have room for them.
+
+        Args:
+            session: gets the lease.
+            reader_id: the reader's number in the session.
+            reader: the reader that had that number when the request came.
+            name: what is read, for error texts.
+            dtype: the type of the elements.
+            nbytes: the size of the range.
+            fill: brings the bytes into the given memory.
+
+        Raises:
+            NotFoundError: the reader was closed, or the session ended, meanwhile.
+            StorageError: see Engine.load.
+        """
+        async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
+            region = await self._engine.load(reader.job, nbytes, fill)
+            if session.readers.get(reader_id) is not reader:
+                self._engine.scratch.free(region)
+                raise NotFoundError(f"reader {reader_id} was closed while a range was leased from it")
+            lease = self._grant(session, name, LeaseMode.RANGE, nbytes, region, None, step=reader.step)
+            lease.reader, lease.dtype = reader, dtype
+            return lease
+
+    async def _lease_put(self, session: Session, job: Job, step: int, group: str, kind: Kind) -> Lease:
+        slab = job.slab(group, kind)
+        if slab in session.exclusive:
+            raise ConflictError(f"{slab.key} is being written by another lease of this session")
+        region = await self._engine.allocate_put(job, step, group, kind)
+        return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
+
+    async def _lease_gradient(self, session: Session, job: Job, group: str) -> Lease:
+        if group in session.exclusive:
+            raise ConflictError(f"the gradient of group {group!r} is leased by this session already")
+        region = await self._engine.allocate_gradient(job, group)
+        nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
+        return self._grant(session, group, LeaseMode.GRADIENT, nbytes, region, None)
+
+    def _grant_pin(self, session: Session, mode: LeaseMode, pin: Pin) -> Lease:
+        return self._grant(session, pin.slab.key.group, mode, pin.slab.nbytes, pin.region, pin)
+
+    def _grant(
+        self,
+        session: Session,
+        group: str,
+        mode: LeaseMode,
+        nbytes: int,
+        region: ArenaRange,
+        pin: Pin | None,
+        *,
+        slab: Slab | None = None,
+        step: int = 0,
+    ) -> Lease:
+        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin, slab, step)
+        if session.state is SessionState.ENDED:
+            self.give_back(lease, NEVER)
+            raise NotFoundError("the session ended while it waited for a lease; open a new one")
+        session.take(lease)
+        return lease
+
+    # --- gradients
+
+    async def apply_gradients(self, session: Session, request: pb.ApplyGradientsRequest) -> None:
+        """Begin the updates of a step that use the session's leased gradients.
+
+        All updates of the request are checked before the first one begins, so either all of them begin or none does.
+        The update of a provisional request leaves the gradient's lease to the session, which may still withdraw it.
+
+        Raises:
+            InvalidRequestError: an update does not fit its group, or a group is updated twice.
+            NotFoundError: the session does not hold one of the leases.
+            ConflictError: a lease is not for the gradient of its group, or its update has begun already.
+            StepAbortedError: a rank of the session's run is gone.
+            StorageError: see Engine.check_update.
+        """
+        job = await session.job()
+        session.require_run().check_whole()
+        step = convert.step(request.step, "step")
+        hyper_parameters = [
+            convert.hyper_parameters(h) for h in convert.batch(request.hyper_parameters, "hyper_parameters")
+        ]
+        checked: list[tuple[Lease, OptimizerUpdate, float]] = []
+        for update in convert.batch(request.updates, "updates"):
+            lease = session.lease(update.grad_lease_id)
+            if lease.mode is not LeaseMode.GRADIENT or lease.group != update.group:
+                raise ConflictError(f"lease {lease.lease_id} is not for the gradient of group {update.group!r}")
+            if lease.update is not None:
+                raise ConflictError(
+                    f"the gradient of group {update.group!r} was handed over already; withdraw that update first"
+                )
+            kernel = convert.optimizer_update(job.group(update.group).spec, update, hyper_parameters)
+            self._engine.check_update(job, step, update.group)
+            checked.append((lease, kernel, convert.position(update.position, "updates.position")))
+        if len({lease.group for lease, _, _ in checked}) != len(checked):
+            raise InvalidRequestError("a group is updated twice in one request")
+        for lease, kernel, position in checked:
+            lease.update = self._engine.update(
+                job, step, lease.group, lease.region, kernel, position=position, keeps_gradient=True
+            )
+            if not request.provisional:
+                self._hand_over(session, lease)
+
+    def hand_over_all(self, session: Session) -> None:
+        """Make all updates that the session has begun final: it can withdraw none of them any more."""
+        for lease in [lease for lease in session.leases.values() if lease.update is not None]:
+            self._hand_over(session, lease)
+
+    def _hand_over(self, session: Session, lease: Lease) -> None:
+        """End the lease of a gradient whose update has begun. The range is freed when the update is done."""
+        assert lease.update is not None
+        lease.void = True
+        session.drop(lease)
+        self._engine.free_gradient(lease.region, lease.update)
+
+    async def withdraw(self, session: Session, step: int, group: str) -> None:
+        """Undo a group's update in the pending step. The session keeps its lease on the gradient.
+
+        Raises:
+            ConflictError: the session has no provisional update of that group.
+            StorageError: see Engine.withdraw.
+        """
+        job = await session.job()
+        held = session.exclusive.get(group)
+        if held is None or held.update is None:
+            raise ConflictError(f"group {group!r} has no update of this session that can be withdrawn")
+        await self._engine.withdraw(job, step, group)
+        held.update = None
+
+    async def release(self, session: Session, lease: Lease, *, publish: bool, next_use: float) -> None:
+        """End a lease that a client returns.
+
+        Args:
+            session: holds the lease.
+            lease: the one that ends.
+            publish: the bytes that the client has written become the slab's version.
+            next_use: the position in the trace where the client needs the slab next.
+
+        Raises:
+            InvalidRequestError: the bytes of such a lease cannot be published.
+            NotFoundError: the lease has ended already.
+            StorageError: see Engine.publish and Engine.put.
+        """
+        if publish and lease.mode not in (LeaseMode.STAGE, LeaseMode.PUT):
+            raise InvalidRequestError(
+                f"lease {lease.lease_id} ({lease.mode.value}) cannot be published; write leases can"
+            )
+        # The lease may have ended since the caller looked it up: with its session, or with its reader.
+        session.lease(lease.lease_id)
+        lease.void = True
+        session.drop(lease)
+        if publish and lease.pin is not None:
+            await self._engine.publish(lease.pin)
+        elif publish and lease.slab is not None:
+            key = lease.slab.key
+            await self._engine.put(await session.job(), lease.step, key.group, key.kind, lease.region)
+        else:
+            self.give_back(lease, next_use)
+
+    def give_back(self, lease: Lease, next_use: float) -> None:
+        """End a lease without publishing: free its range, or unpin its slab.
+
+        The range of a gradient is freed when the update that uses it is done.
+        """
+        lease.void = True
+        if lease.update is not None:
+            self._engine.free_gradient(lease.region, lease.update)
+        elif lease.pin is None:
+            self._engine.scratch.free(lease.region)
+        else:
+            self._engine.unpin(lease.pin, next_use)
+
+    def abandon(self, lease: Lease) -> ArenaRange:
+        """End a lease whose range the client's process may still write to.
+
+        Returns the range, which the caller must keep from any other use until that process is gone.
+        """
+        lease.void = True
+        if lease.pin is None:
+            return self._engine.scratch.let_go(lease.region)
+        return self._engine.abandon_stage(lease.pin)

@@ -1,0 +1,138 @@
+"""The record of one connected client's session.
+
+Owns nothing: sessions.py decides when a session changes its state, and grants.py which leases it has. Must never call
+the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paramserver.security.principals import Principal
+from paramserver.sessions.leases import Lease
+from paramserver.sessions.runs import Run
+from paramserver.sessions.seats import Visitor
+from paramserver.v1 import parameter_store_pb2 as pb
+from storage.errors import ConflictError, NotFoundError, StorageError
+from storage.reader import StepReader
+from storage.slab import Slab
+from storage.tiers.slots import Slot
+from storage.versions import Job
+
+
+class Stream(Protocol):
+    """What a session asks of its stream; service.py has the implementation."""
+
+    def post(self, subject: object, message: pb.SessionResponse) -> None:
+        """Send a message soon, without waiting. It replaces an older message of that subject that is not sent yet."""
+
+    def end(self, error: StorageError | None) -> None:
+        """End the stream with the error's status, or with OK if there is no error."""
+
+
+class SessionState(enum.Enum):
+    """The three states in the life of a session."""
+
+    ATTACHED = enum.auto()
+    """The session's stream is open."""
+
+    DETACHED = enum.auto()
+    """The session's stream broke. The session keeps all it has until the grace time is over."""
+
+    ENDED = enum.auto()
+    """The session has lost all that it had, and no call can use it."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connected client."""
+
+    session_id: str
+    client: str
+    # The client that opened the session. Only the same principal may use it.
+    visitor: Visitor
+    # The address from which the session's present stream comes.
+    peer: str
+    # The session's word in the arena. None: there was no free one, so the client may not map the arena.
+    slot: Slot | None
+    stream: Stream
+    # When the client's last message came, on the event loop's clock.
+    heard_at: float
+    opened_at_unix_seconds: float = field(default_factory=time.time)
+    state: SessionState = SessionState.ATTACHED
+    timer: asyncio.TimerHandle | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    # The leases of which the session may hold only one for each slab or gradient, by Lease.exclusive_subject.
+    exclusive: dict[Slab | str, Lease] = field(default_factory=dict)
+    readers: dict[int, StepReader] = field(default_factory=dict)
+    run: Run[Session] | None = None
+    rank: int = -1
+
+    @property
+    def owner(self) -> Principal:
+        """The principal that opened the session. No other principal may use it."""
+        return self.visitor.owner
+
+    def heard(self) -> None:
+        """Note that a message of the client has just come."""
+        self.heard_at = asyncio.get_running_loop().time()
+
+    def require_run(self) -> Run[Session]:
+        """Return the run of which the session is a rank.
+
+        Raises:
+            ConflictError: the session has not opened a job.
+        """
+        if self.run is None:
+            raise ConflictError("this session has not opened a job; call OpenJob first")
+        return self.run
+
+    async def job(self) -> Job:
+        """Return the session's job, once it is open.
+
+        Raises:
+            ConflictError: the session has not opened a job.
+            StorageError: the job could not be opened.
+        """
+        opening = self.require_run().job
+        return opening.result() if opening.done() else await asyncio.shield(opening)
+
+    def lease(self, lease_id: int) -> Lease:
+        """Return a lease of the session.
+
+        Raises:
+            NotFoundError: the session does not hold a lease of that number.
+        """
+        if lease_id not in self.leases:
+            raise NotFoundError(
+                f"lease {lease_id} is not held by this session; it was returned, consumed or never granted"
+            )
+        return self.leases[lease_id]
+
+    def take(self, lease: Lease) -> None:
+        """Add a lease to the session."""
+        self.leases[lease.lease_id] = lease
+        if (subject := lease.exclusive_subject) is not None:
+            self.exclusive[subject] = lease
+
+    def drop(self, lease: Lease) -> None:
+        """Remove a lease from the session."""
+        del self.leases[lease.lease_id]
+        subject = lease.exclusive_subject
+        if subject is not None and self.exclusive.get(subject) is lease:
+            del self.exclusive[subject]
+
+    def reader(self, reader_id: int) -> StepReader:
+        """Return a reader of the session.
+
+        Raises:
+            NotFoundError: the session has no reader of that number.
+        """
+        if reader_id not in self.readers:
+            raise NotFoundError(f"reader {reader_id} is not open in this session; it was closed or never opened")
+        return self.readers[reader_id]

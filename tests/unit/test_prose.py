@@ -1,0 +1,354 @@
+"""Docstrings, comments and pages are plain English: they name the actor, and no comment completes the code before it.
+
+The rules are words and forms that a machine can find. They are a floor: a sentence that passes can still be a riddle.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("storage", "paramserver", "trainer_client", "benchmarks", "examples", "tests")
+GENERATED = "paramserver/v1/"
+# Pages in the root and in these folders.
+PAGES = ("", *PACKAGES, "docs", "proto")
+OWN_NAME = "tests/unit/test_prose.py"
+
+# Each pattern, and the better form.
+WORDS = {
+    r"nobody|somebody|anybody|everybody|whoever|whomever|no one|someone|anyone|everyone|those who": "name the actor",
+    r"(?:is|are|was|were|be|been|being) told": "say who sends what to which object",
+    r"how manieth": "write 'the number of ...'",
+    r"(?:let|lets|letting) (?:all )?go": "write release, close, free or evict",
+    r"in vain|for ever|had better|like all else|to be called": "write a plain sentence: 'Call this ...', 'until ...'",
+}
+_WORDS = {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): remedy for words, remedy in WORDS.items()}
+# A comment that begins so has no subject: it completes the identifier before it, or is no sentence.
+_FRAGMENT = re.compile(r"(?:of|that|than|what|which|whose|whom|how)\b", re.IGNORECASE)
+# A function's docstring begins with a verb. ruff's D401 finds wrong forms of verbs, and not these.
+_NO_VERB = re.compile(
+    r"(?:what|which|whether|how|where|when|who|whose|why|of|than|that|those|the|a|an|as|its?|one)\b", re.IGNORECASE
+)
+_NOUN_DECORATORS = {"property", "cached_property", "setter", "fixture"}
+_PRAGMA = re.compile(r"(?:noqa|type:|fmt:|!)")
+
+# Files that the rules do not hold for yet. Never add a file: make it clean.
+NOT_YET: frozenset[str] = frozenset(
+    [
+        "README.md",
+        "benchmarks/RESULTS.md",
+        "benchmarks/common/machine.py",
+        "benchmarks/common/measure.py",
+        "benchmarks/common/processes.py",
+        "benchmarks/common/report.py",
+        "benchmarks/dataplane/idle_streams.py",
+        "benchmarks/dataplane/local.py",
+        "benchmarks/dataplane/remote.py",
+        "benchmarks/dataplane/small_tensors.py",
+        "benchmarks/dataplane/transfers.py",
+        "benchmarks/storage/commits.py",
+        "benchmarks/storage/engine_cases.py",
+        "benchmarks/storage/fio.py",
+        "benchmarks/storage/jobs.py",
+        "benchmarks/storage/tier_cases.py",
+        "benchmarks/storage/tiers.py",
+        "benchmarks/training/__init__.py",
+        "benchmarks/training/bandwidth.py",
+        "benchmarks/training/bf16_emulation.py",
+        "benchmarks/training/contestant_process.py",
+        "benchmarks/training/contestants.py",
+        "benchmarks/training/deepspeed_environment.py",
+        "benchmarks/training/entries.py",
+        "benchmarks/training/heat.py",
+        "benchmarks/training/models.py",
+        "benchmarks/training/prefetching.py",
+        "benchmarks/training/result.py",
+        "benchmarks/training/scale.py",
+        "benchmarks/training/step.py",
+        "benchmarks/training/tables.py",
+        "benchmarks/training/task.py",
+        "docs/config.md",
+        "docs/engine.md",
+        "docs/large-models.md",
+        "docs/models.md",
+        "docs/performance.md",
+        "docs/resume.md",
+        "docs/security.md",
+        "docs/store-client.md",
+        "examples/demo.py",
+        "examples/demo_support/errors.py",
+        "examples/demo_support/report.py",
+        "examples/demo_support/store_daemon.py",
+        "examples/demo_support/verdict.py",
+        "examples/storage_engine.py",
+        "examples/store_client.py",
+        "examples/train_gpt2.py",
+        "paramserver/admin/accounts.py",
+        "paramserver/admin/connection.py",
+        "paramserver/admin/printers.py",
+        "paramserver/config.py",
+        "paramserver/contract/bearer.py",
+        "paramserver/contract/chunks.py",
+        "paramserver/contract/hyper_parameter_ranges.py",
+        "paramserver/contract/malloc_settings.py",
+        "paramserver/contract/printable.py",
+        "paramserver/contract/sockets.py",
+        "paramserver/contract/update_rules.py",
+        "paramserver/dataplane/arena_socket.py",
+        "paramserver/dataplane/chunk_budget.py",
+        "paramserver/dataplane/read_source.py",
+        "paramserver/dataplane/read_write.py",
+        "paramserver/process/cpu_shortage.py",
+        "paramserver/process/numa.py",
+        "paramserver/rpc/checked_server.py",
+        "paramserver/rpc/convert.py",
+        "paramserver/rpc/reflection.py",
+        "paramserver/rpc/status.py",
+        "paramserver/security/certificates.py",
+        "paramserver/security/cli.py",
+        "paramserver/security/gate.py",
+        "paramserver/security/principals.py",
+        "paramserver/security/quotas.py",
+        "paramserver/security/tls.py",
+        "paramserver/security/tokens.py",
+        "paramserver/server.py",
+        "paramserver/services/parameter_store.py",
+        "paramserver/services/readers.py",
+        "paramserver/services/store_admin.py",
+        "paramserver/services/tracing.py",
+        "paramserver/sessions/host_quota.py",
+        "paramserver/sessions/leases.py",
+        "paramserver/sessions/notices.py",
+        "paramserver/sessions/quarantine.py",
+        "paramserver/sessions/runs.py",
+        "paramserver/sessions/service.py",
+        "paramserver/sessions/sessions.py",
+        "storage/admission.py",
+        "storage/commit.py",
+        "storage/demand_reads.py",
+        "storage/engine.py",
+        "storage/host_cache.py",
+        "storage/job_registry.py",
+        "storage/pending_steps.py",
+        "storage/prefetch.py",
+        "storage/reader.py",
+        "storage/scratch.py",
+        "storage/scrub.py",
+        "storage/slab.py",
+        "storage/tiers/base.py",
+        "storage/tiers/host.py",
+        "storage/tiers/nvme.py",
+        "storage/transform.py",
+        "tests/conftest.py",
+        "tests/hostile_names.py",
+        "tests/integration/test_access.py",
+        "tests/integration/test_admin.py",
+        "tests/integration/test_autocast.py",
+        "tests/integration/test_bench_step.py",
+        "tests/integration/test_benchmarks.py",
+        "tests/integration/test_bf16_emulation.py",
+        "tests/integration/test_budgets.py",
+        "tests/integration/test_crash.py",
+        "tests/integration/test_data_plane.py",
+        "tests/integration/test_deadlines.py",
+        "tests/integration/test_degraded.py",
+        "tests/integration/test_early_updates.py",
+        "tests/integration/test_elastic.py",
+        "tests/integration/test_failing_ranks.py",
+        "tests/integration/test_failures.py",
+        "tests/integration/test_floods.py",
+        "tests/integration/test_kill.py",
+        "tests/integration/test_layouts.py",
+        "tests/integration/test_long_paths.py",
+        "tests/integration/test_matrix.py",
+        "tests/integration/test_mismatched_ranks.py",
+        "tests/integration/test_model_use.py",
+        "tests/integration/test_outliving.py",
+        "tests/integration/test_prefetch_window.py",
+        "tests/integration/test_readers.py",
+        "tests/integration/test_security.py",
+        "tests/integration/test_session_life.py",
+        "tests/integration/test_sessions.py",
+        "tests/integration/test_shown_parameters.py",
+        "tests/integration/test_small_tensors.py",
+        "tests/integration/test_stopped_clients.py",
+        "tests/integration/test_store_client.py",
+        "tests/integration/test_store_client_docs.py",
+        "tests/integration/test_store_client_failures.py",
+        "tests/integration/test_stream_faults.py",
+        "tests/integration/test_streams.py",
+        "tests/integration/test_surroundings.py",
+        "tests/integration/test_token_quotas.py",
+        "tests/unit/paramserver/contract/test_chunks.py",
+        "tests/unit/paramserver/contract/test_printable.py",
+        "tests/unit/paramserver/contract/test_sockets.py",
+        "tests/unit/paramserver/dataplane/test_chunk_budget.py",
+        "tests/unit/paramserver/process/test_loop_watch.py",
+        "tests/unit/paramserver/rpc/test_convert.py",
+        "tests/unit/paramserver/sessions/test_seats.py",
+        "tests/unit/test_import_rules.py",
+        "tests/unit/test_readme.py",
+        "tests/unit/trainer_client/initial/test_loading.py",
+        "tests/unit/trainer_client/initial/test_module_init.py",
+        "tests/unit/trainer_client/model/test_flat_memory.py",
+        "tests/unit/trainer_client/model/test_units.py",
+        "tests/unit/trainer_client/optimizers/test_optimizer.py",
+        "tests/unit/trainer_client/ranks/test_agreement.py",
+        "tests/unit/trainer_client/report/test_step_trace.py",
+        "tests/unit/trainer_client/run/test_data_loader.py",
+        "tests/unit/trainer_client/step/test_gather_counters.py",
+        "tests/unit/trainer_client/step/test_phases.py",
+        "tests/unit/trainer_client/step/test_tensor_tree.py",
+        "tests/unit/trainer_client/transport/test_arena.py",
+        "trainer_client/access.py",
+        "trainer_client/config/optimizer_sections.py",
+        "trainer_client/config/supported_optimizers.py",
+        "trainer_client/config/training_config.py",
+        "trainer_client/engine.py",
+        "trainer_client/initial/deferred_init.py",
+        "trainer_client/initial/initial_values.py",
+        "trainer_client/initial/loading.py",
+        "trainer_client/initial/module_init.py",
+        "trainer_client/initialization.py",
+        "trainer_client/model/flat_group.py",
+        "trainer_client/model/flat_memory.py",
+        "trainer_client/model/gather.py",
+        "trainer_client/model/layout.py",
+        "trainer_client/model/parameters.py",
+        "trainer_client/model/placement.py",
+        "trainer_client/model/released.py",
+        "trainer_client/model/states.py",
+        "trainer_client/model/unit_policy.py",
+        "trainer_client/model/units.py",
+        "trainer_client/optimizers/hyper_parameters.py",
+        "trainer_client/optimizers/optimizer.py",
+        "trainer_client/ranks/agreement.py",
+        "trainer_client/ranks/collectives.py",
+        "trainer_client/ranks/watch.py",
+        "trainer_client/recorder.py",
+        "trainer_client/report/reporter.py",
+        "trainer_client/report/step_report.py",
+        "trainer_client/report/step_trace.py",
+        "trainer_client/run/client_state.py",
+        "trainer_client/run/commits.py",
+        "trainer_client/run/data_loader.py",
+        "trainer_client/run/job.py",
+        "trainer_client/run/local_daemon.py",
+        "trainer_client/run/relayout.py",
+        "trainer_client/run/resume_point.py",
+        "trainer_client/run/stored_step.py",
+        "trainer_client/step/early_update.py",
+        "trainer_client/step/gather_counters.py",
+        "trainer_client/step/gradient_memory.py",
+        "trainer_client/step/gradients.py",
+        "trainer_client/step/hooks.py",
+        "trainer_client/step/norms.py",
+        "trainer_client/step/phases.py",
+        "trainer_client/step/precision.py",
+        "trainer_client/step/reduction_order.py",
+        "trainer_client/step/residency.py",
+        "trainer_client/step/trace.py",
+        "trainer_client/step/training_step.py",
+        "trainer_client/step/updates.py",
+        "trainer_client/step/window.py",
+        "trainer_client/store_client/client.py",
+        "trainer_client/store_client/client_sync.py",
+        "trainer_client/store_client/connection.py",
+        "trainer_client/store_client/job_layout.py",
+        "trainer_client/store_client/reader.py",
+        "trainer_client/store_client/types.py",
+        "trainer_client/store_client/writer.py",
+        "trainer_client/transport/arena.py",
+        "trainer_client/transport/attachment.py",
+        "trainer_client/transport/attachments.py",
+        "trainer_client/transport/channel.py",
+        "trainer_client/transport/credentials.py",
+        "trainer_client/transport/lasting.py",
+        "trainer_client/transport/mapping.py",
+        "trainer_client/transport/planes.py",
+        "trainer_client/transport/rank_store.py",
+        "trainer_client/transport/sender.py",
+        "trainer_client/transport/session.py",
+        "trainer_client/transport/streams.py",
+        "trainer_client/utils.py",
+    ]
+)
+
+
+def test_prose_is_plain_english() -> None:
+    found = [line for name in _files() if name not in NOT_YET for line in _findings(name)]
+    assert not found, "reword these:\n" + "\n".join(found)
+
+
+def test_files_that_are_not_plain_english_yet_are_listed_no_longer_than_needed() -> None:
+    names = set(_files())
+    done = sorted(name for name in NOT_YET if name not in names or not any(_findings(name)))
+    assert not done, "these files are clean or gone, remove them from NOT_YET:\n" + "\n".join(done)
+
+
+def _files() -> Iterator[str]:
+    """Yield the paths of all sources and pages, relative to the root."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    paths += [path for folder in PAGES for path in (ROOT / folder).glob("*.md")]
+    names = (path.relative_to(ROOT).as_posix() for path in sorted(paths))
+    return (name for name in names if name != OWN_NAME and not name.startswith(GENERATED))
+
+
+def _findings(name: str) -> Iterator[str]:
+    """Yield one line for each violation in a file: its place, the words and the remedy."""
+    source = (ROOT / name).read_text()
+    prose = _page(source) if name.endswith(".md") else [*_comments(source), *_docstrings(source)]
+    for first_line, text, fault in prose:
+        if fault:
+            yield f"{name}:{first_line}: {fault}"
+        for pattern, remedy in _WORDS.items():
+            for match in pattern.finditer(text):
+                line = first_line + text.count("\n", 0, match.start())
+                yield f"{name}:{line}: {match[0]!r}: {remedy}"
+
+
+def _page(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the text of a page as one piece, with blocks of code blanked out."""
+    yield 1, re.sub(r"```.*?```", lambda match: "\n" * match[0].count("\n"), source, flags=re.DOTALL), ""
+
+
+def _comments(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield each comment with its first line and its fault; consecutive lines without code are one comment."""
+    blocks: list[tuple[int, int, list[str]]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = token.string.lstrip("# ")
+        if token.type != tokenize.COMMENT or _PRAGMA.match(text):
+            continue
+        row, column = token.start
+        continues = blocks and blocks[-1][0] + len(blocks[-1][2]) == row and blocks[-1][1] == column
+        if continues and not token.line[:column].strip():
+            blocks[-1][2].append(text)
+        else:
+            blocks.append((row, column, [text]))
+    for row, _, lines in blocks:
+        match = _FRAGMENT.match(lines[0])
+        yield row, "\n".join(lines), f"a comment begins with {match[0]!r}: write a sentence" if match else ""
+
+
+def _docstrings(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield each docstring with its first line and its fault."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            statement = node.body[0]
+            if (text := ast.get_docstring(node, clean=False)) is not None:
+                match = None if _may_begin_with_a_noun(node) else _NO_VERB.match(text)
+                fault = f"a function's docstring begins with {match[0]!r}: begin with a verb" if match else ""
+                yield statement.lineno, text, fault
+
+
+def _may_begin_with_a_noun(node: ast.AST) -> bool:
+    """Return whether a docstring belongs to a module, a class, a property, a fixture or a test."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return True
+    decorators = {name for d in node.decorator_list for name in re.findall(r"\w+", ast.unparse(d).partition("(")[0])}
+    return node.name.startswith("test_") or bool(_NOUN_DECORATORS & decorators)
