@@ -19,6 +19,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from paramserver.contract.durability import durability_text
 from paramserver.contract.kinds import kind_name
 from paramserver.contract.printable import printable
 from paramserver.contract.tiers import tier_name
@@ -105,7 +106,7 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
             str(job.world_size),
             str(job.sessions),
             f"{job.parameters:,}",
-            _durability(job.durability),
+            durability_text(job.durability),
             str(job.committed_step) if job.HasField("committed_step") else "-",
             str(job.durable_step) if job.HasField("durable_step") else "-",
             f"{max(0.0, time.time() - committed_at):.0f} s" if job.HasField("committed_at_unix_seconds") else "-",
@@ -195,12 +196,6 @@ def _add_row(table: Table, *cells: str | Text) -> None:
 
 def _rate(nbytes: int, seconds: float) -> str:
     return f"({decimal(int(nbytes / seconds))}/s)" if seconds else ""
-
-
-def _durability(durability: pb.Durability) -> str:
-    if durability.WhichOneof("class") == "snapshot":
-        return f"snapshot:{durability.snapshot.every_steps}"
-    return durability.WhichOneof("class") or "-"
 
 
 def _numbers(value: object) -> object:

@@ -24,6 +24,12 @@ def parse_durability(text: str) -> pb.Durability:
     raise ValueError(f"{text!r} is no durability class")
 
 
+def durability_text(durability: pb.Durability) -> str:
+    """Return the text that names a class, or "-" where none is set."""
+    name = durability.WhichOneof("class") or "-"
+    return f"snapshot:{durability.snapshot.every_steps}" if name == "snapshot" else name
+
+
 def durable_every_steps(durability: pb.Durability) -> int:
     """Return the number of steps from one durable commit to the next; 0: no commit is durable."""
     match durability.WhichOneof("class"):

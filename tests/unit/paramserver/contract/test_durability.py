@@ -6,7 +6,12 @@ import re
 
 import pytest
 
-from paramserver.contract.durability import DURABILITY_PATTERN, durable_every_steps, parse_durability
+from paramserver.contract.durability import (
+    DURABILITY_PATTERN,
+    durability_text,
+    durable_every_steps,
+    parse_durability,
+)
 from paramserver.rpc import convert
 
 
@@ -16,6 +21,7 @@ from paramserver.rpc import convert
 def test_a_class_says_how_often_a_commit_is_durable(text: str, steps: int) -> None:
     parsed = parse_durability(text)
     assert durable_every_steps(parsed) == convert.durability(parsed).every_steps == steps
+    assert parse_durability(durability_text(parsed)) == parsed
     # The config does not take leading zeros.
     assert bool(re.fullmatch(DURABILITY_PATTERN, text)) == ("0" not in text.partition(":")[2][:1])
 
