@@ -1,17 +1,18 @@
-# Everything that a developer or a CI machine runs. Needs Python >= 3.11, make, git and a package index; what else it
-# needs it puts into .venv.
+# Everything that a developer or a CI machine runs. Needs Python >= 3.11, make, git and a package index; all else is
+# installed into .venv.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# The interpreter that .venv is made with: `make venv PYTHON=python3.12`.
+# The interpreter with which .venv is made. To choose another one: `make venv PYTHON=python3.12`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CODE := paramserver storage trainer_client benchmarks
-# Held until the numerics tests (bit for bit against torch's own fused kernels) were looked at with another one.
+# `make lock` pins this version of torch. Change it only after an examination of the numerics tests, which compare bit
+# for bit with torch's own fused kernels, with the new version.
 TORCH := 2.13.0
 
 .PHONY: help venv test suite chosen-tests test-pythons newest-venv test-newest lint format demo faults fuzz readers \
@@ -23,8 +24,8 @@ help: ## List the targets
 
 venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package (editable)
 
-# PyPI's torch brings CUDA along (some GB). Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes
-# pip prefer the CPU build of the same version.
+# torch from PyPI includes CUDA (some GB). Without a GPU, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu:
+# pip then prefers the CPU build of the same version.
 $(INSTALLED): requirements.lock pyproject.toml
 	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not on the PATH: install Python >= 3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -35,7 +36,8 @@ $(INSTALLED): requirements.lock pyproject.toml
 	$(BIN)/python -m pip check
 	@touch $@
 
-# So many at a time: most wait for a process that they started, and two keep two cores busy.
+# The number of tests that run at the same time. Two keep two cores busy, although most tests wait for a process that
+# they started.
 TESTS_AT_A_TIME ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTS_AT_A_TIME) --dist loadfile --no-loadscope-reorder
 test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=2)
@@ -44,8 +46,8 @@ test: lint ## Check style and types, then run the tests (TESTS_AT_A_TIME=2)
 suite: venv ## Run the tests alone
 	$(PYTEST)
 
-# What differed by Python version or by build of torch so far: memory, descriptors, warnings, the compiler, the standard
-# library. Few enough that CI runs them beside all tests.
+# These are the tests whose results have differed between Python versions or builds of torch so far: memory,
+# descriptors, warnings, the compiler, the standard library. They are few, so CI runs them in addition to all tests.
 chosen-tests: venv ## Run the tests that depend most on the Python version and the build of torch
 	$(PYTEST) tests/unit/storage tests/unit/paramserver tests/faults/test_fuzz.py tests/faults/test_shim.py \
 	  tests/integration/test_data_plane.py tests/integration/test_model_use.py
@@ -72,7 +74,7 @@ format: venv ## Bring the code into the checked format
 demo: venv ## Train a small GPT-2 through the store, with a kill and a resume on the way
 	$(BIN)/python examples/demo.py
 
-# A failed round is kept below build/faults, with the command that repeats it.
+# The campaign keeps the files of a failed round below build/faults, with the command that repeats the round.
 SEED ?=
 faults: N ?= 1000
 faults: venv ## Kill the engine N times and check it (N=1000 SEED=...)
@@ -97,14 +99,14 @@ bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates b
 	$(BIN)/python -m benchmarks.storage.tiers --results
 
 bench-commits: N ?= 10000
-bench-commits: venv ## See what grows over N commits (N=10000); updates benchmarks/RESULTS.md
+bench-commits: venv ## Measure files, memory and latency over N commits (N=10000); updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.storage.commits --commits $(N) --results
 
 bench-dataplane: venv ## Measure leases and streams against echo, memcpy and TCP; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.dataplane.transfers --json --results
 
-# DeepSpeed has an environment of its own, build/deepspeed: the first run sets it up (a download of some 100 MB, and
-# minutes of C++). Without it: make bench-step DEEPSPEED=
+# DeepSpeed has its own environment, build/deepspeed. The first run sets it up, which takes a download of some 100 MB
+# and minutes of compiling C++. To run without DeepSpeed: make bench-step DEEPSPEED=
 DEEPSPEED ?= build/deepspeed
 bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (DEEPSPEED=: without); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.step --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
@@ -122,8 +124,8 @@ proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \
 	  proto/paramserver/v1/*.proto
 
-# Made with the oldest supported Python, so that every pin installs on all of them. torch's own platform packages stay
-# out: which ones there are depends on the platform's torch wheel, which pins them itself.
+# The lock is made with the oldest supported Python, so that every pinned version installs on all supported ones. The
+# platform packages of torch (CUDA) are left out, because they depend on the platform's torch wheel, which pins them.
 lock: ## Resolve pyproject.toml anew into requirements.lock (with Python 3.11)
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
 	  echo "the lock is made with Python 3.11: make lock PYTHON=python3.11" >&2; exit 1; }

@@ -1,1 +1,1 @@
-"""Measurements of the store on the machine at hand. Nothing here asserts a speed: results are for people to judge."""
+"""Benchmarks of the store on the machine at hand. No benchmark asserts a speed; people judge the results."""

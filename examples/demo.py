@@ -1,8 +1,8 @@
 """The whole system on one machine: a store daemon, two trainer ranks, a kill in the middle, an exact resume.
 
 Runs `train_gpt2.py` (a byte-level GPT-2, ZeRO-3, everything on the nvme tier), ends torchrun and both ranks with
-SIGKILL while a step is under way, starts them again, and checks that they went on from the last committed step as if
-nothing had happened. The last line of the output is a JSON object with the figures.
+SIGKILL while a step is under way, and starts them again. Then it checks that they resumed from the last committed step
+with the same weights and losses, bit for bit. The last line of the output is a JSON object with the figures.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from rich.console import Console
 
 TRAINER = Path(__file__).with_name("train_gpt2.py")
 DEFAULT_DIRECTORY = Path(__file__).parents[1] / "build" / "demo"
-JOB = "gpt2"  # as in train_gpt2.json
+JOB = "gpt2"  # the name of the job in train_gpt2.json
 RANKS = 2
 HOST_BUDGET = "256MiB"
 NVME_BUDGET = "2GiB"
-# The trainers record a digest of the weights every so many steps; the kill comes in the step after one.
+# The trainers record a digest of the weights every DIGEST_EVERY steps (train_gpt2.py has the same constant). The kill
+# comes in the step after a digest.
 DIGEST_EVERY = 10
 MIN_STEPS = 40
 POLL_SECONDS = 0.01
@@ -48,7 +49,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Both launches, the daemon still up."""
+    """The journals of both launches, and what they show."""
 
     first: Journal
     second: Journal
@@ -58,7 +59,7 @@ class Trained:
 
 @contextmanager
 def run_directory(parent: Path, *, keep: bool) -> Iterator[Path]:
-    """A fresh directory under `parent`."""
+    """Yield a new directory under `parent`; remove it at the end of the block unless `keep` is true."""
     parent.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
     try:
@@ -69,22 +70,30 @@ def run_directory(parent: Path, *, keep: bool) -> Iterator[Path]:
 
 
 def count_gpus() -> int:
-    """Those that torch can use; asked in a process of its own, since importing torch cannot be interrupted cleanly."""
+    """Return the number of GPUs that torch can use.
+
+    Another process asks torch, because an import of torch cannot be interrupted cleanly.
+    """
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def trainer_environment(address: str) -> dict[str, str]:
-    """Of the launches: where the store is, and a fair share of the machine for each rank."""
+    """Return the environment of a launch: the store's address, and an equal share of the machine for each rank."""
     threads = max(1, len(os.sched_getaffinity(0)) // RANKS)
     environment = os.environ | {"PARAMSERVER_ADDRESS": address, "OMP_NUM_THREADS": str(threads)}
     if count_gpus() < RANKS:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU for each rank, or none: the ranks then talk over gloo
+        # Without a GPU for each rank, no rank uses one, and the ranks communicate over gloo.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 
 
 def follow(launch: Launch, daemon: StoreDaemon, progress: ProgressLine, *, until: int | None, phase: str) -> None:
-    """Returns when every rank has computed the loss of step `until`, or (None) when the launch has ended well."""
+    """Wait until every rank has computed the loss of step `until`, or (None) until the launch has ended.
+
+    Raises:
+        DemoError: the launch failed, or it ended before step `until`; or the daemon stopped.
+    """
     while not launch.poll():
         daemon.check()
         journal = launch.journal
@@ -99,7 +108,10 @@ def follow(launch: Launch, daemon: StoreDaemon, progress: ProgressLine, *, until
 
 
 def committed_step(daemon: StoreDaemon, expected: int) -> int:
-    """The store's newest committed step, once it has finished what the dead ranks had asked for."""
+    """Return the job's newest committed step, once the store has ended the killed ranks' sessions and commits.
+
+    `expected` is a step that is known to be committed. After COMMIT_SECONDS, return the newest step in any case.
+    """
     deadline = time.monotonic() + COMMIT_SECONDS
     while True:
         job = next(job for job in daemon.query("jobs")["jobs"] if job["name"] == JOB)
@@ -109,7 +121,7 @@ def committed_step(daemon: StoreDaemon, expected: int) -> int:
 
 
 def train(steps: int, directory: Path, daemon: StoreDaemon, progress: ProgressLine) -> Trained:
-    """Launch, kill, launch again."""
+    """Launch the trainers, kill them in the middle, launch them again up to step `steps`, and judge both launches."""
     started = time.monotonic()
     environment = trainer_environment(daemon.address)
     arguments = ["--steps", str(steps)]
@@ -144,7 +156,7 @@ def train(steps: int, directory: Path, daemon: StoreDaemon, progress: ProgressLi
 
 
 def report(console: Console, trained: Trained, daemon: StoreDaemon) -> None:
-    """What was learnt, where it is stored, and what was compared."""
+    """Print the loss curve, the store's tiers and jobs, the model's text, and what was compared."""
     verdict, start = trained.verdict, trained.second.starts[0]
     console.print()
     print_loss_curve(console, verdict, start.byte_entropy)
@@ -163,12 +175,12 @@ def report(console: Console, trained: Trained, daemon: StoreDaemon) -> None:
 
 
 def printable(text: str) -> str:
-    """Nothing of what an untrained model writes may steer the terminal, or rich."""
+    """Return a model's text without control characters and rich's markup."""
     return "".join(c if c.isprintable() else "·" for c in text).replace("[", "\\[")
 
 
 def figures(trained: Trained, daemon: StoreDaemon) -> dict[str, Any]:
-    """The JSON line."""
+    """Return the figures of the demo, which are printed as one line of JSON."""
     verdict, start = trained.verdict, trained.second.starts[0]
     counted = [journal.tokens_and_seconds() for journal in (trained.first, trained.second)]
     tiers = {tier["tier"].removeprefix("TIER_").lower(): tier for tier in daemon.query("tiers")["tiers"]}
@@ -197,7 +209,7 @@ def figures(trained: Trained, daemon: StoreDaemon) -> dict[str, Any]:
 
 
 def run(steps: int, parent: Path, *, keep: bool) -> tuple[str, ...]:
-    """The demo; what is wrong with the outcome."""
+    """Run the demo, and return the problems of its outcome; empty: there are none."""
     console = Console()
     with run_directory(parent, keep=keep) as directory:
         state_dir = directory / "store"
@@ -222,7 +234,9 @@ def main(
     directory: Annotated[Path, typer.Option("--dir", help="Where the store and the logs go.")] = DEFAULT_DIRECTORY,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the store, the logs and the records.")] = False,
 ) -> None:
-    signal.signal(signal.SIGTERM, _end)  # the contexts end the children
+    """Run the demo, print its problems, and exit with status 1 if there are any."""
+    # SIGTERM raises SystemExit, at which the contexts end the child processes.
+    signal.signal(signal.SIGTERM, _end)
     try:
         problems = run(steps, directory, keep=keep)
     except (DemoError, OSError) as error:

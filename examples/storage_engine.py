@@ -1,6 +1,6 @@
-"""The storage engine by itself: no daemon, no gRPC, no model. Run it with a directory on your NVMe disk.
+"""Uses the storage engine alone, without daemon, gRPC or model. Run it with a directory on your NVMe disk.
 
-Two steps of a rule that has nothing to do with training, a reader that holds the first one, and a look at the tiers.
+It commits two steps of an update rule of its own, reads both through readers that hold them, and prints the used bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUMEL = 1 << 20
 MIB = 1 << 20
 
 WEIGHT = ParameterSpec(fqn="weight", shape=(NUMEL,), dtype=DType.FLOAT32, trainable=True)
-# One shard with two kinds of bytes on NVMe; gradients pass through host memory.
+# The group has one shard with two kinds of bytes on NVMe; its gradients are in host memory.
 GROUP = GroupSpec(
     name="all",
     numel=NUMEL,
@@ -34,18 +34,18 @@ GROUP = GroupSpec(
         SlabSpec(kind=Kind.GRAD, dtype=DType.FLOAT32, placement=TierName.HOST),
     ),
 )
-# Every step survives kill -9 and power loss.
+# With every_steps=1, every committed step survives kill -9 and power loss.
 JOB = JobSpec(name="example", world_size=1, local_ranks=1, parameters=(WEIGHT,), durability=Durability(every_steps=1))
 
 
 def descend(tile: Tile) -> None:
-    """Gradient descent with momentum, on one piece of the shard at a time; runs on a thread of the engine."""
+    """Update one tile (a piece of the shard) by gradient descent with momentum; the engine calls this on a thread."""
     momentum = tile.tensors[Kind.EXP_AVG].mul_(0.5).add_(tile.gradient)
     tile.tensors[Kind.PARAM].sub_(momentum)
 
 
 async def begin(engine: Engine) -> Job:
-    """The job at its last committed step, or at step 0 with its initial values."""
+    """Return the job at its last committed step; a new job gets its initial values as step 0."""
     job = await engine.open_job(JOB, may_exist=True, must_exist=False)
     await engine.register(job, [GROUP])
     if job.newest is None:
@@ -57,7 +57,7 @@ async def begin(engine: Engine) -> Job:
 
 
 async def step(engine: Engine, job: Job) -> None:
-    """One more committed step."""
+    """Update the weight and commit it as the next step."""
     number = job.next_step
     gradient = await engine.allocate_gradient(job, "all")
     engine.host.tensor(gradient, DType.FLOAT32, NUMEL).fill_(0.25)
@@ -67,13 +67,13 @@ async def step(engine: Engine, job: Job) -> None:
 
 
 async def first_elements(reader: StepReader) -> list[float]:
-    """Of the weight, at the step that the reader holds."""
+    """Return the first three elements of the weight at the step that the reader holds."""
     data = b"".join([piece async for piece in reader.read("weight", Kind.PARAM, 0, 3)])
     return list(array.array("f", data))
 
 
 async def main(directory: Path) -> None:
-    """Trains two steps more than the directory has."""
+    """Commit two more steps than the store in `directory` has, and print them."""
     config = EngineConfig(state_dir=directory, host_budget_bytes=64 * MIB, nvme_budget_bytes=256 * MIB)
     engine = await Engine.open(config)
     try:

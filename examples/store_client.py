@@ -1,8 +1,8 @@
-"""An embedding table that is learned in one place and searched in another, through a store daemon.
+"""An embedding table that one program writes to a store daemon while another one searches it.
 
-A writer moves vectors towards each other, and publishes the table now and then as a new step. A searcher is woken by
-each commit, holds the step, and finds nearest neighbours in it while the writer goes on. Run it with the address of a
-daemon, or with a directory in which it starts one of its own.
+The writer moves vectors towards each other, and commits the table several times as a new step. The searcher watches for
+commits, opens a reader that holds the newest step, and finds nearest neighbours in it while the writer goes on. Run it
+with the address of a daemon, or with a directory in which it starts a daemon.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from trainer_client import StoreClient, StoreWriter, TensorSpec
 JOB = "embeddings"
 ITEMS, WIDTH = 2000, 32
 TOPICS = 8
-ASKED = 200  # items whose neighbours are looked for
+ASKED = 200  # the number of items whose neighbours are searched
 STEPS = 5
 TENSORS = {
     "vectors": TensorSpec(shape=(ITEMS, WIDTH), dtype=torch.float32),
-    "seen": TensorSpec(shape=(1,), dtype=torch.float32),  # how many pairs the vectors have learned from
+    # The number of pairs from which the vectors have learned.
+    "seen": TensorSpec(shape=(1,), dtype=torch.float32),
 }
 
 
 def learn(vectors: torch.Tensor, generator: torch.Generator, pairs: int = 4000) -> None:
-    """Pulls together items that were seen together: those of one topic, which is an item's number modulo TOPICS."""
+    """Move random pairs of items of the same topic towards each other, in place.
+
+    `vectors` are [ITEMS, WIDTH] in fp32. An item's topic is its number modulo TOPICS.
+    """
     first = torch.randint(ITEMS, (pairs,), generator=generator)
     other = torch.randint(ITEMS // TOPICS, (pairs,), generator=generator) * TOPICS + first % TOPICS
     pull = 0.3 * (vectors[other] - vectors[first])
@@ -40,7 +44,7 @@ def learn(vectors: torch.Tensor, generator: torch.Generator, pairs: int = 4000) 
 
 
 async def write(job: StoreWriter) -> None:
-    """Publishes STEPS tables, from where the job is on."""
+    """Learn and commit STEPS tables, as the steps after the job's last one."""
     generator = torch.Generator().manual_seed(0 if job.step is None else job.step + 1)
     vectors = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH, generator=generator))
     seen = torch.zeros(1)
@@ -53,7 +57,7 @@ async def write(job: StoreWriter) -> None:
 
 
 async def search(store: StoreClient, last: int) -> None:
-    """Looks for neighbours in each step that it gets to see, up to `last`."""
+    """Search neighbours in each step that the watch reports, up to step `last`."""
     async for commit in store.watch(JOB):
         async with await store.read(JOB) as reader:
             await reader.prefetch(TENSORS)
@@ -67,7 +71,7 @@ async def search(store: StoreClient, last: int) -> None:
 
 
 async def run(address: str) -> None:
-    """Writes and searches at once."""
+    """Write and search at the same time."""
     async with await StoreClient.connect(address) as store:
         way = "shared memory" if store.maps_memory else "streams"
         print(f"connected to {address}, bytes go through {way}")
@@ -83,7 +87,7 @@ async def run(address: str) -> None:
 
 @contextmanager
 def daemon(state_dir: Path) -> Iterator[str]:
-    """A daemon of our own, which ends when its standard input does; its address."""
+    """Start a daemon with its files in `state_dir`, and yield its address; it ends when its standard input does."""
     command = [sys.executable, "-m", "paramserver", "serve", "--exit-with-stdin", "--state-dir", str(state_dir)]
     process = subprocess.Popen(
         [*command, "--host-budget", "64MiB", "--nvme-budget", "256MiB"],
@@ -97,6 +101,7 @@ def daemon(state_dir: Path) -> Iterator[str]:
 
 
 def main() -> None:
+    """Run the example with a daemon at the given address, or with its own daemon in the given directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("where", help="unix:/path/paramserver.sock, host:port, or a directory for a daemon of its own")
     where = parser.parse_args().where

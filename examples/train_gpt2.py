@@ -1,11 +1,11 @@
 """Trains a small byte-level GPT-2 on the source files of Python's standard library, with its state in the store.
 
-An ordinary training script: only `trainer_client.initialize` and the config know of the store. Start it once, or again
-after a crash; it goes on from the last committed step:
+This is an ordinary training script; only `trainer_client.initialize` and the config refer to the store. Start it again
+after a crash, and it resumes from the last committed step:
 
     torchrun --standalone --nproc-per-node=2 examples/train_gpt2.py --steps 200
 
-Without an address (in the config, or $PARAMSERVER_ADDRESS) it starts a store daemon of its own.
+Without an address (in the config, or $PARAMSERVER_ADDRESS) it starts its own store daemon.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import trainer_client
 from trainer_client import Engine
 
-VOCABULARY = 256  # a token is a byte
+VOCABULARY = 256  # Each token is a byte.
 CONTEXT = 128
 SEED = 1
 WARM_UP_STEPS = 20
 CORPUS_BYTES = 16 << 20
-# How often rank 0 records a digest of all weights.
+# Rank 0 records a digest of all weights every DIGEST_EVERY steps.
 DIGEST_EVERY = 10
 PROMPT = b"def "
 GENERATED_BYTES = 120
 
 
 class Corpus:
-    """Windows of CONTEXT bytes in an order that depends on nothing but the position in it.
+    """Windows of CONTEXT bytes in a fixed random order, so that the cursor alone determines the next batch.
 
-    The same text on every rank and at every start: the installed standard library, read in sorted order.
+    The text is the installed standard library, read in sorted order. So it is the same on every rank and at each start.
     """
 
     def __init__(self) -> None:
@@ -59,18 +59,24 @@ class Corpus:
         random.Random(SEED).shuffle(self._order)
 
     def batch(self, cursor: int, size: int) -> torch.Tensor:
-        """The windows [size, CONTEXT], int64, at `cursor` of the endless repetition of the corpus."""
+        """Return `size` windows from number `cursor` on, [size, CONTEXT] in int64; the corpus repeats without end."""
         windows = [self._order[(cursor + i) % len(self._order)] for i in range(size)]
         return torch.stack([self._bytes[w * CONTEXT : (w + 1) * CONTEXT] for w in windows]).long()
 
     def byte_entropy(self) -> float:
-        """In nats: the loss of a model that knows how frequent each byte is, and nothing about its neighbours."""
+        """Return the entropy of the byte frequencies in nats.
+
+        This is the loss of a model that knows how frequent each byte is and nothing about its neighbours.
+        """
         share = torch.bincount(self._bytes.long(), minlength=VOCABULARY) / len(self._bytes)
         return float(torch.special.entr(share).sum())
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config, in fp32 where the processor has no instructions for bf16: it would take a hundred times as long."""
+    """Return the config, with fp32 in place of bf16 on a processor without bf16 instructions.
+
+    There, bf16 would take a hundred times as long.
+    """
     config: dict[str, Any] = json.loads(path.read_text())
     if not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX2":
         config["bf16"] = {"enabled": False}
@@ -78,7 +84,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def build_model() -> GPT2LMHeadModel:
-    """About 10 million parameters. Dropout is on, so a resume is exact only if the random states are restored."""
+    """Return a GPT-2 of about 10 million parameters.
+
+    Dropout is on, so a resume is exact only if the random states are restored.
+    """
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=CONTEXT,
@@ -96,7 +105,7 @@ def build_model() -> GPT2LMHeadModel:
 
 
 def schedule(total_steps: int) -> Callable[[Optimizer], LambdaLR]:
-    """Linear warm-up, then half a cosine down to a tenth."""
+    """Return a factory of a learning-rate schedule: a linear warm-up, then half a cosine down to a tenth."""
 
     def factor(step: int) -> float:
         if step < WARM_UP_STEPS:
@@ -108,7 +117,7 @@ def schedule(total_steps: int) -> Callable[[Optimizer], LambdaLR]:
 
 
 class Journal:
-    """What this rank did, one JSON object a line, on disk at once: it outlives a kill of the process."""
+    """A file with what this rank did, one JSON object a line. Each line is written at once, so it survives a kill."""
 
     def __init__(self, directory: Path | None, rank: int) -> None:
         self._file = None
@@ -122,7 +131,7 @@ class Journal:
 
 
 def train(engine: Engine, corpus: Corpus, journal: Journal, steps: int) -> None:
-    """Trains up to step `steps` of the job."""
+    """Train up to step `steps` of the job."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     micro = engine.train_micro_batch_size_per_gpu()
     engine.train()
@@ -140,7 +149,7 @@ def train(engine: Engine, corpus: Corpus, journal: Journal, steps: int) -> None:
             at=time.time(),
         )
         engine.backward(loss)
-        # Committed with the step: a resumed run reads on where this step stopped.
+        # The cursor is committed with the step, so a resumed run continues with the data after this step.
         engine.client_state["cursor"] = cursor + micro * world_size
         engine.step()
         if rank == 0 and engine.global_steps % 10 == 0:
@@ -150,13 +159,14 @@ def train(engine: Engine, corpus: Corpus, journal: Journal, steps: int) -> None:
 
 
 def record_weights(engine: Engine, journal: Journal) -> None:
-    """Records a digest of the whole model's fp32 weights. A collective."""
+    """Record a digest of the whole model's fp32 weights. Every rank must call this, because it is a collective."""
     weights = engine.full_state_dict(rank0_only=True)
     if weights:
         journal.write("weights", step=engine.global_steps, sha256=digest(weights))
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the names and bytes of all weights."""
     sha = hashlib.sha256()
     for name, tensor in weights.items():
         sha.update(name.encode())
@@ -165,11 +175,14 @@ def digest(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def generate(engine: Engine, model: GPT2LMHeadModel) -> str:
-    """Text that follows PROMPT. A collective: the ranks draw the same numbers and run the same forwards."""
+    """Return text that the model writes after PROMPT.
+
+    Every rank must call this, because the forwards are collectives. All ranks draw the same random numbers.
+    """
     engine.eval()
     torch.manual_seed(SEED)
     prompt = torch.tensor([list(PROMPT)], device=engine.device)
-    tokens = model.generate(  # type: ignore[misc]  # its annotation of self excludes the models it is made for
+    tokens = model.generate(  # type: ignore[misc]  # transformers' annotation of `self` excludes its own models
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=GENERATED_BYTES,
@@ -181,6 +194,7 @@ def generate(engine: Engine, model: GPT2LMHeadModel) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="train up to this step of the job (default: 200)")
     parser.add_argument(
@@ -194,6 +208,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Build the model and its engine, train, and write a text."""
     arguments = parse_arguments()
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun: torchrun --standalone --nproc-per-node=2 examples/train_gpt2.py")
@@ -207,7 +222,7 @@ def main() -> None:
     with engine:
         journal = Journal(arguments.journal, dist.get_rank())
         if engine.resumed_step == 0:
-            torch.manual_seed(SEED + dist.get_rank())  # dropout differs between ranks
+            torch.manual_seed(SEED + dist.get_rank())  # Each rank has other dropout masks.
         journal.write(
             "start",
             pid=os.getpid(),

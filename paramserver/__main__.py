@@ -1,4 +1,4 @@
-"""The entry of both commands, and of the daemon that a trainer starts, which is this file run by its path.
+"""The entry point of both commands, and of a daemon that a trainer starts by running this file.
 
 Must import nothing of the project before `use_own_packages` has run. The names `paramserver` and `storage` are common:
 a `storage.py` in the working directory (`python -m` looks there first) or in a directory of PYTHONPATH would be
@@ -20,7 +20,7 @@ _PACKAGES = ("paramserver", "storage")
 
 
 class _OwnPackages(MetaPathFinder):
-    """Finds the project's packages beside this one, and leaves all other names to the path."""
+    """The first import finder: finds the project's packages beside this one, and leaves other names to `sys.path`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -29,14 +29,14 @@ class _OwnPackages(MetaPathFinder):
 
 
 def use_own_packages() -> None:
-    """Have the project's packages imported from the directory of this one from now on.
+    """Import the project's packages from the directory that holds this package, from now on.
 
     Raises:
-        SystemExit: a foreign module has one of the names already, as where sitecustomize.py has imported it.
+        SystemExit: a foreign module is imported already under one of their names, for example by sitecustomize.py.
     """
     for name in _PACKAGES:
         if (module := sys.modules.get(name)) is not None:
-            # A directory without an __init__.py has no file.
+            # The module of a directory without an __init__.py has no __file__, only a __path__.
             place = Path(module.__file__ or next(iter(module.__path__)))
             if place not in (_ROOT / name / "__init__.py", _ROOT / name):
                 sys.exit(
@@ -49,21 +49,23 @@ def use_own_packages() -> None:
 def open_standard_streams() -> None:
     """Open /dev/null in place of each standard stream that the parent process has closed.
 
-    Without this, the event loop's or a data file's descriptor would be 0, 1 or 2, to which libraries write their
-    messages; libuv aborts when it closes such a one.
+    Without this, the event loop or a data file would get descriptor 0, 1 or 2. Libraries write their messages to these,
+    and libuv aborts when it closes one of them.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            # The kernel gives the lowest free number, which is this one.
+            # `open` returns the lowest free descriptor, which is `number`.
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def leave_deleted_directory() -> None:
-    """Make / the working directory if the present one was deleted: in such a one, MKL ends the process when torch loads
-    it."""
+    """Change to / if the working directory was deleted.
+
+    MKL ends a process in a deleted working directory when torch loads it.
+    """
     try:
         Path.cwd()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The `paramserver` command: runs a store daemon, and makes what its clients need to be let in."""
+"""The `paramserver` command: runs a store daemon, and makes the certificates and tokens of its clients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def serve(
     nvme_budget: Annotated[str | None, typer.Option(help="Most bytes on the nvme tier. [64GiB]")] = None,
     nvme_dir: Annotated[
         list[Path] | None,
-        typer.Option(help="Directory of a data file, best one on each device; may be given often. [STATE_DIR]"),
+        typer.Option(help="Directory of a data file, best one on each device; may be repeated. [STATE_DIR]"),
     ] = None,
     socket: Annotated[Path | None, typer.Option(help="UNIX socket. [STATE_DIR/paramserver.sock]")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT for TCP besides the UNIX socket. [none]")] = None,
@@ -96,14 +96,13 @@ def serve(
     except ConfigError as error:
         typer.echo(f"paramserver: {error}", err=True)
         raise typer.Exit(2) from None
-    # torch and grpc take a second to import: not for --help or a bad configuration.
-    import uvloop  # noqa: PLC0415
+    import uvloop
 
-    from paramserver.contract.malloc_settings import keep_chunk_buffers  # noqa: PLC0415
-    from paramserver.process.logs import configure_logging  # noqa: PLC0415
-    from paramserver.server import serve as serve_until_stopped  # noqa: PLC0415
-    from storage.errors import StorageError  # noqa: PLC0415
-    from storage.tune_interpreter import tune_interpreter  # noqa: PLC0415
+    from paramserver.contract.malloc_settings import keep_chunk_buffers
+    from paramserver.process.logs import configure_logging
+    from paramserver.server import serve as serve_until_stopped
+    from storage.errors import StorageError
+    from storage.tune_interpreter import tune_interpreter
 
     tune_interpreter()
     keep_chunk_buffers()
@@ -125,13 +124,13 @@ def adopt(
 ) -> None:
     """Give the data directories of a store to a copy of its state directory.
 
-    A copy (a backup that was brought back, a directory that was moved to another file system) names the data files of
-    its original, and is refused by `serve`, because two stores must never write into one data file. After this the
-    original is refused instead. Bytes that the original wrote after the copy was made are lost or damaged; damage is
-    detected when it is read.
+    A copy (a restored backup, or a directory that was moved to another file system) names the data files of its
+    original. `serve` refuses it, because two stores must never write into one data file. After this command `serve`
+    refuses the original instead. Bytes that the original wrote after the copy was made are lost or damaged; damage is
+    detected when the bytes are read.
     """
-    from storage.directories import adopt as adopt_directories  # noqa: PLC0415
-    from storage.errors import StorageError  # noqa: PLC0415
+    from storage.directories import adopt as adopt_directories
+    from storage.errors import StorageError
 
     try:
         asyncio.run(adopt_directories(state_dir, nvme_dir))
@@ -142,5 +141,5 @@ def adopt(
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     app()

@@ -16,12 +16,12 @@ from paramserver.contract.sockets import check_path
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import QuotasSection
 
-# Half of the budget holds the first small chunks of some hundred transfers, and the other half whole chunks.
+# One half of this budget holds the first small chunks of some hundred transfers, and the other half holds whole chunks.
 _MIN_TRANSFER_BUDGET_BYTES = 4 << 20
 
 
 class DaemonConfig(BaseModel):
-    """One store daemon. Sizes are bytes or strings like "256MiB"."""
+    """The configuration of one store daemon. Sizes are bytes or strings like "256MiB"."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -93,7 +93,8 @@ class DaemonConfig(BaseModel):
         le=600.0,
         description="how long a session outlives its broken stream",
     )
-    # Each takes 16 bytes of the arena's header: within the least host_budget, that is a small part.
+    # Each session takes 16 bytes of the arena's header. The upper limit keeps the header a small part of the smallest
+    # host_budget.
     max_sessions: int = Field(default=4096, ge=1, le=16_384, description="most sessions at once")
     reserved_sessions: int | None = Field(
         default=None, ge=0, description="sessions kept free for operators, and as many for clients of this node"
@@ -164,35 +165,35 @@ class DaemonConfig(BaseModel):
 
     @property
     def sessions_reserved(self) -> int:
-        """Sessions that are kept free for operators, and as many again for clients of this node."""
+        """The number of sessions kept free for operators; as many again are kept free for clients of this node."""
         return self.max_sessions // 64 if self.reserved_sessions is None else self.reserved_sessions
 
     @property
     def sessions_per_identity(self) -> int:
-        """Most sessions of one token or certificate."""
+        """The maximum number of sessions of one token of role job, or of one certificate where there are no tokens."""
         return self.max_sessions_per_identity or max(1, self.max_sessions // 4)
 
     @property
     def sessions_per_address(self) -> int:
-        """Most sessions from one address of another machine."""
+        """The maximum number of sessions from one address of another machine."""
         return self.max_sessions_per_address or max(1, self.max_sessions // 2)
 
     @property
     def socket_path(self) -> Path:
-        """Where the gRPC server listens."""
+        """The absolute path of the UNIX socket on which the gRPC server listens."""
         return (self.socket or self.state_dir / "paramserver.sock").absolute()
 
     @property
     def arena_socket_path(self) -> Path:
-        """Where clients of this node get the arena's file descriptor."""
+        """The path of the UNIX socket from which clients of this node get the arena's file descriptor."""
         return self.socket_path.with_name(self.socket_path.name + ".arena")
 
 
 def load_config(path: Path | None, flags: Mapping[str, Any]) -> DaemonConfig:
-    """Reads the file, if any; flags that are not None override its keys.
+    """Return the configuration of the file at `path`, if any, in which `flags` that are not None override keys.
 
     Raises:
-        ConfigError: naming the key, its value and what is allowed.
+        ConfigError: the message names the key, its value and what is allowed.
     """
     values: dict[str, Any] = {}
     if path is not None:

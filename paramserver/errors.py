@@ -1,4 +1,4 @@
-"""What can go wrong in the daemon itself, beside what storage/errors.py names; rpc/status.py has the status of each."""
+"""The errors of the daemon itself, beside those of storage/errors.py; rpc/status.py maps both to gRPC status codes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from storage.errors import StorageError
 
 
 class UnavailableError(StorageError):
-    """The daemon does not serve this now, and another attempt, perhaps with the next daemon, may be served."""
+    """The daemon cannot serve this request now; the same request may succeed later, or after a restart."""
 
 
 class LateError(StorageError):
-    """The time that the client allows the call is about to be over; the message says what the call waits for."""
+    """The deadline of the call is about to pass; the message says what the call waits for."""
 
 
 class StartError(StorageError):
@@ -22,4 +22,4 @@ class ConfigError(Exception):
 
 
 class TransferStalledError(StorageError):
-    """A client neither takes nor gives the bytes that it asked to move."""
+    """A client opened a transfer, and neither takes the bytes that it asked for nor sends those that it announced."""

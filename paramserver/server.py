@@ -1,4 +1,4 @@
-"""The daemon's life: opens the engine, serves until it is told to stop, closes everything in order."""
+"""The daemon's life: opens the engine, serves until a signal or the end of standard input, closes all in order."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ from storage.engine import Engine
 
 log = logging.getLogger(__name__)
 
-# Control messages only; a layout of some ten thousand parameters is the largest of them. Tensor bytes go in chunks.
+# This limits control messages; the largest of them describes a layout of some ten thousand parameters. Tensor bytes are
+# sent in chunks.
 MAX_MESSAGE_BYTES = 16 << 20
-# A client's machine or network may go without a word. Its session ends with its heartbeats, long before this; then the
-# connection goes, too. The last one is how often clients may ask for a sign of life.
+# A client's machine or network may fail silently. Its session ends when its heartbeats stop, long before these pings
+# fail; the pings then close its connection, too. The last option is the shortest interval at which a client may ping.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -60,8 +61,8 @@ KEEPALIVE = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 2_500),
 )
-# Calls that one connection may have under way; gRPC's clients keep further ones back until there is room. The limit is
-# far above what trainers and readers use, and bounds what one connection can make the daemon keep.
+# The maximum number of calls under way on one connection; gRPC's clients hold further calls back. The limit is far
+# above what trainers and readers use, and bounds the memory that one connection can make the daemon hold.
 MAX_CALLS_OF_A_CONNECTION = 1024
 STOP_GRACE_SECONDS = 5.0
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"]
@@ -71,11 +72,11 @@ REFLECTION_SERVICE = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflectio
 
 
 async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
-    """Runs a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
+    """Run a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
 
     Raises:
         ConfigError: a certificate, the token file, the NUMA node or the standard input cannot be used.
-        StorageError: the state directory, its files, the budgets or the limit of open files do not allow to start.
+        StorageError: the daemon cannot start with this state directory, these budgets or this limit of open files.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -91,10 +92,10 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             ) from error
 
     raise_limit()
-    # Before anything is made: what is wrong with them is wrong with the configuration.
+    # Certificates and tokens are read before any file is made, because their errors are errors of the configuration.
     credentials = _credentials(config)
     tokens = TokenFile(config.token_file) if config.token_file is not None else None
-    # Sockets and files are this user's alone.
+    # Sockets and files get a mode that admits this user only.
     os.umask(0o077)
     if config.numa_node is not None:
         numa.stay_on(config.numa_node)
@@ -210,14 +211,14 @@ async def _serve(
 
 
 def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
-    """gRPC's options for a listener's connections. It counts those of each listener apart."""
+    """Return gRPC's options for connections. gRPC applies the limit of connections to each listener separately."""
     idle_millis = int(config.connection_idle_seconds * 1000)
     listeners = 1 if config.listen is None else 2
     return [
         ("grpc.max_allowed_incoming_connections", connections_of_a_listener(listeners, config.max_sessions)),
-        # Until the client has finished TLS and said its first words of HTTP/2.
+        # The time for the TLS handshake and the first HTTP/2 frame of a client.
         ("grpc.server_handshake_timeout_ms", idle_millis),
-        # Afterwards, while it has no call under way. A session's stream is a call.
+        # The time for which a connection may have no call under way after that. A session's stream is such a call.
         ("grpc.max_connection_idle_ms", idle_millis),
         ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
     ]
@@ -232,9 +233,9 @@ def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
 
 
 def _tell_who_is_trusted(config: DaemonConfig) -> None:
-    """What an operator may not have meant."""
+    """Log a warning where the configuration trusts more clients, or the network more, than an operator may expect."""
     if config.token_file is None:
-        who = "whoever has a certificate" if config.tls_certificate else "whoever can reach it"
+        who = "every client with a certificate" if config.tls_certificate else "every client that can reach the daemon"
         log.warning("%s may do everything at %s: there is no token_file", who, config.listen)
     elif config.tls_certificate is None and not is_loopback(config.listen or ""):
         log.warning("tokens cross the network in the clear to %s: there is no tls_certificate", config.listen)
@@ -271,7 +272,7 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
 
 
 def longest_wait_seconds(config: DaemonConfig) -> float:
-    """Return how long the daemon may make one call wait: for the quota of its job, then for room, then for a device."""
+    """Return how long one call may wait in the daemon: for its job's quota, then for room, then for a device."""
     return 2 * config.admission_timeout_seconds + config.device_timeout_seconds
 
 

@@ -1,4 +1,4 @@
-"""What every test gets: the daemon's kind of event loop, and a report when something blocks that loop."""
+"""The set-up of every test: the daemon's kind of event loop, and a report of the tests that blocked it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from paramserver.process.loop_watch import LoopWatch
 
 T = TypeVar("T")
 
-# A loop that is held for longer is reported at the end of the run: who looks at it decides. The tests compute their
-# references on it, and a virtual machine may be kept from its processors, disk and memory without seeing by whom: on a
-# busy host, starting a thread took 0.9 s, and a tensor of random numbers 1.9 s.
+# A loop that is blocked for longer is reported at the end of the run, for people to judge. It is no failure, because
+# tests compute their references on the loop, and because the host may withhold CPU, disk and memory from a virtual
+# machine: on a busy host, starting a thread took 0.9 s, and making a tensor of random numbers 1.9 s.
 REPORTED_SECONDS = 0.5
-# A loop that is held for so long hangs, as does a test that takes longer than pytest's timeout.
+# A loop that is blocked for longer hangs, so its test fails.
 FAILED_SECONDS = 20.0
 
-BLOCKED = "blocked"  # of what a test's report says
-_reports: list[str] = []  # of the phase of a test that runs
+# The key of the user property under which a blocked loop is attached to a test's report.
+BLOCKED = "blocked"
+# Reports of blocked loops in the running phase of a test (set-up, call or tear-down).
+_reports: list[str] = []
 
 
 class WatchedLoop(uvloop.Loop):
-    """A uvloop that reports what blocked it, and fails the test or fixture that blocked it for very long; what the test
-    itself raised goes first."""
+    """A uvloop that reports what blocked it, and fails a test or fixture that blocked it for `failed_seconds`.
+
+    If the test itself raised, that exception is raised instead.
+    """
 
     def __init__(self, reports: list[str] = _reports, failed_seconds: float = FAILED_SECONDS) -> None:
         super().__init__()
-        self.watch: LoopWatch | None = None  # the one of the last run
+        self.watch: LoopWatch | None = None  # The watch of the last `run_until_complete`.
         self._reports, self._failed_seconds = reports, failed_seconds
 
     def run_until_complete(self, future: Generator[object, None, T] | Awaitable[T] | Future[T]) -> T:
-        """Runs `future` under a watchdog; raises pytest's failure when a callback held the loop for too long."""
+        """Run `future` under a watch; raise pytest's failure if a callback blocked the loop for too long."""
         stacks: list[str] = []
 
         def note(stack: str) -> None:
-            # A loop that waits in its own poll was kept from the processor, and by nobody's call.
+            # If the loop waits in its own poll, no call blocks it; the machine did not give it the CPU.
             if not stack.splitlines()[-2].endswith("in run_until_complete"):
                 stacks.append(stack)
 
@@ -58,14 +62,14 @@ class WatchedLoop(uvloop.Loop):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Passes the reports on with those of the test, which may run in another process than the one that prints."""
+    """Attach the reports to the test's report, because the test may run in another process than the one that prints."""
     item.user_properties.extend((BLOCKED, report) for report in _reports)
     _reports.clear()
     return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says which tests held their event loop."""
+    """Print which tests blocked their event loop."""
     ended = [
         report
         for reports in terminalreporter.stats.values()
@@ -80,7 +84,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of this suite."""
+    """Add this suite's options."""
     parser.addoption(
         "--whole-matrix",
         action="store_true",
@@ -89,5 +93,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], uvloop.Loop]]:
-    """Async tests run on what the daemon runs on."""
+    """Run async tests on uvloop, as the daemon does."""
     return {"uvloop": WatchedLoop}

@@ -2,9 +2,9 @@
 
 `python3 -m tests.pythons TARGET... [--newest] [--with PYTHON...]`
 
-Finds the supported Pythons of this machine (pyproject.toml's classifiers say which those are) on the PATH and below
-pyenv's directory. Each has an environment of its own in build/pythons/VERSION, which is kept. Needs the standard
-library only, because it runs before any environment exists.
+Finds the Pythons of this machine on the PATH and below pyenv's directory; the classifiers of pyproject.toml name the
+supported versions. Each interpreter has its own environment in build/pythons/VERSION, which is kept. Must need nothing
+but the standard library, because it runs before any environment exists.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Prints the version, or nothing for an interpreter of an environment, which stands for another one, and for an
-# unfinished release. Fails where the modules are missing that make environments: Debian has them in other packages.
+# A program that prints the version of its interpreter. It prints an empty line for the interpreter of a virtual
+# environment, which is a link to another one, and for a pre-release. It fails if the interpreter cannot make
+# environments; Debian has the modules for that in extra packages.
 PROBE = """
 import sys, ensurepip, venv
 original = sys.prefix == sys.base_prefix and sys.version_info.releaselevel == "final"
@@ -34,7 +35,7 @@ PROBE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Python:
-    """An interpreter; `version` are its three numbers."""
+    """An interpreter; `version` is (major, minor, micro)."""
 
     version: tuple[int, int, int]
     executable: str
@@ -46,24 +47,24 @@ class Python:
 
 
 def supported(pyproject: Path = ROOT / "pyproject.toml") -> set[tuple[int, int]]:
-    """Return the versions (major, minor) that the classifiers name."""
+    """Return the versions (major, minor) that pyproject.toml's classifiers name."""
     classifiers: list[str] = tomllib.loads(pyproject.read_text())["project"]["classifiers"]
     found = (re.fullmatch(r"Programming Language :: Python :: (\d+)\.(\d+)", line) for line in classifiers)
     return {(int(match[1]), int(match[2])) for match in found if match}
 
 
 def candidates() -> Iterator[str]:
-    """Yield the executables that may be interpreters, without looking at them. The PATH goes first."""
+    """Yield the paths of executables that are named like interpreters; those on the PATH come first."""
     names = ["python3", *(f"python{major}.{minor}" for major, minor in sorted(supported()))]
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
-    # A shim of pyenv starts only those of its interpreters that are switched on.
+    # pyenv's shims are skipped, because a shim starts only interpreters that pyenv has switched on.
     directories = [Path(entry) for entry in os.get_exec_path() if Path(entry) != pyenv / "shims"]
     for directory in [*directories, *sorted(pyenv.glob("versions/*/bin"))]:
         yield from (str(directory / name) for name in names if os.access(directory / name, os.X_OK))
 
 
 def probed(executable: str) -> Python | None:
-    """Ask an executable for its version. Returns None, and says why, if it cannot make environments."""
+    """Ask an executable for its version. Return None if it cannot be used; print the reason if it fails."""
     try:
         done = subprocess.run(
             [executable, "-I", "-c", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
@@ -79,7 +80,7 @@ def probed(executable: str) -> Python | None:
 
 
 def find(executables: Iterable[str]) -> list[Python]:
-    """Return the supported interpreters among executables, oldest first; of each version the one that comes first."""
+    """Return the supported interpreters among executables, oldest first; for each version, the first that was named."""
     versions = supported()
     found: dict[tuple[int, int, int], Python] = {}
     for executable in dict.fromkeys(executables):
@@ -90,8 +91,8 @@ def find(executables: Iterable[str]) -> list[Python]:
 
 
 def make(targets: list[str], python: Python) -> int:
-    """Run make with an interpreter, in an environment of its own; its exit status."""
-    # Variables of the calling make come with the environment. Its flags are left out, because they name a job server
+    """Run make with an interpreter, in that interpreter's environment, and return make's exit status."""
+    # The environment holds the variables of the calling make. Its flags are left out, because they name a job server
     # to which this process has no open descriptor.
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     command = ["make", *targets, f"VENV=build/pythons/{python.name}", f"PYTHON={python.executable}"]
@@ -99,13 +100,11 @@ def make(targets: list[str], python: Python) -> int:
 
 
 def main() -> None:
-    """Runs the targets with each interpreter, and ends with status 1 if one of them failed."""
+    """Run the targets with each interpreter, and exit with status 1 if one of them failed."""
     parser = argparse.ArgumentParser(prog="python3 -m tests.pythons", description=__doc__)
-    parser.add_argument("targets", nargs="+", metavar="TARGET", help="of the Makefile")
+    parser.add_argument("targets", nargs="+", metavar="TARGET", help="target of the Makefile")
     parser.add_argument("--newest", action="store_true", help="with the newest interpreter only")
-    parser.add_argument(
-        "--with", dest="pythons", nargs="*", metavar="PYTHON", help="with these, not with all there are"
-    )
+    parser.add_argument("--with", dest="pythons", nargs="*", metavar="PYTHON", help="with these interpreters only")
     args = parser.parse_args()
     named = [shutil.which(name) or name for name in args.pythons or ()]
     pythons = find(named or candidates())

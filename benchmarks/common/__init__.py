@@ -1,1 +1,1 @@
-"""What all benchmarks share: timed runs, the machine's description, and the pages of results."""
+"""The parts that all benchmarks share: timed runs, the description of the machine, and the pages of results."""

@@ -1,4 +1,4 @@
-"""Says what a result was measured on: hardware, kernel, file system and software. Never names the host or a path."""
+"""The machine of a result: hardware, kernel, file system and software. Must never name the host or a path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """The machine as seen from `directory`: CPU, memory (bytes), kernel, file system type and device."""
+    """Return the machine's CPU, memory (bytes) and kernel, and the file system type and device of `directory`."""
     device = _mount_of(directory)
     return {
         "cpu": _field(Path("/proc/cpuinfo"), "model name") or platform.machine(),
@@ -27,7 +27,7 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """When, and of what: date (UTC), git commit (null outside a checkout), versions."""
+    """Return the date (UTC), the git commit (None outside a checkout), and the versions of Python and torch."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git_commit": _git_commit(),
@@ -37,7 +37,7 @@ def provenance() -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM, shared memory included."""
+    """Return the bytes of this process's memory that are in RAM, shared memory included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -48,7 +48,7 @@ def _git_commit() -> str | None:
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
-        # What a benchmark itself writes does not make the code another one.
+        # RESULTS.md is left out, because a benchmark's own output is no change of the code.
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/RESULTS.md")
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -56,7 +56,7 @@ def _git_commit() -> str | None:
 
 
 def _mount_of(directory: Path) -> tuple[str, str]:
-    """Type of the file system that holds `directory`, and what it is on."""
+    """Return the type of the file system that holds `directory`, and its device with the device's model."""
     number = directory.stat().st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

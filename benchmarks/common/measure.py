@@ -1,7 +1,7 @@
-"""Timed runs, and contests of two that take turns, so that what the neighbours do falls on both.
+"""Timed runs, and comparisons of two sides that take turns, so that other load on the machine slows both alike.
 
-A *case* is a pair of runs that move the same bytes, fio's and ours. The first pair of each case is a warm-up. What
-counts is the median of the ratios of the pairs.
+A *case* compares fio with this project ("ours"): both sides move the same bytes in turns. The first pair of runs is a
+warm-up. The result of a case is the median of the ratios of the other pairs.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 
 GB = 1e9
 
-# Says what is being done.
+# Called with a line of text that says what is being measured.
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """Requests under way at once, the same for both sides; by default as many as the engine has."""
+    """The number of I/O threads of each side, and so of requests at once; by default those of the engine."""
 
     read: int = 4
     write: int = 2
 
 
 class BenchmarkError(Exception):
-    """The benchmark cannot be run, or what it measured is wrong."""
+    """The benchmark cannot be run, or a result is wrong, for example the bytes that were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One run: `nbytes` moved in `seconds`, at `cpu_seconds` of all threads."""
+    """One run, which moved `nbytes` in `seconds` and used `cpu_seconds` of CPU time in all threads."""
 
     nbytes: int
     seconds: float
@@ -40,14 +40,16 @@ class Sample:
 
     @property
     def rate(self) -> float:
-        """GB/s."""
+        """The speed in GB/s."""
         return self.nbytes / GB / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is measured: each callable does one run; ours is given the round's number, from 0. `fio` is None where there
-    is no fio."""
+    """One comparison. Each callable does one run; `ours` gets the number of the round, from 0.
+
+    `fio` is None if fio is not installed.
+    """
 
     name: str
     fio: Callable[[], Sample] | None
@@ -56,7 +58,7 @@ class Case:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Wall clock and CPU time of this process, between entry and exit."""
+    """A context that measures wall-clock time and the CPU time of this process."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -71,14 +73,15 @@ class Stopwatch:
         self.cpu_seconds += time.process_time()
 
     def sample(self, nbytes: int) -> Sample:
-        """The run as one that moved `nbytes`."""
+        """Return the measured block as a sample that moved `nbytes`."""
         return Sample(nbytes=nbytes, seconds=self.seconds, cpu_seconds=self.cpu_seconds)
 
 
 async def compete(cases: Sequence[Case], rounds: int, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Runs the cases in order, `rounds` times after a warm-up; a report by case (see `report`).
+    """Run the cases in order, `rounds` times after a warm-up, and return the `report` of each case by its name.
 
-    Who goes first changes from round to round: a device may still be busy with what was written just before.
+    The side that goes first changes from round to round, because a device may still be busy with the writes of the side
+    before.
     """
     theirs: dict[str, list[Sample]] = {case.name: [] for case in cases}
     ours: dict[str, list[Sample]] = {case.name: [] for case in cases}
@@ -95,7 +98,7 @@ async def compete(cases: Sequence[Case], rounds: int, progress: Progress) -> dic
 
 
 def report(theirs: Sequence[Sample], ours: Sequence[Sample]) -> dict[str, Any]:
-    """Both sides with all samples, and how fast ours is in units of fio's speed. No samples of fio's: null."""
+    """Return the `summary` of both sides, and the ratios ours / fio with their median; None without samples of fio."""
     ratios = [own.rate / other.rate for own, other in zip(ours, theirs, strict=True)] if theirs else []
     return {
         "fio": summary(theirs) if theirs else None,
@@ -106,7 +109,7 @@ def report(theirs: Sequence[Sample], ours: Sequence[Sample]) -> dict[str, Any]:
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """All samples of one side with their medians."""
+    """Return all samples of one side, and their medians."""
     return {
         "bytes": [sample.nbytes for sample in samples],
         "seconds": [round(sample.seconds, 6) for sample in samples],

@@ -1,4 +1,4 @@
-"""What a process and its children cost: memory, CPU time, and bytes to and from the disks. Only looks."""
+"""Measurements of the memory, CPU time and disk traffic of a process and its children. Must never change them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SAMPLE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Proportional memory (PSS), bytes: what is shared counts once, split between those that map it.
+    """Proportional memory (PSS) in bytes: a shared page is divided between the processes that map it.
 
     Attributes:
-        main: of the process itself: the trainer.
-        children: of all below it: its store daemon.
+        main: the memory of the process itself, the trainer.
+        children: the memory of all its descendants, the store daemon.
     """
 
     main: int
@@ -31,7 +31,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What a process and its children have used since they started; the difference of two is that of a time."""
+    """The resources that a process and its children have used since they started."""
 
     main_cpu_seconds: float
     children_cpu_seconds: float
@@ -39,7 +39,7 @@ class Use:
     bytes_written: int
 
     def since(self, before: Use) -> Use:
-        """What was used after `before` was read."""
+        """Return what was used after `before` was read."""
         return Use(
             main_cpu_seconds=self.main_cpu_seconds - before.main_cpu_seconds,
             children_cpu_seconds=self.children_cpu_seconds - before.children_cpu_seconds,
@@ -55,11 +55,11 @@ class ProcessTree:
         self._main = psutil.Process(pid)
 
     def memory(self) -> Memory:
-        """As of now. Costs some ms per GiB, in which the process cannot map memory."""
+        """Return the memory now. This takes some ms per GiB, during which the process cannot map memory."""
         return Memory(main=_pss_bytes(self._main), children=sum(map(_pss_bytes, self._children())))
 
     def use(self) -> Use:
-        """Up to now. The bytes are those that went to a disk or came from one, past the page cache or through it."""
+        """Return the use until now. The bytes are those of the disks, with and without the page cache."""
         children = self._children()
         moved = [process.io_counters() for process in (self._main, *children)]
         return Use(
@@ -74,7 +74,7 @@ class ProcessTree:
 
 
 class MemoryWatch:
-    """Samples the memory of a process tree from entry to exit, and keeps the largest total."""
+    """A context that samples the memory of a process tree, and keeps the largest total in `peak`."""
 
     def __init__(self, tree: ProcessTree) -> None:
         self._tree = tree
@@ -97,11 +97,11 @@ class MemoryWatch:
             try:
                 self.peak = larger(self.peak, self._tree.memory())
             except psutil.NoSuchProcess:
-                return  # who waits for its answer says so
+                return  # The thread that waits for the process's answer reports its end.
 
 
 def larger(one: Memory, other: Memory) -> Memory:
-    """The one with the larger total."""
+    """Return the one with the larger total."""
     return max(one, other, key=lambda memory: memory.total)
 
 

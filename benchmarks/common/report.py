@@ -1,4 +1,4 @@
-"""Keeps RESULTS.md and results/: one section and one JSON file per benchmark, replaced by each run that asks for it."""
+"""The results in RESULTS.md and results/: one section and one JSON file per benchmark, which `--results` replaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ rates themselves are of one machine on one day.
 
 
 def store(name: str, title: str, result: dict[str, Any], body: str, repeat: str, directory: Path = HERE) -> None:
-    """Writes `result` to results/`name`.json and its section of RESULTS.md; `repeat` is the command that made it."""
+    """Write `result` to results/NAME.json, and replace its section of RESULTS.md by `body` under `title`.
+
+    `repeat` is the command that makes the result anew.
+    """
     (directory / "results").mkdir(exist_ok=True)
     (directory / "results" / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -26,13 +29,13 @@ def store(name: str, title: str, result: dict[str, Any], body: str, repeat: str,
     path = directory / "RESULTS.md"
     text = path.read_text() if path.exists() else INTRODUCTION
     known = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}\n", re.DOTALL)
-    # Put in by a function: in a string, backslashes would have a meaning.
+    # The replacement is a function, because `subn` would interpret backslashes in a string.
     text, found = known.subn(lambda _: section, text)
     path.write_text(text if found else f"{text.rstrip()}\n\n{section}")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, all columns but the first to the right."""
+    """Return a Markdown table whose columns are right-aligned except the first; None is shown as "-"."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join('-' if cell is None else str(cell) for cell in line)} |" for line in lines)
 

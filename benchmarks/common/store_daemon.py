@@ -1,4 +1,4 @@
-"""A store daemon for a benchmark, in a process of its own, over TCP on the loopback."""
+"""A store daemon for a benchmark, in its own process, which listens on the loopback and on a UNIX socket."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreDaemon:
-    """One that serves."""
+    """A daemon that serves."""
 
-    address: str  # HOST:PORT
-    socket_address: str  # unix:PATH
+    address: str  # The TCP address, HOST:PORT.
+    socket_address: str  # The UNIX socket, unix:PATH.
     pid: int
 
     @property
     def private_bytes(self) -> int:
-        """Its memory that is neither the arena nor a file."""
+        """The bytes of the daemon's memory that belong neither to the arena nor to a mapped file."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
         return int(line.split()[1]) << 10
@@ -35,10 +35,12 @@ class StoreDaemon:
 
 @contextmanager
 def started(directory: Path, config: Mapping[str, Any]) -> Iterator[StoreDaemon]:
-    """Starts a daemon with its files in a directory; it is asked to end with the block.
+    """Start a daemon with its files in `directory`, and terminate it at the end of the block.
+
+    `config` is added to the daemon's configuration file.
 
     Raises:
-        StoreUnavailableError: it does not serve.
+        StoreUnavailableError: the daemon does not serve within START_SECONDS.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,5 +1,8 @@
-"""What the remote data plane is measured against: one TCP connection that moves bytes between two processes, from and
-into preallocated memory, and does nothing else. Run as a module, it is the other process: `... SIZE_BYTES`."""
+"""The yardstick for the data plane between nodes: one TCP connection that moves bytes between two processes.
+
+Both processes read from and write into preallocated memory, and do nothing else. The far process is this module:
+`python -m benchmarks.dataplane.bare_tcp SIZE_BYTES`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _GET, _PUT, _DONE = b"g", b"p", b"d"
 
 
 class BareTcp:
-    """The near end. `get` and `put` move as many bytes as the buffer has, over a connection of their own."""
+    """The benchmark's end. Each `get` and `put` opens a connection and moves as many bytes as the buffer has."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -37,7 +40,7 @@ class BareTcp:
 
 @contextmanager
 def far_end(size_bytes: int) -> Iterator[BareTcp]:
-    """Starts the other process; it ends with the block."""
+    """Start the far process, yield the near end, and kill the process at the end of the block."""
     command = [sys.executable, "-m", "benchmarks.dataplane.bare_tcp", str(size_bytes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -48,7 +51,7 @@ def far_end(size_bytes: int) -> Iterator[BareTcp]:
 
 
 def serve(size_bytes: int) -> None:
-    """Prints its port, then takes and gives until it is killed."""
+    """Print the port of this far process, then serve `get` and `put` until it is killed."""
     buffer = memoryview(mmap.mmap(-1, size_bytes))
     buffer[:] = b"\x01" * size_bytes
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,6 +1,8 @@
-"""Clients that hold streams open: many that are idle, and one that reads slowly. A process of its own, so that its work
-is not the measured client's: run as a module, `... ADDRESS SESSION_ID LEASE_ID COUNT`. It says "ready" when all are
-open, and ends with its standard input."""
+"""A process that holds many idle Reads open, and one that reads slowly; it must not share the measured client's CPU.
+
+Run it as `python -m benchmarks.dataplane.idle_streams ADDRESS SESSION_ID LEASE_ID COUNT`. It prints "ready" when all
+streams are open, and ends when its standard input does.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,14 @@ async def _open(channel: grpc.aio.Channel, session_id: str, lease_id: int, credi
     call: RawCall = channel.stream_stream(f"/{SERVICE_NAME}/Read")()
     opened = pb.ReadRequest.Open(session_id=session_id, lease_id=lease_id, credit_bytes=credit_bytes)
     await call.write(pb.ReadRequest(open=opened).SerializeToString())
-    # The header, and a chunk as large as the credit.
+    # The daemon sends the header, then a chunk as large as the credit.
     await call.read()
     await call.read()
     return call
 
 
 async def _read_slowly(channel: grpc.aio.Channel, session_id: str, lease_id: int) -> None:
-    """Again from the beginning where the source is at its end."""
+    """Read the lease slowly, again and again, until this task is cancelled."""
     while True:
         call = await _open(channel, session_id, lease_id, SLOW_BYTES)
         while True:
@@ -44,12 +46,12 @@ async def _read_slowly(channel: grpc.aio.Channel, session_id: str, lease_id: int
 
 
 def _channel(address: str) -> grpc.aio.Channel:
-    """A connection of its own."""
+    """Return a channel with its own TCP connection, which gRPC would otherwise share between channels."""
     return grpc.aio.insecure_channel(target_of(address), options=[*NO_PROXY, ("grpc.use_local_subchannel_pool", 1)])
 
 
 async def main(address: str, session_id: str, lease_id: int, count: int) -> None:
-    """Opens the streams and keeps them."""
+    """Open the streams, print "ready", and keep them open until standard input ends."""
     channels = [_channel(address) for _ in range(-(-count // STREAMS_PER_CHANNEL))]
     idle = [await _open(channels[i // STREAMS_PER_CHANNEL], session_id, lease_id, 1) for i in range(count)]
     slow = asyncio.ensure_future(_read_slowly(channels[0], session_id, lease_id))

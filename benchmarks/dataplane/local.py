@@ -1,13 +1,12 @@
-"""Measures the data plane on one node: what a lease costs beside a bare gRPC call, and what moving bytes through the
-arena costs beside copying them in one process. Both sides of each comparison take turns.
+"""Measures the data plane on one node: a lease beside a bare gRPC call, and the arena beside a copy in one process.
 
-`run` gives, as JSON-able values:
+Both sides of each comparison take turns. `run` returns JSON-able values:
 
-- `lease_latency`: by client (`aio`, `sync`) and shard size in MiB: microseconds of `echo` (a bare grpc.aio server that
-  answers the same messages), `lease` and `release` (p50, p99), and `ratio`: lease / echo, of the p50
-- `same_node`: seconds of both sides for each pair, and `ratio`, the median of memcpy / ours: ours leases a shard,
-  copies it out of the arena into memory that is there already and returns the lease, the next lease being asked for
-  meanwhile; memcpy copies as many bytes within the process
+- `lease_latency`: by client (`aio`, `sync`) and shard size in MiB: microseconds of `echo` (a call of a bare grpc.aio
+  server that answers the same messages), `lease` and `release` (p50, p99), and `ratio`: p50 of lease / p50 of echo
+- `same_node`: seconds of both sides for each pair, and `ratio`, the median of memcpy / ours. Ours leases a shard,
+  requests the next lease, copies the shard out of the arena into preallocated memory, and releases the lease; memcpy
+  copies as many bytes within the process
 """
 
 from __future__ import annotations
@@ -53,14 +52,20 @@ def run(
     copied_mib: int,
     calls: int,
 ) -> dict[str, object]:
-    """All measurements, against a daemon of their own. `copied_mib` is one of `shard_mib`; `progress` is told what is
-    measured.
+    """Start a daemon, run all measurements, and return their results; see the module.
+
+    Args:
+        pairs: pairs of runs of `same_node`, after a warm-up.
+        progress: called with the name of each measurement.
+        shard_mib: sizes of the leased shards.
+        copied_mib: the size of the shard that `same_node` copies; one of `shard_mib`.
+        calls: calls of each kind of `lease_latency`.
 
     Raises:
-        BenchmarkError: leases hold other bytes than they should.
+        BenchmarkError: a lease holds wrong bytes.
         StoreError: the daemon does not serve.
     """
-    # All shards, and what a step needs besides them. Nothing of it is kept on disk.
+    # Host memory holds all shards and what a step needs besides. The job has no durable commits, so nvme stays empty.
     config = {"host_budget": f"{sum(shard_mib) + 128}MiB", "nvme_budget": "64MiB"}
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -78,7 +83,7 @@ def _slab(mib: int) -> Slab:
 
 
 def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:
-    """A rank whose job has a shard of each size, resident in the host tier."""
+    """Return a connected rank whose job has a shard of each size, resident in the host tier."""
     store = RankStore(address, "benchmark")
     numels = {mib: mib * MIB // 4 for mib in shard_mib}
     store.open_job(
@@ -116,7 +121,7 @@ def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:
 
 
 def _lease_latency(address: str, session_id: str, shard_mib: Sequence[int], calls: int) -> dict[str, object]:
-    """Microseconds; see the module."""
+    """Return `lease_latency` of the module's result."""
     wants = {mib: pb.AcquireLeasesRequest(session_id=session_id, wants=[_want(mib)]) for mib in shard_mib}
     with tempfile.TemporaryDirectory() as directory, _echo_server(f"unix:{directory}/echo") as echo:
         gc.disable()
@@ -218,7 +223,7 @@ def _quantiles(times: Sequence[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _echo_server(address: str) -> Iterator[str]:
-    """A process that answers ECHO_METHOD with a message as large as a lease's."""
+    """Start a process that answers ECHO_METHOD with a message as large as a lease's, and yield its address."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve_echo, args=(address, theirs), daemon=True)
     process.start()

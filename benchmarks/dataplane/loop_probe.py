@@ -1,7 +1,7 @@
-"""Asks a daemon for a sign of life all the time, from a process of its own, and notes how long each answer takes.
+"""A process that calls a daemon's health check every 10 ms, and records how long each answer takes.
 
-Prints a line when it begins, and when its standard input is closed one JSON list of [CLOCK_MONOTONIC when it asked,
-seconds until the answer].
+It prints a line when it begins. When its standard input is closed, it prints a JSON list of [CLOCK_MONOTONIC at the
+call, seconds until the answer].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAUSE_SECONDS = 0.01
 
 
 def main(address: str) -> None:
-    """Asks until the standard input ends."""
+    """Call the health check until standard input ends, then print the samples."""
     over = threading.Event()
 
     def listen() -> None:

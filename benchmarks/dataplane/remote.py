@@ -1,11 +1,12 @@
-"""The data plane between nodes, on one machine: a lease's bytes over gRPC, against a bare TCP connection in turns.
+"""Measures the data plane between nodes, on one machine: a lease's bytes over gRPC and over bare TCP, in turns.
 
-`run` gives one JSON-able object:
+`run` returns one JSON-able object:
 
 - `read`, `write`: `tcp` and `ours` (bytes, seconds, gb_per_second of each pair, medians; CPU of this process), `ratios`
   of the pairs and their median `ratio`: ours / tcp
-- `crowd`: fast reads alone and beside `idle_streams` open streams and one slow reader, in turns: `ratio` of their
-  medians; the daemon's `private_bytes` alone, with the crowd, and after reads beside it; and `bytes_per_idle_stream`
+- `crowd`: the speed of fast reads `alone`, and `beside` a crowd of `idle_streams` open streams and one slow reader, in
+  turns; `ratio` of their medians; the daemon's `private_bytes` without the crowd, with it, and after reads beside it;
+  and `bytes_per_idle_stream`
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from trainer_client.transport.streams import Streams
 
 CALL_SECONDS = 120.0
 MIB = 1 << 20
-# Until the arena's pages are as huge as they get.
+# The longest wait until the kernel has made as many of the arena's pages huge as it can.
 SETTLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Remote:
-    """A job with one slab, leased for reading and its gradient for writing, and streams to it."""
+    """A client with a read lease on a slab of weights, a write lease on its gradient, and streams to both."""
 
     store: RankStore
     streams: Streams
@@ -60,10 +61,10 @@ class _Remote:
 def run(
     pairs: int, *, size_bytes: int = 256 * MIB, idle_streams: int = 1000, progress: Progress = lambda _: None
 ) -> dict[str, object]:
-    """All measurements; see the module for what comes back.
+    """Run all measurements with `pairs` pairs each, and return their results; see the module.
 
     Raises:
-        BenchmarkError: bytes came back that were not sent.
+        BenchmarkError: a read returned wrong bytes.
         StoreError: the daemon failed.
     """
     keep_chunk_buffers()
@@ -98,7 +99,7 @@ def _contest(
     pairs: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """PositionLock of both, after one of each to warm up; who is first changes."""
+    """Run both sides in turns, after a warm-up, and return their figures; the side that goes first changes."""
     samples: dict[Callable[[], None], list[Sample]] = {theirs: [], ours: []}
     for number in range(pairs + 1):
         progress(f"{name}: " + (f"pair {number} of {pairs}" if number else "warm-up"))
@@ -202,7 +203,7 @@ def _opened(daemon: StoreDaemon, values: torch.Tensor) -> Iterator[_Remote]:
 
 
 def _settle(daemon: StoreDaemon) -> None:
-    """The daemon makes huge pages in the background, and copies all of the arena for it."""
+    """Wait until the daemon has made the arena's pages huge, for which it copies the whole arena in the background."""
     deadline = time.monotonic() + SETTLE_SECONDS
     with open_channel(daemon.address) as channel:
         admin = admin_grpc.StoreAdminStub(channel)

@@ -1,16 +1,16 @@
-"""Puts, commits, lists and gets many small tensors, with a daemon in a process of its own, and watches its event loop.
+"""Measures putting, committing, listing and getting many small tensors, and how long the daemon's event loop blocks.
 
 The result is one JSON object:
 
-- `machine`, `provenance`, `parameters`: `elements` of each tensor
-- `cases`: by way (`arena`: the client maps the daemon's memory; `streams`: it does not) and number of tensors:
-  - `phases`: of each, `seconds`, `per_second` (tensors), and `longest_answer_seconds` (of a health check that another
-    process makes every 10 ms meanwhile): `open` a new job, `put` all tensors in one call, `commit`, `update` (one
-    tensor put and committed), `list` all tensors, `read` (open a reader), `get` all tensors in one call, `shards` (all
-    of ListShards, page by page), `reopen` the job after a restart of the daemon, `delete`
-  - `loop_stalls`, `longest_loop_stall_seconds`: what the daemon's own watch has seen; 0: nothing above 0.1 s
-  - `restart_seconds`: until a daemon that was stopped with them serves again
-  - `private_bytes_per_tensor`: of the daemon's memory, after the commit, and after the restart
+- `machine`, `provenance`, `parameters` (`elements` of each tensor)
+- `cases`: by way (`arena`: the client maps the daemon's memory; `streams`: the client does not) and number of tensors:
+  - `phases`: for each phase `seconds`, `per_second` (tensors), and `longest_answer_seconds` (the slowest answer to a
+    health check that another process calls every 10 ms). The phases are `open` a new job, `put` all tensors in one
+    call, `commit`, `update` (put and commit one tensor), `list` all tensors, `read` (open a reader), `get` all tensors
+    in one call, `shards` (ListShards, all pages), `reopen` the job after a restart of the daemon, `delete`
+  - `loop_stalls`, `longest_loop_stall_seconds`: stalls that the daemon's own watch saw; 0: none above 0.1 s
+  - `restart_seconds`: the time until a daemon that was stopped with these tensors serves again
+  - `private_bytes_per_tensor`: the daemon's private memory for each tensor, after the commit and after the restart
 
 Run as a module from the root of the repository: `python -m benchmarks.dataplane.small_tensors`.
 """
@@ -63,14 +63,14 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a block."""
+        """Record when the block begins and ends."""
         self.progress(name)
         began = time.monotonic()
         yield
         self.spans[name] = began, time.monotonic()
 
     def results(self, tensors: int, answers: list[tuple[float, float]]) -> dict[str, dict[str, float]]:
-        """What the result says of each; `answers` are those of the probes."""
+        """Return the result of each phase; `answers` are (time, seconds) of all health checks."""
         return {
             name: {
                 "seconds": round(ended - began, 4),
@@ -84,12 +84,12 @@ class Phases:
 
 
 def tensors_of(count: int) -> dict[str, torch.Tensor]:
-    """Small tensors with names like those of a model."""
+    """Return `count` small tensors [ELEMENTS] in fp32, with names like those of a model."""
     return {f"layer.{i // 8}.weight.{i % 8}": torch.full((ELEMENTS,), float(i)) for i in range(count)}
 
 
 def run_case(way: str, count: int, directory: Path, progress: Progress) -> dict[str, Any]:
-    """All phases with so many tensors; see the module."""
+    """Run all phases with `count` tensors, and return the case's result; see the module."""
     tensors = tensors_of(count)
     phases = Phases(lambda name: progress(f"{way}, {count} tensors: {name}"))
     answers: list[tuple[float, float]] = []
@@ -174,7 +174,7 @@ def _watched(daemon: StoreDaemon) -> admin_pb.GetTiersResponse:
 
 @contextmanager
 def _daemon(directory: Path, answers: list[tuple[float, float]]) -> Iterator[StoreDaemon]:
-    """A daemon over the same files each time, and a probe beside it, whose answers are added to `answers`."""
+    """Yield a daemon with its files in `directory`; a probe runs beside it, and its samples are added to `answers`."""
     with started(directory, CONFIG) as daemon:
         command = [sys.executable, "-m", "benchmarks.dataplane.loop_probe", daemon.socket_address]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
@@ -189,10 +189,10 @@ def _daemon(directory: Path, answers: list[tuple[float, float]]) -> Iterator[Sto
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table for each number of tensors."""
+    """Return the result as Markdown, with a table for each number of tensors."""
     parts = [
-        f"Tensors of {ELEMENTS} float32 elements. `answer`: the longest of a health check that another process makes "
-        "every 10 ms, so that it has all that held up the daemon's event loop, and the machine."
+        f"Tensors of {ELEMENTS} float32 elements. `answer`: the slowest answer to a health check that another process "
+        "calls every 10 ms; it includes all delays by the daemon's event loop and by the machine."
     ]
     header = ("phase", *(f"{way}, {what}" for way in WAYS for what in ("s", "tensors/s", "answer ms")))
     for count in result["parameters"]["tensors"]:
@@ -232,6 +232,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     sizes = QUICK if quick else SIZES
     console = Console(stderr=True)
     try:

@@ -1,6 +1,6 @@
-"""Measures the data plane, against the least that could do the same in the same run, taking turns.
+"""Measures the data plane beside the simplest program that does the same; both take turns in one run.
 
-The result is one JSON object: `machine`, `provenance`, `parameters`, and by part what its module says:
+The result is one JSON object: `machine`, `provenance`, `parameters`, and two parts that their modules describe:
 
 - `local`: on one node (`benchmarks.dataplane.local`)
 - `remote`: between nodes (`benchmarks.dataplane.remote`)
@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as tables."""
+    """Return the result as Markdown tables."""
     return f"{_local_tables(result)}\n\n{_remote_tables(result)}"
 
 
@@ -99,6 +99,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not tables.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     sizes, pairs = (QUICK, 1) if quick else (FULL, pairs)
     try:

@@ -1,1 +1,1 @@
-"""Benchmarks of the engine and its tiers, beside fio."""
+"""Benchmarks of the storage engine and its tiers, compared with fio."""

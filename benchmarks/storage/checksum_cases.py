@@ -1,4 +1,4 @@
-"""What verification costs: the tier's checksums alone, on one thread, over buffers of the sizes that it reads."""
+"""The benchmark of verification: the NVMe tier's checksums alone, on one thread, over pieces of equal size."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ BUFFER_BYTES = 64 << 20
 
 
 def run(rounds: int, read_cpu_seconds_per_gb: float, piece_bytes: int) -> dict[str, Any]:
-    """Records and verifies a buffer in pieces of `piece_bytes`, `rounds` times after a warm-up.
+    """Record and verify checksums of pieces of `piece_bytes`, `rounds` times after a warm-up, and return the figures.
 
-    `share_of_read_cpu`: what part of the CPU time of a verified read through the tier is verification.
+    In the result, `share_of_read_cpu` is the part of `read_cpu_seconds_per_gb`, the CPU time of a read through the
+    tier, that verification takes.
     """
     data = memoryview(np.random.default_rng(1).bytes(BUFFER_BYTES))
     pieces = [data[start : start + piece_bytes] for start in range(0, len(data), piece_bytes)]

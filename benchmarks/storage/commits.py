@@ -1,12 +1,13 @@
-"""Commits a small model very often, and watches what must not grow: files, memory, latency.
+"""Commits a small model very often, and measures what must not grow: files, memory and latency.
 
 The result is one JSON object:
 
 - `machine`, `provenance`, `parameters`
-- `samples`: twenty, at equal distances: `commits` made so far, `data_file_bytes` and `data_file_allocated_bytes` (what
-  the file system has given it), `catalog_bytes`, `wal_bytes`, `resident_bytes` of the process, `free_runs` of the data
-  file, and `median_commit_seconds` and `p99_commit_seconds` of the commits since the last sample
-- `growth`: of each figure, the last sample / the one in the middle; null where that is 0
+- `samples`: twenty samples at equal distances: `commits` made so far, `data_file_bytes` and
+  `data_file_allocated_bytes` (blocks that the file system allocated), `catalog_bytes`, `wal_bytes`, `resident_bytes`
+  of the process, `free_runs` (pieces of free space) of the data file, and `median_commit_seconds` and
+  `p99_commit_seconds` of the commits since the last sample
+- `growth`: of each figure, the last sample / the one in the middle; null if the latter is 0
 
 Run as a module from the root of the repository: `python -m benchmarks.storage.commits`.
 """
@@ -51,7 +52,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 async def measure(commits: int, directory: Path, progress: Progress) -> dict[str, Any]:
-    """Makes the commits in a state directory below `directory`; see the module for what comes back."""
+    """Make the commits in a state directory below `directory`, and return the result; see the module."""
     window = commits // SAMPLES
     samples: list[dict[str, Any]] = []
     async with training(LAYOUT, directory / "state", Threads(), host_budget_bytes=HOST_BUDGET_BYTES) as run:
@@ -74,7 +75,7 @@ async def measure(commits: int, directory: Path, progress: Progress) -> dict[str
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table: one sample in four, and the growth."""
+    """Return the result as a Markdown table: every fourth sample, and the growth."""
     shown = result["samples"][3::4]
     rows: list[list[object]] = [
         [
@@ -106,7 +107,7 @@ def _sample(run: Training, commits: int, seconds: Sequence[float]) -> dict[str, 
     path = run.engine.nvme.files[0].path
     data, catalog = path.stat(), path.with_name("catalog.sqlite")
     used = [e for slab in run.job.slabs() for region in slab.versions.values() for e in region.extents]
-    # SQLite's journal is there while the catalog is open, and only where it has one.
+    # SQLite's journal exists only while the catalog is open, and only in WAL mode.
     journal = catalog.with_name(f"{catalog.name}-wal")
     return {
         "commits": commits,
@@ -134,9 +135,10 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     commits = 2 * SAMPLES if quick else commits
     console = Console(stderr=True)
-    # As the daemon does.
+    # The daemon does the same at its start.
     tune_interpreter()
     try:
         directory.mkdir(parents=True, exist_ok=True)

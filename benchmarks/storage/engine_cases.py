@@ -1,4 +1,4 @@
-"""The engine: what a commit costs with many slabs, and how fast updates stream against fio moving the same bytes."""
+"""The benchmarks of the engine: the cost of a commit with many slabs, and the speed of updates compared with fio."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from storage.tiers.nvme import REQUEST_BYTES
 
 TINY_ELEMENTS = 1024
 COMMIT_HOST_BUDGET = 256 << 20
-# fio's files for the update stream: it goes over them until it has moved as much as the engine.
+# The largest size of fio's files for the update stream. fio goes over them again until it has moved as many bytes as
+# the engine.
 FIO_FILE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSizes:
-    """Slabs per commit, and the model whose updates are streamed in a host budget of so many bytes."""
+    """The numbers of slabs per commit, the model whose updates are streamed, and the host budget for that."""
 
     slabs: tuple[int, ...]
     streamed: Layout
@@ -41,9 +42,10 @@ class EngineSizes:
 async def commit_latency(
     slabs: int, threads: Threads, directory: Path, steps: int, progress: Progress
 ) -> dict[str, Any]:
-    """Seconds of the updates, the commit, and the same transaction on a catalog alone, of steps of so many slabs.
+    """Return the seconds of the updates, of the commit, and of the same transaction on a catalog alone.
 
-    Groups of four slabs of 1024 elements, and a kernel that does nothing. The first step is a warm-up.
+    Each step updates `slabs` slabs of 1024 elements, in groups of four, with a kernel that does nothing. A warm-up step
+    comes before the `steps` measured ones.
     """
     layout = Layout(groups=slabs // 4, numel=TINY_ELEMENTS)
     updates, commits = [], []
@@ -73,7 +75,7 @@ async def commit_latency(
 
 
 def _catalog_alone(layout: Layout, steps: int, path: Path) -> list[float]:
-    """Seconds of each transaction that records a new version of every slab and forgets the old ones."""
+    """Return the seconds of each transaction that records a new version of every slab and deletes the old ones."""
     specs = layout.group_specs()
     keys = [SlabKey(JOB, spec.name, slab.kind) for spec in specs for slab in spec.slabs if slab.kind.value != "grad"]
     with closing(Catalog(path)) as catalog:
@@ -91,7 +93,7 @@ def _catalog_alone(layout: Layout, steps: int, path: Path) -> list[float]:
 
 
 def _versions(keys: Sequence[SlabKey], step: int) -> Mapping[SlabKey, tuple[int, StoredVersion]]:
-    """One page for each slab, never where the last step's was."""
+    """Return a new version of each slab: one page, at another place than in the step before."""
     checksums = Checksums("benchmark", PAGE_BYTES).dump()
     first = step % 2 * len(keys)
     return {
@@ -103,9 +105,9 @@ def _versions(keys: Sequence[SlabKey], step: int) -> Mapping[SlabKey, tuple[int,
 async def update_streaming(
     sizes: EngineSizes, threads: Threads, directory: Path, rounds: int, progress: Progress
 ) -> dict[str, Any]:
-    """AdamW over states on NVMe, against fio reading and writing as many bytes at the same time.
+    """Compare AdamW over states on NVMe with fio, which reads and writes as many bytes at the same time.
 
-    Beside the report (see measure.py), `commit_seconds` of the steps.
+    Return the report (see measure.py), with the model's `parameters` and the `commit_seconds` of the steps.
     """
     layout, commits = sizes.streamed, []
     try:
@@ -135,7 +137,7 @@ async def update_streaming(
 
 
 async def _streamed(run: Training) -> tuple[Sample, float]:
-    """One step, all of whose states are on NVMe only: its updates, and the seconds of its commit."""
+    """Make one step whose states are on NVMe only; return the sample of its updates and the seconds of its commit."""
     for slab in run.job.slabs():
         run.engine.host_cache.detach(slab)
     counters = run.engine.nvme.counters

@@ -1,6 +1,6 @@
-"""Runs fio, the yardstick, and reads what it says. Owns fio's command line.
+"""Runs of fio, to which the NVMe tier is compared, and their results. Owns fio's command line.
 
-fio does what the tier does: blocking requests (psync) of a number of threads, past the page cache.
+fio does the same as the tier: several threads make blocking requests (psync) that bypass the page cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from storage.tiers.base import round_up
 
 FioMode = Literal["read", "write", "randread", "randwrite"]
 
-# The best that fio can do: with buffers scattered over small pages, large requests have so many segments that devices
-# were seen to read at less than half their speed. glibc asks for huge pages where it is told to, fio only aligns.
+# With these, fio is as fast as it can be. With buffers scattered over small pages, large requests have so many segments
+# that devices were seen to read at less than half their speed. fio only aligns its buffers, so glibc has to ask the
+# kernel for huge pages.
 HUGE_PAGE_BUFFERS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 HUGE_PAGE_ALIGNMENT = "--iomem_align=2m"
 HOW_TO_INSTALL = "install it with `apt install fio`, `dnf install fio` or `brew install fio`"
@@ -28,9 +29,10 @@ HOW_TO_INSTALL = "install it with `apt install fio`, `dnf install fio` or `brew 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FioJob:
-    """`threads` threads that move `nbytes` between them, in requests of `block_sizes` bytes drawn with equal weight.
+    """A job of fio: `threads` threads together move `nbytes`, in requests whose sizes are drawn from `block_sizes`.
 
-    Each thread has its own part of `file`. Where `file_bytes` is less than `nbytes` they go over it again.
+    Each thread has its own part of `file`, and all block sizes have equal weight. If `file_bytes` is less than
+    `nbytes`, the threads go over the file again.
     """
 
     mode: FioMode
@@ -41,7 +43,7 @@ class FioJob:
     file_bytes: int | None = None
 
     def arguments(self) -> list[str]:
-        """The job on fio's command line."""
+        """Return the job's arguments on fio's command line."""
         block = max(self.block_sizes)
         part, moved = (round_up(-(-n // self.threads), block) for n in (self.file_bytes or self.nbytes, self.nbytes))
         percents = _equal_percents(len(self.block_sizes))
@@ -53,7 +55,8 @@ class FioJob:
             f"--rw={self.mode}",
             f"--numjobs={self.threads}",
             *([f"--bs={block}"] if len(self.block_sizes) == 1 else [f"--bssplit={split}"]),
-            # Mixed sizes do not tile the file: then blocks are drawn, not dealt.
+            # Blocks of mixed sizes do not tile the file. So fio must not keep a map of visited blocks, and may visit
+            # some twice.
             *(["--norandommap"] if len(self.block_sizes) > 1 else []),
             f"--size={part}",
             f"--io_size={moved}",
@@ -63,7 +66,7 @@ class FioJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fio:
-    """An fio that is installed; `direct`: whether the file system knows O_DIRECT."""
+    """An installed fio, which runs in `directory`; `direct` tells whether its file system supports O_DIRECT."""
 
     executable: str
     directory: Path
@@ -71,11 +74,11 @@ class Fio:
 
     @property
     def version(self) -> str:
-        """As fio prints it."""
+        """The version as fio prints it."""
         return subprocess.run([self.executable, "--version"], check=True, capture_output=True, text=True).stdout.strip()
 
     def run(self, *jobs: FioJob) -> Sample:
-        """Runs the jobs at the same time; all their bytes, in the time that the slowest one took.
+        """Run the jobs at the same time, and return all their bytes in the time of the slowest job.
 
         Raises:
             BenchmarkError: fio failed.
@@ -97,7 +100,7 @@ class Fio:
 
 
 def find(directory: Path, *, direct: bool) -> Fio | None:
-    """The fio on the PATH, to be run in `directory`; None where there is none."""
+    """Return the fio on the PATH, to be run in `directory`, or None if it is not installed."""
     executable = shutil.which("fio")
     return Fio(executable=executable, directory=directory, direct=direct) if executable else None
 
@@ -106,13 +109,13 @@ def _sample(groups: Sequence[dict[str, Any]]) -> Sample:
     sides = [group[side] for group in groups for side in ("read", "write")]
     return Sample(
         nbytes=sum(side["io_bytes"] for side in sides),
-        # In whole milliseconds.
+        # `runtime` is in whole milliseconds.
         seconds=max(1, *(side["runtime"] for side in sides)) / 1e3,
-        # Per cent of the time that the group's threads ran, added up.
+        # `usr_cpu` and `sys_cpu` are per cent of `job_runtime`, the summed run time of the group's threads in ms.
         cpu_seconds=sum((g["usr_cpu"] + g["sys_cpu"]) / 100 * g["job_runtime"] / 1e3 for g in groups),
     )
 
 
 def _equal_percents(count: int) -> list[int]:
-    """Whole numbers that add up to 100, as equal as can be."""
+    """Return `count` whole numbers that add up to 100 and differ by at most 1."""
     return [100 * (i + 1) // count - 100 * i // count for i in range(count)]

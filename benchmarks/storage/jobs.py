@@ -1,6 +1,6 @@
-"""Jobs for the benchmarks of the engine: groups alike, bf16 parameters with fp32 states, everything on NVMe.
+"""Jobs for the benchmarks of the engine: equal groups, bf16 parameters with fp32 states, all slabs on NVMe.
 
-A step hands the same gradient to AdamW, or to a kernel that does nothing, and commits.
+A step hands a constant gradient to AdamW, or to a kernel that does nothing, and commits.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Layout:
 
     @property
     def slabs(self) -> int:
-        """Slabs of the job."""
+        """The number of slabs of the job, without gradients."""
         return self.groups * (1 + len(STATE_KINDS))
 
     @property
     def read_bytes(self) -> int:
-        """What the updates of a step read: the states."""
+        """The bytes that the updates of a step read from NVMe: master weights and moments, 12 per element."""
         return self.groups * self.numel * 12
 
     @property
     def written_bytes(self) -> int:
-        """What they write: the states and the parameters."""
+        """The bytes that the updates of a step write to NVMe: the same, and the bf16 parameters."""
         return self.groups * self.numel * 14
 
     def group_specs(self) -> list[GroupSpec]:
-        """As the engine registers them."""
+        """Return the specifications with which the engine registers the groups."""
         states = [SlabSpec(kind=kind, dtype=DType.FLOAT32, placement=TierName.NVME) for kind in STATE_KINDS]
         slabs = (
             SlabSpec(kind=Kind.PARAM, dtype=DType.BFLOAT16, placement=TierName.NVME),
@@ -66,7 +66,7 @@ class Layout:
         ]
 
     def job_spec(self) -> JobSpec:
-        """As the engine opens it."""
+        """Return the specification with which the engine opens the job."""
         return JobSpec(
             name=JOB,
             world_size=1,
@@ -80,7 +80,7 @@ class Layout:
 
 
 class Training:
-    """A job on an engine, step by step."""
+    """A job on an engine, trained step by step."""
 
     def __init__(self, engine: Engine, job: Job, specs: list[GroupSpec]) -> None:
         self.engine = engine
@@ -88,7 +88,7 @@ class Training:
         self._specs = specs
 
     async def initialize(self) -> None:
-        """Commits constants as the initial values."""
+        """Commit constants as the initial values."""
         for spec in self._specs:
             for kind in (Kind.PARAM, Kind.MASTER):
                 pin = await self.engine.stage(self.job, spec.name, kind)
@@ -97,34 +97,38 @@ class Training:
         await self.commit()
 
     async def gradients(self) -> list[ArenaRange]:
-        """Gradients of all groups, filled, in the arena."""
+        """Allocate and fill the gradients of all groups in the arena, and return their ranges."""
         regions = [await self.engine.allocate_gradient(self.job, spec.name) for spec in self._specs]
         for spec, region in zip(self._specs, regions, strict=True):
             self.engine.host.tensor(region, DType.BFLOAT16, spec.numel).fill_(1e-3)
         return regions
 
     async def update(self, gradients: list[ArenaRange], kernel_of: Callable[[GroupSpec, int], Kernel]) -> None:
-        """Hands over the gradients of the next step, and returns when all groups are updated. Raises what failed."""
+        """Hand over the gradients of the next step, and wait until all groups are updated.
+
+        Raises:
+            StorageError: an update failed.
+        """
         step = self.job.next_step
         for spec, gradient in zip(self._specs, gradients, strict=True):
             self.engine.update(self.job, step, spec.name, gradient, kernel_of(spec, step))
         await asyncio.gather(*self.job.open_pending(step).writes.values())
 
     async def commit(self) -> None:
-        """Makes the step that was updated durable."""
+        """Commit the step that was updated, which makes it durable."""
         step = self.job.next_step
         await self.engine.commit(self.job, step, {0: b""}, step)
 
 
 def adamw(spec: GroupSpec, step: int) -> Kernel:
-    """AdamW with usual hyper-parameters."""
+    """Return a kernel that does an AdamW update with usual hyper-parameters."""
     adamw = pb.AdamW(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, update_count=step)
     row = pb.ApplyGradientsRequest.HyperParameters(adamw=adamw)
     return OptimizerUpdate(shards=spec.shards, hyper_parameters=[row], grad_scale=1.0)
 
 
 def nothing(_: GroupSpec, __: int) -> Kernel:
-    """A kernel that leaves all bytes as they are."""
+    """Return a kernel that changes no bytes."""
 
     def kernel(_: Tile) -> None:
         return
@@ -136,18 +140,19 @@ def nothing(_: GroupSpec, __: int) -> Kernel:
 async def training(
     layout: Layout, state_dir: Path, threads: Threads, *, host_budget_bytes: int
 ) -> AsyncIterator[Training]:
-    """An engine in `state_dir` whose job has its initial values committed as step 0, and no copies in host memory."""
+    """Yield a job whose initial values are committed as step 0, on an engine without copies in host memory."""
     config = EngineConfig(
         state_dir=state_dir,
         host_budget_bytes=host_budget_bytes,
-        # Two versions of everything; small slabs take whole pages, and the file grows in large pieces.
+        # There is room for two versions of everything, for small slabs, which take whole pages, and for the large
+        # pieces by which the file grows.
         nvme_budget_bytes=2 * layout.written_bytes + layout.slabs * 8192 + (256 << 20),
         io_read_threads=threads.read,
         io_write_threads=threads.write,
     )
     async with _opened(config, layout, may_exist=False) as run:
         await run.initialize()
-    # Opened anew: the copies that staging left behind would save the updates a part of their reads.
+    # The engine is opened anew, because the copies that staging left in host memory would save updates some reads.
     async with _opened(config, layout, may_exist=True) as run:
         yield run
 

@@ -1,7 +1,7 @@
-"""The NVMe tier against fio: large and small requests, whole slabs, both directions at once, and many small tensors.
+"""The benchmarks of the NVMe tier and fio: large and small requests, slabs, reads beside writes, many small tensors.
 
-Each side has a file of its own that the warm-up has written once; from then on both overwrite. Every round writes other
-bytes, and what the tier reads is compared with what was written, apart from its own checksums.
+Each side has its own file, which the warm-up writes once; later rounds overwrite it. Every round writes other bytes.
+The bytes that the tier reads are compared with those written, independently of the tier's own checksums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage.tiers.io_engine import Priority
 from storage.tiers.nvme import REQUEST_BYTES, NvmeTier, Transfer
 
 MIB = 1 << 20
-# Cut into requests of REQUEST_BYTES by the tier itself.
+# The tier itself splits such a region into requests of REQUEST_BYTES.
 LARGE_REGION_BYTES = 16 << 20
 TENSOR_PAGES = range(1, 17)
 WORDS_PER_PAGE = PAGE_BYTES // 8
@@ -37,7 +37,7 @@ SEED = 20260101
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
-    """How much is moved. `model_width` and `model_blocks` are those of the GPT-2 whose slabs are moved whole."""
+    """The sizes of the cases. `model_width` and `model_blocks` are those of the GPT-2 whose slabs are moved whole."""
 
     sequential_bytes: int
     model_width: int
@@ -46,18 +46,18 @@ class TierSizes:
 
     @property
     def slabs(self) -> list[int]:
-        """Bytes of the slabs of each block, in bf16 and in fp32: attention, MLP and two layer norms."""
+        """The bytes of each slab: for every block (attention, MLP, two layer norms) one in bf16 and one in fp32."""
         numel = 12 * self.model_width**2 + 13 * self.model_width
         return [round_up(numel * itemsize) for _ in range(self.model_blocks) for itemsize in (2, 4)]
 
     @property
     def largest_bytes(self) -> int:
-        """What the largest case moves."""
+        """The number of bytes that the largest case moves."""
         return max(self.sequential_bytes, sum(self.slabs), self.tensors * TENSOR_PAGES[-1] * PAGE_BYTES)
 
 
 async def run(sizes: TierSizes, threads: Threads, directory: Path, rounds: int, progress: Progress) -> dict[str, Any]:
-    """All cases, one group of them after the other in files below `directory`; a report by case (see measure.py)."""
+    """Run all cases, group by group, in files below `directory`; return a report by case (see measure.py)."""
     host = HostTier(sizes.largest_bytes + 2 * PAGE_BYTES)
     try:
         host.arena.finish_collapse()
@@ -80,7 +80,7 @@ async def run(sizes: TierSizes, threads: Threads, directory: Path, rounds: int, 
 
 @asynccontextmanager
 async def _opened(directory: Path, memory: memoryview, threads: Threads) -> AsyncIterator[Bench]:
-    """A tier in an empty directory, which is gone afterwards."""
+    """Yield a tier in a new directory, which is removed at the end of the block."""
     directory.mkdir()
     try:
         file = DataFile(0, directory / "data.0", (), read_threads=threads.read, write_threads=threads.write)
@@ -94,7 +94,7 @@ async def _opened(directory: Path, memory: memoryview, threads: Threads) -> Asyn
 
 
 class Payload:
-    """Random host memory of which each page is marked with a word that is another one in every round."""
+    """Host memory with random bytes; each page begins with a mark, a word that is different in every round."""
 
     def __init__(self, view: memoryview) -> None:
         self.nbytes = len(view)
@@ -105,22 +105,22 @@ class Payload:
         self._written = self._marks.copy()
 
     def renew(self, number: int) -> None:
-        """Makes every page another one for this round."""
+        """Give every page a new mark for this round."""
         self._written = self._pages + np.uint64((number + 1) << 32)
         self._marks[:] = self._written
 
     def forget(self) -> None:
-        """Wipes the marks, so that only a read can bring them back."""
+        """Clear the marks in memory, so that only a read can restore them."""
         self._marks[:] = 0
 
     def check(self) -> None:
-        """Raises BenchmarkError unless every page was brought back."""
+        """Raise BenchmarkError unless a read restored the mark of every page."""
         if not np.array_equal(self._marks, self._written):
             raise BenchmarkError("the tier has not read what it wrote")
 
 
 class Bench:
-    """A tier with its memory, an fio beside it, and the cases that they compete in."""
+    """A tier with its memory, an fio beside it, and the cases in which both are compared."""
 
     def __init__(self, nvme: NvmeTier, memory: memoryview, fio: Fio | None, threads: Threads) -> None:
         self.nvme = nvme
@@ -129,7 +129,10 @@ class Bench:
         self._threads = threads
 
     async def sequential(self, name: str, nbytes: int, request: int, region: int) -> list[Case]:
-        """All bytes in order, cut into regions; the tier cuts those into requests."""
+        """Return the cases that write and read `nbytes` in order.
+
+        The tier gets regions of `region` bytes, which it splits into requests; fio makes requests of `request` bytes.
+        """
         payload, items = await self._items([region] * (nbytes // region))
         jobs = [self._fio_job(mode, name, payload, (request,)) for mode in ("write", "read")]
         return [
@@ -138,7 +141,7 @@ class Bench:
         ]
 
     async def shards(self, slabs: Sequence[int]) -> list[Case]:
-        """Whole slabs in random order, against random requests of the largest size."""
+        """Return the cases that write and read whole slabs in random order; fio makes random requests of 4 MiB."""
         payload, items = await self._items(slabs)
         jobs = [self._fio_job(mode, "shards", payload, (REQUEST_BYTES,)) for mode in ("randwrite", "randread")]
         return [
@@ -147,7 +150,7 @@ class Bench:
         ]
 
     async def tensors(self, count: int) -> list[Case]:
-        """Many small tensors as one batch: written, read in another order, and read in the order of writing."""
+        """Return the cases of `count` small tensors in one batch: write, read in another order, read in order."""
         draw = random.Random(SEED)
         payload, items = await self._items([draw.choice(TENSOR_PAGES) * PAGE_BYTES for _ in range(count)])
         sizes = tuple(pages * PAGE_BYTES for pages in TENSOR_PAGES)
@@ -159,7 +162,7 @@ class Bench:
         ]
 
     async def mixed(self, nbytes: int) -> list[Case]:
-        """Half is read while the other half is written."""
+        """Return the case that reads one half of `nbytes` while it writes the other half."""
         regions = [LARGE_REGION_BYTES] * (nbytes // 2 // LARGE_REGION_BYTES)
         kept, to_read = await self._items(regions)
         renewed, to_write = await self._items(regions, first=sum(regions))
@@ -198,7 +201,7 @@ class Bench:
         return Case(name=name, fio=self._run_fio(job), ours=ours)
 
     async def _timed(self, *work: Awaitable[None]) -> Sample:
-        """What the tier itself counts as moved, and how long it took."""
+        """Await `work`, and return its duration with the bytes that the tier counted meanwhile."""
         counters = self.nvme.counters
         before = counters.bytes_read + counters.bytes_written
         with Stopwatch() as watch:
@@ -206,7 +209,7 @@ class Bench:
         return watch.sample(counters.bytes_read + counters.bytes_written - before)
 
     async def _items(self, sizes: Sequence[int], first: int = 0) -> tuple[Payload, list[Transfer]]:
-        """A new region of each size, each with its part of the memory from byte `first` on."""
+        """Allocate a region of each size, and return transfers to and from the memory that begins at byte `first`."""
         ends = list(itertools.accumulate(sizes, initial=first))
         items = [
             Transfer(await self.nvme.allocate(size), 0, self._memory[start : start + size])
@@ -215,7 +218,7 @@ class Bench:
         return Payload(self._memory[first : ends[-1]]), items
 
     def _fio_job(self, mode: FioMode, name: str, payload: Payload, block_sizes: tuple[int, ...]) -> FioJob:
-        """As many bytes with as many threads as the tier."""
+        """Return a job that moves as many bytes as `payload` has, with as many threads as the tier."""
         return FioJob(
             mode=mode,
             file=self.nvme.files[0].path.with_name(f"fio-{name}"),

@@ -1,11 +1,11 @@
-"""Measures the NVMe tier and the engine, where there is a yardstick against fio in the same run, taking turns.
+"""Measures the NVMe tier and the engine; where fio can do the same, both take turns in one run.
 
 The result is one JSON object:
 
 - `machine`, `provenance`, `fio_version` (null: fio is not installed), `parameters`
 - `cases`: by name, `fio` and `ours` (bytes, seconds, gb_per_second of each pair; median_gb_per_second,
   cpu_seconds_per_gb), `ratios` of the pairs and their median `ratio`: ours / fio. Without fio: `fio` and `ratio` null
-- `checksums`: recording and verifying alone, and `share_of_read_cpu`
+- `checksums`: the speed of recording and verifying alone, and `share_of_read_cpu`
 - `commits`: by number of slabs, seconds of the updates, the commit, and the catalog's transaction alone
 
 Run as a module from the root of the repository: `python -m benchmarks.storage.tiers`.
@@ -42,7 +42,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large everything is, and the room that it takes on disk."""
+    """The sizes of all measurements, and the disk space that they need."""
 
     tier: TierSizes
     engine: EngineSizes
@@ -68,7 +68,7 @@ QUICK = Sizes(
 async def measure(
     sizes: Sizes, threads: Threads, directory: Path, rounds: int, steps: int, progress: Progress
 ) -> dict[str, Any]:
-    """All measurements, in files below `directory`; see the module for what comes back."""
+    """Run all measurements with files below `directory`, and return the result; see the module."""
     found = fio.find(directory, direct=True)
     result: dict[str, Any] = {
         "machine": machine.describe(directory),
@@ -90,7 +90,7 @@ async def measure(
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as tables."""
+    """Return the result as Markdown tables."""
     cases = [
         [
             name,
@@ -139,9 +139,10 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not tables.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     sizes, rounds, steps = (QUICK, 1, 1) if quick else (FULL, rounds, max(rounds, MIN_COMMIT_STEPS))
-    # As the daemon does.
+    # The daemon does the same at its start.
     tune_interpreter()
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""How long the disk alone takes for the bytes of a step: the I/O roofline, measured in the run that it belongs to.
+"""The disk probe: it measures how long the disk alone takes for the bytes of a step, the I/O roofline of a run.
 
-As many threads as the engine has read and write at once, in requests of 4 MiB past the page cache, and look at no byte
-of them: no checksum, no catalog, no order. So this is one measurement of the mixed load, not a sum of two rates.
+As many threads as the engine has read and write at the same time, in requests of 4 MiB that bypass the page cache. They
+do nothing with the bytes: no checksums, no catalog, no order. So the result is one measurement of the mixed load, not a
+sum of two separate ones.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from typing import Self
 from benchmarks.common.measure import Threads
 
 REQUEST_BYTES = 4 << 20
-# Larger loads go over the same files again, in a circle that no device of interest has a cache for.
+# The size of each file in requests (1 GiB). Larger loads go over the file again; it is too large for a device's cache.
 FILE_REQUESTS = 256
 
 
 class StepProbe:
-    """Two files, of which one is read while the other is written.
+    """A context with two files, of which each run reads one while it writes the other.
 
     Attributes:
-        direct: past the page cache; False where the file system cannot.
+        direct: whether the requests bypass the page cache; False if the file system does not support that.
     """
 
     def __init__(self, directory: Path, read_bytes: int, written_bytes: int, threads: Threads) -> None:
-        """Writes both files in full; the loads are rounded up to whole requests."""
+        """Write both files once. The numbers of bytes that a run moves are rounded up to whole requests."""
         with ExitStack() as stack:
             self._pool = stack.enter_context(ThreadPoolExecutor(threads.read + threads.write, "probe"))
             self._read = _Load(directory / "probe-read", read_bytes, threads.read, stack)
@@ -48,26 +49,26 @@ class StepProbe:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Removes the files."""
+        """Remove the files."""
         self._stack.close()
 
     @property
     def nbytes(self) -> int:
-        """What one run moves."""
+        """The number of bytes that one run moves."""
         return self._read.nbytes + self._written.nbytes
 
     def run(self) -> float:
-        """Seconds for all bytes, in both directions at once."""
+        """Move all bytes, in both directions at once, and return the seconds that it took."""
         begun = time.perf_counter()
         _finish([*self._written.begin(self._pool, writes=True), *self._read.begin(self._pool, writes=False)])
         return time.perf_counter() - begun
 
 
 class _Load:
-    """A file and what is to be moved from or to it."""
+    """A file, and the number of requests that a run makes to it."""
 
     def __init__(self, path: Path, nbytes: int, threads: int, stack: ExitStack) -> None:
-        """The file goes with `stack`."""
+        """Make the file, which is removed when `stack` is closed."""
         self._requests = -(-nbytes // REQUEST_BYTES)
         self._threads = threads
         self._descriptor, self.direct = _opened(path)
@@ -80,7 +81,7 @@ class _Load:
         return self._requests * REQUEST_BYTES
 
     def begin(self, pool: ThreadPoolExecutor, *, writes: bool) -> list[Future[None]]:
-        """Each thread has every n-th request."""
+        """Start the requests; each of n threads makes every n-th one."""
         return [pool.submit(self._move, first, writes) for first in range(self._threads)]
 
     def _move(self, first: int, writes: bool) -> None:
@@ -93,7 +94,7 @@ class _Load:
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """A new file, and whether it is opened past the page cache."""
+    """Return the descriptor of a new file, and whether it bypasses the page cache."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True
@@ -104,7 +105,7 @@ def _opened(path: Path) -> tuple[int, bool]:
 
 
 def _buffer() -> mmap.mmap:
-    """Filled with what no file system or device can compress away; on huge pages, where requests have few segments."""
+    """Return a buffer of random bytes, which no device can compress, on huge pages, which give few segments."""
     buffer = mmap.mmap(-1, REQUEST_BYTES)
     buffer.madvise(mmap.MADV_HUGEPAGE)
     buffer[:] = os.urandom(REQUEST_BYTES)
@@ -112,6 +113,6 @@ def _buffer() -> mmap.mmap:
 
 
 def _finish(futures: Iterable[Future[None]]) -> None:
-    """Waits for all, and raises what one of them raised."""
+    """Wait for all futures, and raise the exception of one that failed."""
     for future in wait(futures).done:
         future.result()

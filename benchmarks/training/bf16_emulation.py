@@ -1,8 +1,9 @@
-"""bf16 where the processor has no instructions for it: products of matrices are computed in fp32, and rounded.
+"""An emulation of bf16 for processors without bf16 instructions: matrix products in fp32, rounded to bf16.
 
-With AVX2 alone, torch multiplies bf16 matrices three hundred times slower than fp32 ones, so that a step would take an
-hour of which this project's part could not be seen. Sums are in fp32 with such instructions, too: the values are as
-exact as there. All contestants compute so, forward and backward. Read by DeepSpeed's environment, too.
+On a processor with AVX2 only, torch multiplies bf16 matrices three hundred times slower than fp32 ones. A step would
+take an hour, in which the cost of this project would be invisible. Processors with bf16 instructions sum in fp32, too,
+so the emulated values are as exact. All contestants use the emulation, forward and backward. DeepSpeed's environment
+imports this module, so it must need nothing but torch.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from typing import Any
 
 import torch
 
-# What linear layers and experts come to, and the backward of attention; its forward is as fast in bf16.
+# The products of linear layers and experts, and the backward of attention. The forward of attention is not replaced,
+# because it is as fast in bf16.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 def need_fp32() -> bool:
-    """Whether this processor has no instructions for bf16."""
+    """Return whether this processor lacks bf16 instructions, so that products must be computed in fp32."""
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def precision_in_words() -> str:
-    """How the training benchmarks compute."""
+    """Return a phrase for the results that says in which precision the training benchmarks compute."""
     words = "bf16 with fp32 master weights and moments"
     if need_fp32():
         words += " (products of matrices in fp32 and rounded: the processor has no instructions for bf16)"
@@ -36,7 +38,7 @@ def precision_in_words() -> str:
 
 @contextmanager
 def in_fp32() -> Iterator[None]:
-    """While it is open, bf16 matrices on the CPU are multiplied so in this process."""
+    """Emulate products of bf16 matrices on the CPU in this process until the block ends."""
     library = torch.library.Library("aten", "IMPL")
     workspace = _Workspace()
     with warnings.catch_warnings():
@@ -48,19 +50,22 @@ def in_fp32() -> Iterator[None]:
         backward = _attention_backward(_own(ATTENTION_BACKWARD), workspace)
         library.impl(ATTENTION_BACKWARD, backward, "CPU", allow_override=True)
     yield
-    # Torch's own come back when this is gone.
+    # Torch's own kernels are used again when the library object is deleted.
     del library
 
 
 class _Workspace(threading.local):
-    """Memory for operands and results in fp32: kept, and not malloc's, where instructions for bf16 would leave no holes
-    either, nor take pages of the kernel's each time."""
+    """Memory for fp32 operands and results, kept from product to product.
+
+    Products with bf16 instructions need no such memory. So it must not come from malloc, where it would fragment the
+    heap, nor be mapped anew each time, which would cost page faults.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}
 
     def empty(self, place: int, size: Sequence[int]) -> torch.Tensor:
-        """[*size] in fp32; whatever was in `place` before is lost."""
+        """Return an uninitialised fp32 tensor [*size] in slot `place`; the slot's former contents are lost."""
         numel = torch.Size(size).numel()
         if place not in self._kept or self._kept[place].numel() < numel:
             self._kept.pop(place, None)
@@ -71,8 +76,11 @@ class _Workspace(threading.local):
         return self._kept[place][:numel].view(size)
 
     def widened(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same in fp32, in places 0, 1, ... What is contiguous but for the order of its dimensions stays so: to
-        transpose a matrix here would take longer than to copy it."""
+        """Return fp32 copies of `values`, in slots 0, 1, ...
+
+        A tensor that is contiguous in another order of its dimensions keeps that order, because transposing a matrix
+        here would take longer than copying it.
+        """
         wide = []
         for place, each in enumerate(values):
             order = sorted(range(each.dim()), key=each.stride, reverse=True)
@@ -83,7 +91,7 @@ class _Workspace(threading.local):
 
 
 def _own(name: str) -> Callable[..., Any]:
-    """Torch's own kernel."""
+    """Return torch's own CPU kernel of an operator."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     return lambda *operands, **options: kernel.call_boxed(keys, *operands, **options)
@@ -111,7 +119,10 @@ def _product_into(own_into: Callable[..., Any], workspace: _Workspace) -> Callab
 def _computed(
     operands: Sequence[torch.Tensor], factors: Mapping[str, float], own_into: Callable[..., Any], workspace: _Workspace
 ) -> torch.Tensor:
-    """The product of the last two operands, which a bias may precede, in fp32: until the next one."""
+    """Return the fp32 product of the last two operands, with a bias if there is one before them.
+
+    The result is in the workspace, so the next product overwrites it.
+    """
     left, right = operands[-2:]
     result = workspace.empty(len(operands), (*left.shape[:-1], right.shape[-1]))
     own_into(*workspace.widened(operands), **factors, out=result)
@@ -119,7 +130,10 @@ def _computed(
 
 
 def _attention_backward(own: Callable[..., Any], workspace: _Workspace) -> Callable[..., Any]:
-    """Of the gradient, queries, keys, values and the result, which other operands follow."""
+    """Return a kernel for the backward of attention that computes bf16 in fp32.
+
+    Its first five operands are the gradient, queries, keys, values and the result of the forward.
+    """
 
     def backward(*operands: Any, **options: Any) -> Any:
         if operands[0].dtype != torch.bfloat16:

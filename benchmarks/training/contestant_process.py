@@ -1,6 +1,6 @@
-"""A contestant's process, as who starts it sees it: steps are ordered, times and costs come back.
+"""The benchmark's end of a contestant's process: it orders steps, and receives their times and costs.
 
-Owns the process and its log. The process ends with its stdin, so that it goes with whoever started it, however.
+Owns the process and its log. The process ends when its stdin does, so also when the benchmark is killed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Entry:
     """A contestant before it is started.
 
     Attributes:
-        name: as it is called in the result.
-        kind: see `step_contestants.Spec`, as `deferred` and `each_step`.
-        config_in: its config, given a directory of its own for what it keeps on disk.
-        python: the interpreter of its environment; None: ours.
-        environment: added to ours.
-        optional: that it cannot be run is a result, too.
-        probed: the disk is measured with the bytes of its steps.
+        name: the contestant's name in the result.
+        kind, deferred, each_step: see `contestants.Spec`.
+        config_in: returns the contestant's config, given a directory for the files that it keeps on disk.
+        python: the interpreter of the contestant's environment; None: the benchmark's own.
+        environment: variables that are added to the benchmark's environment.
+        optional: the heat goes on without the contestant if it cannot be run; otherwise the heat fails.
+        probed: whether the disk alone is measured with the bytes of the contestant's steps.
     """
 
     name: str
@@ -55,14 +55,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """What one turn of a contestant took.
+    """The steps of one turn of a contestant, and what they cost.
 
     Attributes:
-        seconds, forward, backward, update: of each step.
-        losses: the same.
-        facts: what it says of itself, of each step or of the last one.
-        settle_seconds: until nothing went on behind the last one.
-        use: of all steps and the settling.
+        seconds, forward, backward, update: the seconds of each step, and of its three calls.
+        losses: the loss of each step.
+        settle_seconds: the time from the end of the last step until the background work was done.
+        facts: what the contestant reports of itself (`Contestant.facts`), after each step or after the last one.
+        use: the CPU time and disk traffic of all steps and of the settling.
     """
 
     seconds: list[float]
@@ -83,7 +83,7 @@ class Running:
     """A contestant's process."""
 
     def __init__(self, entry: Entry, task: TrainingTask, directory: Path) -> None:
-        """Raises ContestantError if it does not get ready."""
+        """Start the process, and wait until its model is ready. Raises ContestantError if that fails."""
         self.entry = entry
         self._log_path = directory / "contestant.log"
         spec = {"kind": entry.kind, "task": asdict(task), "config": entry.config_in(directory)}
@@ -105,7 +105,8 @@ class Running:
             self._stop(0.0)
             raise
         self._tree = ProcessTree(self._process.pid)
-        self.memory = self._tree.memory()  # the largest that was seen
+        # The largest memory that was seen so far.
+        self.memory = self._tree.memory()
 
     def __enter__(self) -> Self:
         return self
@@ -116,14 +117,14 @@ class Running:
         self._stop(STOP_SECONDS)
 
     def warm_up(self, steps: int) -> Block:
-        """Makes steps, in which the memory is watched. Raises ContestantError."""
+        """Make steps while the memory is sampled, and return their block. Raises ContestantError."""
         with MemoryWatch(self._tree) as watch:
             block = self.make(steps)
         self.memory = larger(self.memory, watch.peak)
         return block
 
     def make(self, steps: int) -> Block:
-        """Makes steps. Raises ContestantError."""
+        """Make steps, and return their block. Raises ContestantError."""
         before = self._tree.use()
         assert self._process.stdin is not None
         try:
@@ -152,7 +153,7 @@ class Running:
         return ContestantError(f"{self.entry.name} {what}: " + " | ".join(lines[-ERROR_LINES:]))
 
     def _stop(self, patience_seconds: float) -> None:
-        """It ends with its stdin, and with it its daemon."""
+        """Close the process's stdin, at which it ends together with its daemon; kill it if that takes too long."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with ExitStack() as stack:
             stack.callback(self._log.close)

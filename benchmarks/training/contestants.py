@@ -1,9 +1,9 @@
-"""One contestant of a training benchmark: a process that makes steps when it is told to, and says how long they took.
+"""One contestant of a training benchmark: a process that makes steps on demand, and reports how long they took.
 
-Run as `python -m benchmarks.training.contestants SPEC` (JSON, see `Spec`). Each line on stdin is a number of steps to
-make; the answer is a line of JSON. The first line comes when the model is ready. Ends with its stdin.
+Run it as `python -m benchmarks.training.contestants SPEC` (JSON, see `Spec`). It prints a line when the model is ready.
+Then each line on stdin is a number of steps to make, which it answers with a line of JSON. It ends when stdin does.
 
-Runs in DeepSpeed's environment, too: only what a contestant needs is imported.
+It also runs in DeepSpeed's environment, so it must import only what its contestant needs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ ContestantKind = Literal["plain", "compute", "ours", "deepspeed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What the process is to be.
+    """The description of a contestant, which its process gets as JSON.
 
     Attributes:
-        kind: plain PyTorch; its forward and backward alone; this project; DeepSpeed.
-        config: of the latter two.
-        deferred: ours: the model is built under `zero.Init`, never whole in memory; its values are others then.
-        each_step: the facts are asked for after each step, which may take time; else after each block.
+        kind: "plain" (PyTorch in memory), "compute" (forward and backward alone), "ours" (this project), "deepspeed".
+        config: the config of "ours" and "deepspeed".
+        deferred: for "ours": build the model under `zero.Init`, so that it is never whole in memory. Its initial values
+            differ from those of the other contestants then.
+        each_step: report the facts after each step, which may take time, not only after the last step of a block.
     """
 
     kind: ContestantKind
@@ -52,27 +53,27 @@ class Spec:
 
 
 class Contestant(Protocol):
-    """Makes steps."""
+    """A model and its optimizer, which make one step by `forward`, `backward` and `update`."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss, 0-D."""
+        """Return the loss (0-D) of token ids [batch, tokens]."""
 
     def backward(self, loss: torch.Tensor) -> None: ...
 
     def update(self) -> None:
-        """Ends the step; what is left of it may go on in the background."""
+        """End the step; a part of its work may go on in the background."""
 
     def settle(self) -> None:
-        """Returns when nothing goes on in the background."""
+        """Wait until no work goes on in the background."""
 
     def facts(self) -> dict[str, Any]:
-        """What is worth a note in the result: known when steps were made."""
+        """Return what the result should tell about this contestant, for example its placement."""
 
     def close(self) -> None: ...
 
 
 class Compute:
-    """Forward and backward in bf16 and nothing else: no training is faster than that. The values are never updated."""
+    """Forward and backward in bf16 without updates, a lower bound for the time of every training."""
 
     def __init__(self, task: TrainingTask, model: nn.Module) -> None:
         self.model = model.to(torch.bfloat16)
@@ -88,13 +89,13 @@ class Compute:
         self.model.zero_grad()
 
     def settle(self) -> None:
-        """Nothing goes on in the background."""
+        """Return at once, because no work goes on in the background."""
 
     def facts(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
-        """The process holds nothing else."""
+        """Do nothing, because there is nothing to close."""
 
 
 class Plain(Compute):
@@ -122,7 +123,7 @@ class Plain(Compute):
 
 
 class WithEngine:
-    """Drives an engine with DeepSpeed's verbs."""
+    """A contestant whose engine has DeepSpeed's methods: a call, `backward` and `step`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -139,10 +140,10 @@ class WithEngine:
 
 
 class Ours(WithEngine):
-    """This project."""
+    """This project, with the placement that its config names."""
 
     def __init__(self, spec: Spec) -> None:
-        import trainer_client  # noqa: PLC0415 - not in every contestant's environment
+        import trainer_client  # noqa: PLC0415 - DeepSpeed's environment lacks its dependencies
         from trainer_client import zero  # noqa: PLC0415
 
         with zero.Init() if spec.deferred else nullcontext():
@@ -170,14 +171,14 @@ class DeepSpeed(WithEngine):
             port = probe.getsockname()[1]
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.update(rendezvous | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-        import deepspeed  # type: ignore[import-not-found]  # noqa: PLC0415 - not in every contestant's environment
+        import deepspeed  # type: ignore[import-not-found]  # noqa: PLC0415 - only its own environment has it
 
         model = build(spec.task)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(spec.config))
         super().__init__(engine)
 
     def settle(self) -> None:
-        """`step` waits for everything itself."""
+        """Return at once, because DeepSpeed's `step` leaves no work in the background."""
 
     def facts(self) -> dict[str, Any]:
         optimizer = self._engine.optimizer
@@ -189,12 +190,12 @@ class DeepSpeed(WithEngine):
 
 
 def begin(spec: Spec) -> Contestant:
-    """Makes the contestant, ready for its first step."""
+    """Return the contestant, ready for its first step."""
     match spec.kind:
         case "plain":
             return Plain(spec.task, build(spec.task))
         case "compute":
-            # Built in bf16: in fp32, what has to be trained elsewhere might not fit.
+            # The model is built in bf16, because the largest models of the scale benchmark may not fit in fp32.
             torch.set_default_dtype(torch.bfloat16)
             return Compute(spec.task, build(spec.task))
         case "ours":
@@ -206,9 +207,10 @@ def begin(spec: Spec) -> Contestant:
 def make_steps(
     contestant: Contestant, count: int, draw: Callable[[], torch.Tensor], *, each_step: bool
 ) -> dict[str, list[Any]]:
-    """Seconds of each step, of its three calls, its loss, and the facts: of each step, or of the last.
+    """Make `count` steps with batches from `draw`, and return the fields of a `contestant_process.Block`, by step.
 
-    A step lasts until the next one can begin: to read the loss belongs to it, what goes on behind it to the next.
+    A step lasts until the next one can begin. So reading the loss counts for the step. Work that a step leaves in the
+    background counts for the next step, which it slows.
     """
     taken: dict[str, list[Any]] = {name: [] for name in ("seconds", "forward", "backward", "update", "losses", "facts")}
     for number in range(count):
@@ -229,7 +231,7 @@ def make_steps(
 
 
 def serve(spec: Spec, answers: TextIO) -> None:
-    """Makes steps as stdin demands."""
+    """Make as many steps as each line of stdin asks for, and write an answer to each, until stdin ends."""
 
     def answer(value: Mapping[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
@@ -247,7 +249,8 @@ def serve(spec: Spec, answers: TextIO) -> None:
 
 
 def main() -> None:
-    # What libraries print must not come between the answers.
+    """Run the contestant that the first argument describes."""
+    # Libraries print to stdout. It becomes stderr for them, so that their lines do not mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with bf16_emulation.in_fp32() if bf16_emulation.need_fp32() else nullcontext():

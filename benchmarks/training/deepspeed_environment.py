@@ -1,7 +1,7 @@
-"""DeepSpeed's environment: a venv beside ours, with the versions of deepspeed.requirements.txt, and its compiled parts.
+"""DeepSpeed's environment: its own venv with the versions of deepspeed.requirements.txt, and its compiled parts.
 
-Set up once, by what is called here; needs a C++ compiler, and libaio's headers for NVMe. What cannot be set up is a
-reason to go on without, which the result states.
+`prepare` sets it up once. That needs a C++ compiler, and libaio's headers for NVMe. If a part cannot be set up, the
+benchmark goes on without it, and the result states the reason.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 from benchmarks.common.measure import BenchmarkError, Progress
 
 REQUIREMENTS = Path(__file__).with_name("deepspeed.requirements.txt")
-# DeepSpeed's setup.py imports torch, and its compiled parts are made with the others.
+# These packages are installed first, because DeepSpeed's setup.py imports torch, and its parts are compiled with the
+# others.
 FIRST = ("torch", "numpy", "setuptools", "wheel", "ninja")
 INSTALL_SECONDS = 1200.0
 BUILD_SECONDS = 1800.0
 ERROR_LINES = 6
 
-# Its parts in C++, made at first use otherwise, which takes minutes.
+# DeepSpeed's parts in C++. Without `_build` they would be compiled at first use, which takes minutes.
 _ADAM = ("ShareMemCommBuilder", "PinMemoryBuilder", "CPUAdamBuilder")
 _NVME = ("AsyncIOBuilder",)
 _BUILD = (
@@ -33,18 +34,18 @@ _BUILD = (
 
 
 class DeepSpeedUnavailableError(BenchmarkError):
-    """It cannot be set up, or a part of it."""
+    """DeepSpeed's environment cannot be set up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedEnvironment:
-    """One that is set up.
+    """An environment that is set up.
 
     Attributes:
         python: its interpreter.
-        variables: to be added to the environment of its processes.
-        adam_problem: why there is no compiled Adam; torch's has to do then.
-        nvme_problem: why it cannot use NVMe.
+        variables: environment variables for its processes.
+        adam_problem: the reason why DeepSpeed's compiled Adam is missing and torch's is used; None: it is there.
+        nvme_problem: the reason why DeepSpeed cannot use NVMe; None: it can.
     """
 
     python: Path
@@ -54,10 +55,10 @@ class DeepSpeedEnvironment:
 
 
 def prepare(directory: Path, progress: Progress) -> DeepSpeedEnvironment:
-    """Sets up what is missing of the environment in `directory`.
+    """Set up what is missing of the environment in `directory`, and return the environment.
 
     Raises:
-        DeepSpeedUnavailableError: there is none.
+        DeepSpeedUnavailableError: the packages cannot be installed.
     """
     directory = directory.absolute()
     python = directory / "bin" / "python"
@@ -77,7 +78,7 @@ def prepare(directory: Path, progress: Progress) -> DeepSpeedEnvironment:
 
 
 def _stands(python: Path, variables: Mapping[str, str]) -> bool:
-    """Whether it is there already, in these versions."""
+    """Return whether the environment exists with the required version of DeepSpeed."""
     if not python.exists():
         return False
     wanted = {line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("deepspeed==")}
@@ -101,16 +102,16 @@ def _install(directory: Path, python: Path, progress: Progress) -> None:
 
 
 def _build(python: Path, variables: Mapping[str, str], parts: tuple[str, ...], progress: Progress) -> str | None:
-    """Why these parts cannot be made or loaded; None: they can."""
+    """Compile and load parts of DeepSpeed. Return None, or the reason why that failed."""
     progress(f"DeepSpeed: its compiled parts {', '.join(parts)}: minutes, once")
-    # A build that was interrupted left its lock behind: the next would wait for it without end.
+    # An interrupted build leaves its lock behind, for which the next build would wait forever.
     for lock in Path(variables["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
         lock.unlink()
     return _problem((str(python), "-c", _BUILD, *parts), variables, BUILD_SECONDS)
 
 
 def _problem(command: tuple[str, ...], variables: Mapping[str, str], timeout_seconds: float) -> str | None:
-    """What a command says that fails."""
+    """Run a command. Return None, or the end of its output if it failed."""
     try:
         subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""Who takes part in the training benchmarks, and with which config: this project's placements, and DeepSpeed's."""
+"""The contestants of the training benchmarks with their configs: this project's placements, and DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from benchmarks.training.task import TrainingTask
 PLAIN = Entry(name="plain", kind="plain")
 COMPUTE = Entry(name="compute", kind="compute")
 
-# Of docs/performance.md: large blocks are mapped, in huge pages, and given back.
+# The setting of docs/performance.md: malloc maps large blocks, in huge pages, and returns them when they are freed.
 TUNED_MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"}
 
 Home = Literal["device", "host", "nvme"]
 Durability = Literal["none", "step"]
 
-# Two versions of 14 bytes, and the gradients in bf16.
+# Host memory for two versions of 14 bytes per parameter: 2 in bf16, 12 of fp32 master weight and moments.
 _HOST_BYTES_PER_PARAMETER = 28
 _LEAST_HOST_BYTES = 64 << 20
-# Two versions, and what fragments cost.
+# Disk space for two versions, and for fragmentation.
 _NVME_BYTES_PER_PARAMETER = 40
 _LEAST_NVME_BYTES = 2 << 30
 
 _AIO = {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
-# DeepSpeed refuses parameters larger than its buffers.
+# The least size of DeepSpeed's buffers, which must be at least as large as the largest parameter.
 _LEAST_BUFFER_ELEMENTS = 10_000_000
 
 
@@ -43,14 +43,16 @@ def ours(
     each_step: bool = False,
     units: Any = "blocks",
 ) -> Entry:
-    """This project with parameters, master weights and moments in `home`, and gradients on the host or the device.
+    """Return an entry of this project, with parameters, master weights and moments in `home`.
+
+    Gradients are on the device if `home` is, and otherwise on the host.
 
     Args:
-        parameters: elements of the model, by which budgets are set.
-        host_budget_bytes: None: all of the model fits.
-        deferred: the model is never whole in memory; its initial values are others than plain PyTorch's.
-        each_step: it reports on each step.
-        units: `paramserver.units`.
+        parameters: the number of elements of the model, from which the budgets are computed.
+        host_budget_bytes: the host budget; None: one in which the whole model fits.
+        deferred: see `contestants.Spec`.
+        each_step: see `contestants.Spec`.
+        units: the config key `paramserver.units`.
     """
     fits = max(_LEAST_HOST_BYTES, parameters * _HOST_BYTES_PER_PARAMETER)
 
@@ -79,7 +81,10 @@ def ours(
 def deepspeed(
     name: str, task: TrainingTask, parameters: int, home: Literal["cpu", "nvme"], environment: DeepSpeedEnvironment
 ) -> Entry:
-    """DeepSpeed's ZeRO-3 with parameters and optimizer states in `home`, with what made it fastest here."""
+    """Return an entry of DeepSpeed's ZeRO-3 with parameters and optimizer states in `home`.
+
+    Its other settings are those with which it was fastest in our measurements.
+    """
 
     def config(directory: Path) -> Mapping[str, Any]:
         values = task.deepspeed_config()

@@ -1,9 +1,9 @@
-"""A heat: contestants that train the same and take turns, so that what the neighbours do falls on all of them.
+"""A heat: contestants that train the same model in turns, so that other load on the machine slows all alike.
 
-Each contestant makes a block of steps when it is its turn, and waits otherwise. Round 0 warms up: memory is sampled in
-it, which disturbs, and its times do not count. In the rounds that count, the first step of a block does not: it need
-not wait for what the step before has left to be done. What counts of a contestant is the median of its rounds' ratios
-to plain PyTorch's in the same round.
+In each round, every contestant makes a block of steps while the others wait. Round 0 is a warm-up; memory is sampled
+in it, which costs time, so its times do not count. In the other rounds, the first step of a block does not count,
+because it need not wait for background work of a step before. A contestant's result is the median over the rounds of
+its step time divided by plain PyTorch's in the same round.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from benchmarks.training.bandwidth import StepProbe
 from benchmarks.training.contestant_process import Block, ContestantError, Entry, Running
 from benchmarks.training.task import TrainingTask
 
-# Of a step. Less than that is the catalog's noise, and no disk can be a limit.
+# A contestant whose steps move fewer bytes is not probed, because these are the catalog's few writes, for which no disk
+# is too slow.
 LEAST_PROBED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The I/O probe right before and right after a block: the fewer `seconds` of both, for `nbytes`."""
+    """The result of the disk probes right before and right after a block; `seconds` is the smaller of both times."""
 
     nbytes: int
     seconds: float
@@ -36,13 +37,14 @@ class Probe:
 
 @dataclass(slots=True, kw_only=True)
 class Standing:
-    """What a heat has found of one contestant.
+    """The results of one contestant in a heat.
 
     Attributes:
-        not_run: the reason why there is nothing else.
-        blocks: of the rounds that count.
-        losses: of all steps, the warm-up's first.
-        probes: one for each block, or none.
+        not_run: the reason why the contestant has no results; None: it has.
+        blocks: the blocks of the rounds that count.
+        losses: the losses of all steps, those of the warm-up first.
+        memory: the largest memory that was seen.
+        probes: one for each block; empty if the contestant is not probed.
     """
 
     entry: Entry
@@ -53,11 +55,11 @@ class Standing:
     probes: list[Probe] = field(default_factory=list)
 
     def round_seconds(self) -> list[float]:
-        """The median of the steps that count, by round."""
+        """Return for each round the median time of the steps that count."""
         return [statistics.median(block.seconds[1:]) for block in self.blocks]
 
     def io_seconds(self) -> list[float]:
-        """What the disk alone would have taken for a step's bytes, by round; empty if it was not measured."""
+        """Return for each round the time of the disk alone for a step's bytes; empty if it was not measured."""
         if not self.probes:
             return []
         return [
@@ -67,10 +69,17 @@ class Standing:
 
 
 class Heat:
-    """A context: processes and files are gone with it."""
+    """A comparison of contestants, which take turns; all processes and files are gone when `run` returns."""
 
     def __init__(self, task: TrainingTask, directory: Path, *, threads: Threads, progress: Progress) -> None:
-        """`directory` is for what contestants and probes keep on disk; `threads` are the probes'."""
+        """Prepare a heat.
+
+        Args:
+            task: the model and the data that all contestants train.
+            directory: where contestants and probes keep their files.
+            threads: the number of I/O threads of the probes.
+            progress: called with each step of the heat.
+        """
         self._task = task
         self._directory = directory
         self._threads = threads
@@ -80,14 +89,15 @@ class Heat:
         self._standings: dict[str, Standing] = {}
 
     def run(self, entries: Sequence[Entry], *, rounds: int, steps: int) -> list[Standing]:
-        """Lets the contestants take turns; standings in the order of the entries.
+        """Run the contestants in turns, and return their standings in the order of the entries.
 
         Args:
-            rounds: that count.
-            steps: of a block, at least 2.
+            entries: the contestants.
+            rounds: the number of rounds that count.
+            steps: the number of steps of a block, at least 2.
 
         Raises:
-            ContestantError: one that is not optional failed.
+            ContestantError: a contestant that is not optional failed.
         """
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(TemporaryDirectory(dir=self._directory)))
@@ -111,7 +121,7 @@ class Heat:
             self._give_up(entry, error)
 
     def _take_turns(self, *, forward: bool, turn: Callable[[str], None]) -> None:
-        """Every other round goes backwards: each contestant is as often first as last."""
+        """Give each contestant a turn. Every other round goes backwards, so that each is as often first as last."""
         for name in list(self._running) if forward else list(reversed(self._running)):
             try:
                 turn(name)
@@ -134,7 +144,7 @@ class Heat:
         standing.blocks.append(block)
         standing.losses += block.losses
         if probe:
-            # The better one: it is to say what the disk can do.
+            # The shorter time counts, because it is nearer to what the disk can do.
             standing.probes.append(Probe(nbytes=probe.nbytes, seconds=min(before, probe.run()), direct=probe.direct))
 
     def _give_up(self, entry: Entry, error: ContestantError) -> None:

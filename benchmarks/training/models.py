@@ -1,4 +1,7 @@
-"""The models of the training benchmarks, and their data. Must never import the project: all contestants need it."""
+"""The models of the training benchmarks, and their data.
+
+Must never import the project, because DeepSpeed's environment, which lacks its dependencies, imports this module.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ INITIAL_DEVIATION = 0.02
 
 
 def build(task: TrainingTask) -> nn.Module:
-    """The task's model in fp32, with the same values for every contestant; torch's generator is seeded by it."""
+    """Return the task's model in torch's default dtype, with the same initial values for every contestant.
+
+    This seeds torch's global generator.
+    """
     torch.manual_seed(MODEL_SEED)
     match task.model:
         case "gpt2":
@@ -33,14 +39,14 @@ def build(task: TrainingTask) -> nn.Module:
 
 
 def batches(task: TrainingTask) -> Iterator[torch.Tensor]:
-    """Token ids [batch, tokens], the same for every contestant, without end."""
+    """Yield token ids [batch, tokens] without end, the same for every contestant."""
     generator = torch.Generator().manual_seed(DATA_SEED)
     while True:
         yield torch.randint(0, task.vocab, (task.batch, task.tokens), generator=generator)
 
 
 class Expert(nn.Module):
-    """A gated MLP of Mixtral's."""
+    """One expert of Mixtral: a gated MLP."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -51,20 +57,26 @@ class Expert(nn.Module):
             nn.init.normal_(parameter, std=INITIAL_DEVIATION)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] to the same."""
+        """Return the expert's output for `hidden`; both are [tokens, hidden]."""
         values: torch.Tensor = self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
         return values
 
 
 class SingleExperts(nn.Module):
-    """Stands for transformers' `MixtralExperts`, which holds all experts in one tensor: here each is a module."""
+    """A replacement of transformers' `MixtralExperts`, which holds all experts in one tensor; here each is a module."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList([Expert(hidden, inner) for _ in range(EXPERTS)])
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] to the same; `chosen` and `weights` are [tokens, EXPERTS_PER_TOKEN]."""
+        """Return the weighted sum of each token's chosen experts.
+
+        Args:
+            hidden: [tokens, hidden], as is the result.
+            chosen: the indices of the experts, [tokens, EXPERTS_PER_TOKEN].
+            weights: the weights of the experts, of the same shape.
+        """
         result = torch.zeros_like(hidden)
         for index, expert in enumerate(self.experts):
             token, place = torch.where(chosen == index)

@@ -1,16 +1,21 @@
-"""Measures how often what a unit needs is there when it is needed, for models whose order of units can be predicted and
-for models whose order changes from step to step. Everything is on NVMe, with a host budget that holds the gradients,
-the optimizer's tiles and half of the parameters.
+"""Measures how often prefetching has a unit's bytes in host memory before the trainer gathers the unit.
+
+Everything is on NVMe, with a host budget that holds the gradients, the optimizer's tiles and half of the parameters.
+The models differ in how well the order of their units can be predicted:
 
 - `gpt2`: all layers, always in the same order
-- `mixtral`: a mixture of experts; a unit is a layer with all of its experts, in the same order
-- `mixtral_experts`: the same with each expert a unit; which ones run depends on the tokens
+- `mixtral`: a mixture of experts; a unit is a layer with all of its experts, and the order is always the same
+- `mixtral_experts`: the same model, in which each expert is a unit; the tokens choose the experts that run
 - `opt_layer_drop`: a quarter of the layers, drawn anew for each step, do not run
 
-The result is one JSON object: `machine`, `provenance`, `parameters`, and `models`: by name, `predictable`, `parameters`
-(its elements), `host_budget_bytes`, `gathers`, `hits` (the bytes were there), `predicted` (the store had been told of
-them ahead), `hit_rate`, `predicted_rate`, `hidden_fetch_fraction` (the part of the fetch time that nobody waited for;
-median over steps, null: nothing was fetched), `stall_fraction` and `seconds` (medians over steps).
+The result is one JSON object: `machine`, `provenance`, `parameters`, and `models`, by name:
+
+- `predictable`, `parameters` (the number of elements), `host_budget_bytes`
+- `gathers`; `hits`: the gathers that found their bytes in host memory; `predicted`: the gathers that the trainer had
+  announced to the store; `hit_rate` and `predicted_rate`
+- `hidden_fetch_fraction`: the part of the fetch time during which the trainer did not wait (median over steps; null:
+  nothing was fetched)
+- `stall_fraction` and `seconds` (medians over steps)
 
 Run as a module from the root of the repository: `python -m benchmarks.training.prefetching`.
 """
@@ -38,15 +43,15 @@ from benchmarks.training.task import HEAD_WIDTH, ModelKind, TrainingTask
 
 DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
 MIB = 1 << 20
-# Two for each gradient, a quarter of all for tiles; the rest holds half of the parameters.
+# The 4 bytes are 2 for the gradient in bf16, 1 for the optimizer's tiles, and 1 for half of the parameters in bf16.
 HOST_BYTES_PER_PARAMETER = 4
-# For the smallest models.
+# The least budget, which the smallest models get.
 LEAST_HOST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One to be measured; `units` is `paramserver.units`."""
+    """A model to be measured; `units` is the config key `paramserver.units`."""
 
     kind: ModelKind
     predictable: bool
@@ -71,7 +76,7 @@ def measure(
     steps: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """All models, one after the other; see the module for what comes back. Raises BenchmarkError."""
+    """Measure all models, one after the other, and return the result; see the module. Raises BenchmarkError."""
     models: dict[str, Any] = {}
     for model in MODELS:
         task = task_of[model.kind]
@@ -102,13 +107,16 @@ def measure(
 
 
 def _parameters(task: TrainingTask) -> int:
-    """Elements of the task's model."""
+    """Return the number of elements of the task's model."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(task).parameters())
 
 
 def _figures(standing: Standing) -> dict[str, Any]:
-    """Of the steps that count: not the first of a block, whose prefetches began with the step before."""
+    """Return the figures of the steps that count.
+
+    The first step of a block does not count, because its prefetches began in the step before.
+    """
     reports = [facts["report"] for block in standing.blocks for facts in block.facts[1:]]
     gathers, hits, predicted = (
         sum(values[name] for values in reports) for name in ("gathers", "prefetch_hits", "predicted_gathers")
@@ -131,7 +139,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     rows = [
         [
             f"`{name}`",
@@ -150,10 +158,10 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(
         (
             f"Trained in {result['parameters']['precision']}. Everything is on NVMe, with host memory for the "
-            "gradients, the optimizer's tiles and half of the parameters. A hit is a gather whose bytes are there when "
-            "they are wanted; a predicted one is one that the store had been told of ahead. `mixtral_experts` has each "
-            "expert as a unit of its own, chosen by the tokens; `opt_layer_drop` leaves out a quarter of its layers, "
-            "other ones in each step.",
+            "gradients, the optimizer's tiles and half of the parameters. A hit is a gather that finds its bytes in "
+            "host memory; a predicted gather is one that the trainer had announced to the store. In `mixtral_experts` "
+            "each expert is a unit, chosen by the tokens; `opt_layer_drop` leaves out a quarter of its layers, other "
+            "ones in each step.",
             report.table(
                 (
                     "model",
@@ -178,13 +186,14 @@ def main(
     directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = DEFAULT_DIRECTORY,
     layers: Annotated[int, typer.Option(min=1)] = 8,
     hidden: Annotated[int, typer.Option(min=HEAD_WIDTH, help=f"A multiple of {HEAD_WIDTH}.")] = 512,
-    tokens: Annotated[int, typer.Option(min=1, help="Of a sequence; a step has 4.")] = 256,
-    rounds: Annotated[int, typer.Option(min=1, help="After a warm-up.")] = 2,
-    steps: Annotated[int, typer.Option(min=2, help="In a row; the first of them does not count.")] = 5,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence; a step has 4 of them.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds after the warm-up.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, one round: to see that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     if quick:
         layers, hidden, tokens, rounds, steps = 2, HEAD_WIDTH, 16, 1, 2

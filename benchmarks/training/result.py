@@ -1,19 +1,21 @@
-"""What a heat's standings come to: figures, checks and targets, as JSON. Measures nothing itself.
+"""Figures, checks and targets, computed from the standings of a heat, as JSON. Measures nothing itself.
 
-A contestant's figures, seconds and bytes if nothing else is said:
+The figures of a contestant, in seconds and bytes if no other unit is named:
 
-- `not_run`: why there are no others; null
-- `steps`: of each step that counts; `median`, `least`, `most`; `forward`, `backward`, `update` (medians)
-- `settle`: from the end of a block until nothing goes on behind it (median)
-- `ratios`: to plain PyTorch's median in the same round; `ratio` is their median
+- `not_run`: the reason why there are no other figures; null: there are
+- `steps`: the time of each step that counts; `median`, `least`, `most`; `forward`, `backward`, `update` (medians)
+- `settle`: the time from the end of a block until its background work is done (median)
+- `ratios`: for each round, the step time divided by plain PyTorch's in the same round; `ratio` is their median
 - `tokens_per_second`
-- `memory`: the largest that was seen: proportional, of `trainer`, `daemon` and both, and its `ratio` to plain PyTorch's
-- `read_per_step`, `written_per_step`: from and to the disk
+- `memory`: the largest proportional memory (PSS) that was seen: `trainer`, `daemon`, `total`, and `ratio` to plain
+  PyTorch's
+- `read_per_step`, `written_per_step`: bytes from and to the disk
 - `cpu_per_step`: CPU seconds of `trainer` and `daemon`
-- `roofline`: `compute` (plain PyTorch's step), `io` (the disk alone, with the bytes of a step; null: not measured),
-  `direct` (past the page cache), `seconds`: the larger one, and `fraction` (T_roof / T_step); medians over rounds
-- `losses` of all steps, and `loss_difference`, the largest one to plain PyTorch's
-- `facts`: what the contestant says of itself, after its last step
+- `roofline`, medians over rounds: `compute` (plain PyTorch's step), `io` (the disk alone with the bytes of a step;
+  null: not measured), `direct` (whether the disk was measured without the page cache), `seconds` (T_roof, the larger
+  of `compute` and `io`), and `fraction` (T_roof / T_step)
+- `losses` of all steps, and `loss_difference`, the largest difference to plain PyTorch's
+- `facts`: what the contestant reports of itself after its last step
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ DEEPSPEED_LOSS_TOLERANCE = 2e-2
 
 
 def summaries(standings: Sequence[Standing], task: TrainingTask) -> dict[str, dict[str, Any]]:
-    """By name. The first contestant is the one that the others are compared with.
+    """Return the figures of each contestant by its name; all are compared with the first one.
 
     Raises:
-        BenchmarkError: this project's losses are not the first one's, bit for bit.
+        BenchmarkError: see `check_losses`.
     """
     reference = standings[0]
     check_losses(standings)
@@ -47,10 +49,12 @@ def summaries(standings: Sequence[Standing], task: TrainingTask) -> dict[str, di
 
 
 def check_losses(standings: Sequence[Standing]) -> None:
-    """This project's losses are those of plain PyTorch, if that is the first contestant; DeepSpeed's nearly.
+    """Compare the losses with those of plain PyTorch, if that is the first contestant.
+
+    A standing of DeepSpeed whose losses differ by more than DEEPSPEED_LOSS_TOLERANCE is marked as not run.
 
     Raises:
-        BenchmarkError: this project's are not.
+        BenchmarkError: this project's losses are not plain PyTorch's, bit for bit.
     """
     reference = standings[0]
     if reference.entry.kind != "plain":
@@ -71,12 +75,12 @@ def check_losses(standings: Sequence[Standing]) -> None:
 
 
 def loss_difference(standing: Standing, reference: Standing) -> float:
-    """The largest one between the losses of the same step."""
+    """Return the largest difference between the losses of the same step."""
     return max(abs(own - other) for own, other in zip(standing.losses, reference.losses, strict=True))
 
 
 def summary(standing: Standing, reference: Standing, task: TrainingTask) -> dict[str, Any]:
-    """The figures of one that has run; see the module."""
+    """Return the figures of a contestant that has run; see the module."""
     blocks, seconds = standing.blocks, _counted(standing.blocks, lambda block: block.seconds)
     ratios = [own / other for own, other in zip(standing.round_seconds(), reference.round_seconds(), strict=True)]
     median = statistics.median(seconds)
@@ -113,13 +117,13 @@ def summary(standing: Standing, reference: Standing, task: TrainingTask) -> dict
 
 
 def targets(heats: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """What the project is to reach, beside what was measured: `name`, `measured`, `wanted` (at most), `met`."""
+    """Return the project's targets with what was measured: `name`, `measured`, `wanted` (at most), `met`."""
     found: list[dict[str, Any]] = []
 
     def add(name: str, wanted: float, measured: Callable[[], float]) -> None:
         try:
             value = measured()
-        except KeyError:  # not run, or not asked for
+        except KeyError:  # The contestant was not run, or its heat was not asked for.
             return
         found.append({"name": name, "measured": round(value, 4), "wanted": wanted, "met": value <= wanted})
 
@@ -152,12 +156,12 @@ def _roofline(standing: Standing, reference: Standing) -> dict[str, Any]:
 
 
 def _counted(blocks: Sequence[Block], values_of: Callable[[Block], Sequence[float]]) -> list[float]:
-    """One kind of values of all steps that count."""
+    """Return one kind of values of all steps that count."""
     return [value for block in blocks for value in values_of(block)[1:]]
 
 
 def _per_step(blocks: Sequence[Block], use_of: Callable[[Block], float]) -> float:
-    """The mean over all steps, the first of each block too: what they leave behind is in the block."""
+    """Return the mean over all steps, also the first of each block, because `use` is that of the whole block."""
     return sum(map(use_of, blocks)) / sum(len(block.seconds) for block in blocks)
 
 

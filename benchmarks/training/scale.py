@@ -1,13 +1,15 @@
 """Measures how the cost of a step grows with the model: everything on NVMe, from 50 million to 1.3 billion parameters.
 
-GPT-2 with a vocabulary of 50257, one sequence of 256 tokens; the host budget grows with the model, and is 4 GiB at 1.3
-billion. No process ever holds a whole model of this project's. Beside it, taking turns, forward and backward alone in
-bf16: the compute that no training can do without. The result is one JSON object:
+The model is GPT-2 with a vocabulary of 50257, the batch one sequence of 256 tokens. The host budget grows with the
+model, and is 4 GiB at 1.3 billion parameters. Of this project, no process ever holds a whole model. The other
+contestant is `compute`, forward and backward alone in bf16, a lower bound for every training. The result is one JSON
+object:
 
 - `machine`, `provenance`, `parameters`
 - `sizes`: `parameters`, `layers`, `hidden`, `host_budget_bytes`, and the figures of `compute` and `nvme`
   (`benchmarks.training.result`; their ratios are to `compute`)
-- `growth`: of the largest model over the smallest, by figure: its ratio over the ratio of their parameters; 1 is linear
+- `growth`: by figure, its growth from the smallest to the largest model, divided by the growth of the number of
+  parameters; 1 is linear
 
 Run as a module from the root of the repository: `python -m benchmarks.training.scale`.
 """
@@ -34,7 +36,7 @@ from benchmarks.training.task import HEAD_WIDTH, TrainingTask
 DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
 GB = 1e9
 GIB = 1 << 30
-# 4 GiB at 24 x 2048.
+# The host budget of the largest model (24 layers x 2048) is 4 GiB with this.
 HOST_BYTES_PER_PARAMETER = 3.28
 LEAST_HOST_BYTES = 256 << 20
 DISK_BYTES_PER_PARAMETER = 44
@@ -49,14 +51,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 def host_budget_bytes(task: TrainingTask) -> int:
-    """In whole MiB."""
+    """Return the host budget of a task, rounded down to whole MiB."""
     return max(LEAST_HOST_BYTES, int(task.gpt2_parameters * HOST_BYTES_PER_PARAMETER) >> 20 << 20)
 
 
 def measure(
     tasks: Sequence[TrainingTask], directory: Path, *, rounds: int, steps: int, progress: Progress
 ) -> dict[str, Any]:
-    """All sizes, one after the other; see the module for what comes back. Raises BenchmarkError."""
+    """Measure all sizes, one after the other, and return the result; see the module. Raises BenchmarkError."""
     sizes = []
     for task in tasks:
         size, budget = task.gpt2_parameters, host_budget_bytes(task)
@@ -94,7 +96,7 @@ def _prefixed(progress: Progress, size: int) -> Progress:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     rows = [
         [
             f"{size['layers']} x {size['hidden']}",
@@ -136,12 +138,13 @@ def markdown(result: dict[str, Any]) -> str:
 def main(
     directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = DEFAULT_DIRECTORY,
     sizes: Annotated[int, typer.Option(min=1, max=len(FULL), help="How many, from the smallest on.")] = len(FULL),
-    rounds: Annotated[int, typer.Option(min=1, help="After a warm-up.")] = 2,
-    steps: Annotated[int, typer.Option(min=2, help="In a row; the first of them does not count.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds after the warm-up.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, one round: to see that it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     tasks, rounds, steps = (QUICK, 1, 2) if quick else (FULL[:sizes], rounds, steps)
     try:

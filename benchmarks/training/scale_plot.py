@@ -1,4 +1,4 @@
-"""Draws what `benchmarks.training.scale` found: seconds per step and memory over the size of the model."""
+"""A plot of the result of `benchmarks.training.scale`: seconds per step and memory over the size of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes an SVG file."""
+    """Write the plot to `path` as SVG."""
     millions = [size["parameters"] / 1e6 for size in result["sizes"]]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
@@ -37,7 +37,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             "states in memory (16 bytes per parameter)": [16 * size["parameters"] / GIB for size in result["sizes"]],
         },
     )
-    # The same file for the same figures: no date, and names of parts that do not change.
+    # The file has no date and fixed element ids, so that the same figures give the same file.
     with mpl.rc_context({"svg.hashsalt": "paramserver", "svg.fonttype": "none"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
 

@@ -1,14 +1,14 @@
 """Measures a training step: plain PyTorch in memory, this project on each placement, and DeepSpeed, taking turns.
 
-All train the same GPT-2 on the same data, in bf16 with fp32 master weights and moments, with AdamW. Memory would not
-hold all of them at once, so that they run in heats, each beside plain PyTorch: `nvme`, `host`, `device`, and `malloc`:
-with glibc's malloc as it is, and as docs/performance.md has it. The result is one JSON object:
+All contestants train the same GPT-2 on the same data, in bf16 with fp32 master weights and moments, with AdamW. Memory
+cannot hold all of them at once, so they run in heats, each beside plain PyTorch: `nvme`, `host`, `device`, and `malloc`
+(with glibc's malloc by default, and as docs/performance.md sets it). The result is one JSON object:
 
 - `machine`, `provenance`, `parameters`
 - `heats`: by name, the figures of each contestant (`benchmarks.training.result`)
-- `targets`: `name`, `measured`, `wanted` (at most) and `met`; those of the standard model
+- `targets`: `name`, `measured`, `wanted` (at most) and `met`; they are meant for the default model
 
-This project's losses have to be plain PyTorch's, bit for bit; the benchmark fails if they are not.
+The benchmark fails if this project's losses are not plain PyTorch's, bit for bit.
 
 Run as a module from the root of the repository: `python -m benchmarks.training.step`.
 """
@@ -38,7 +38,7 @@ from benchmarks.training.task import HEAD_WIDTH, TrainingTask
 
 BUILD = Path(__file__).parents[2] / "build"
 MIB = 1 << 20
-# Of all contestants of a heat, two versions each.
+# Disk space of all contestants of a heat, which keep two versions each.
 DISK_BYTES_PER_PARAMETER = 100
 LEAST_DISK_BYTES = 4 << 30
 
@@ -46,7 +46,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 class HeatName(StrEnum):
-    """Which contestants run beside each other."""
+    """The heats; each stands for the contestants that run beside each other."""
 
     NVME = "nvme"
     HOST = "host"
@@ -55,7 +55,7 @@ class HeatName(StrEnum):
 
 
 def entries_of(heat: HeatName, task: TrainingTask, nvme_host_budget_bytes: int) -> list[Entry]:
-    """The contestants that need nothing but this project."""
+    """Return the contestants of a heat that run in this project's environment."""
     size = task.gpt2_parameters
     nvme = ours("nvme", task, size, "nvme", durability="step", host_budget_bytes=nvme_host_budget_bytes)
     match heat:
@@ -80,10 +80,10 @@ def _with_tuned_malloc(entry: Entry) -> Entry:
 def peers_of(
     heat: HeatName, task: TrainingTask, environment: DeepSpeedEnvironment | str | None
 ) -> tuple[list[Entry], dict[str, Any]]:
-    """DeepSpeed in this heat, and what takes its place in the result where it cannot be run.
+    """Return DeepSpeed's entries in a heat, and the figures that say why DeepSpeed cannot be run; one of them is empty.
 
     Args:
-        environment: or why there is none; None: not asked for.
+        environment: DeepSpeed's environment, or the reason why there is none; None: DeepSpeed was not asked for.
     """
     if environment is None or heat in (HeatName.DEVICE, HeatName.MALLOC):
         return [], {}
@@ -108,7 +108,7 @@ def measure(
     environment: DeepSpeedEnvironment | str | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """All heats; see the module for what comes back.
+    """Run all heats, and return the result; see the module.
 
     Raises:
         BenchmarkError: a contestant that is not optional failed, or this project's losses are wrong.
@@ -140,15 +140,15 @@ def main(
     layers: Annotated[int, typer.Option(min=1)] = 12,
     hidden: Annotated[int, typer.Option(min=HEAD_WIDTH, help=f"A multiple of {HEAD_WIDTH}.")] = 1024,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence.")] = 256,
     vocab: Annotated[int, typer.Option(min=1)] = 512,
     clip: Annotated[float, typer.Option(min=0, help="Limit of the gradient's norm; 0: none.")] = 0.0,
     nvme_host_budget_mib: Annotated[int, typer.Option(min=1, help="Host memory of `nvme`.")] = 512,
     heats: Annotated[list[HeatName] | None, typer.Option("--heat", help="Only this one; may be repeated.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="After a warm-up.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="In a row; the first of them does not count.")] = 3,
-    read_threads: Annotated[int, typer.Option(min=1, help="Of the I/O probe.")] = Threads().read,
-    write_threads: Annotated[int, typer.Option(min=1, help="Of the I/O probe.")] = Threads().write,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds after the warm-up.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of a turn; the first does not count.")] = 3,
+    read_threads: Annotated[int, typer.Option(min=1, help="Threads of the disk probe that read.")] = Threads().read,
+    write_threads: Annotated[int, typer.Option(min=1, help="Threads of the disk probe that write.")] = Threads().write,
     deepspeed_dir: Annotated[
         Path | None, typer.Option("--deepspeed", help="DeepSpeed's environment, set up if need be; none: without it.")
     ] = None,
@@ -156,6 +156,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not tables.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
 ) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
     console = Console(stderr=True)
     if hidden % HEAD_WIDTH:
         raise typer.BadParameter(f"--hidden is {hidden}, and has to be a multiple of {HEAD_WIDTH}")
@@ -189,7 +190,7 @@ def main(
 
 
 def _environment(directory: Path | None, progress: Progress) -> DeepSpeedEnvironment | str | None:
-    """DeepSpeed's, or why there is none; None: not asked for."""
+    """Return DeepSpeed's environment, or the reason why there is none; None if DeepSpeed was not asked for."""
     if directory is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The result of `benchmarks.training.step` for people: Markdown tables."""
+"""Markdown tables of the result of `benchmarks.training.step`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as tables."""
+    """Return the result as Markdown tables."""
     task = result["parameters"]
     clipping = f"clipped to a norm of {task['clip']:g}" if task["clip"] else "not clipped"
     introduction = (
@@ -34,7 +34,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Those that ran, with plain PyTorch once per heat."""
+    """Return the name and the figures of each contestant that ran, plain PyTorch once per heat."""
     return [
         (f"plain PyTorch, beside `{heat}`" if name == "plain" else f"`{name}`", figures)
         for heat, contestants in result["heats"].items()

@@ -1,6 +1,6 @@
-"""What all contestants of a training benchmark have in common: the model's shape, the data's, and the hyper-parameters.
+"""The task that all contestants of a benchmark share: the shapes of model and data, and the hyper-parameters.
 
-Read by the contestants, too, one of which has an environment of its own: it must need nothing but the standard library.
+Must need nothing but the standard library, because DeepSpeed's environment imports this module, too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """A model, its batches, and how it is clipped. The rest is the same for all tasks: bf16 with fp32 master weights
-    and moments, AdamW, no dropout, no recomputation.
+    """A model, its batches, and the clipping of its gradients.
+
+    All tasks have in common: bf16 with fp32 master weights and moments, AdamW, no dropout, no recomputation.
 
     Attributes:
-        hidden: a multiple of 64, the width of a head.
-        batch, tokens: sequences of a step, and the length of each.
-        clip: limit of the gradient's global norm; 0: none.
+        hidden: the width of the model, a multiple of 64, which is the width of a head.
+        vocab: the number of tokens in the vocabulary.
+        batch: the number of sequences of a step.
+        tokens: the length of each sequence.
+        clip: the limit of the gradients' global norm; 0: none.
     """
 
     model: ModelKind = "gpt2"
@@ -40,17 +43,17 @@ class TrainingTask:
 
     @property
     def gpt2_parameters(self) -> int:
-        """Elements of a GPT-2 of this shape: embeddings of tokens and positions, blocks, and the last norm."""
+        """The number of elements of a GPT-2 of this shape: embeddings of tokens and positions, blocks, last norm."""
         block = 12 * self.hidden**2 + 13 * self.hidden
         return (self.vocab + self.tokens + 2) * self.hidden + self.layers * block
 
     @property
     def largest_parameter(self) -> int:
-        """Elements of the largest parameter of a GPT-2 of this shape: the embedding, or a layer of the MLP."""
+        """The number of elements of the largest parameter of such a GPT-2: the embedding, or a layer of the MLP."""
         return max(self.vocab, 4 * self.hidden) * self.hidden
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """What the task says in a config of DeepSpeed's, which is ours, too."""
+        """Return the task's part of a DeepSpeed config, which this project reads, too."""
         return {
             "train_micro_batch_size_per_gpu": self.batch,
             "gradient_clipping": self.clip,

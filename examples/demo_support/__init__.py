@@ -1,1 +1,1 @@
-"""The parts of `examples/demo.py`: its child processes, what they recorded, and the report."""
+"""The parts of `examples/demo.py`: its child processes, their journals, the verdict and the report."""

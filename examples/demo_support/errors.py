@@ -1,4 +1,4 @@
-"""What ends the demo."""
+"""The error that ends the demo, and the end of a child process's log for its message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class DemoError(Exception):
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log, or why there are none."""
+    """Return the last lines of a log, or the reason why it cannot be read."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What the ranks of a launch recorded, read while they write it.
+"""The journal of a launch, read while its ranks write it.
 
-Owns no process. The files are those that `train_gpt2.py --journal` writes, one per rank, one JSON object a line.
+Owns no process. The files are those that `train_gpt2.py --journal` writes: one for each rank, one JSON object a line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A rank has its engine."""
+    """The record of a rank whose engine is ready."""
 
     pid: int
     resumed_step: int
@@ -25,12 +25,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A rank has computed the loss of a step; the step is not committed then.
+    """The record of a rank that has computed the loss of a step, which is not committed at this time.
 
     Attributes:
         exact: the loss as `float.hex` writes it.
-        tokens: of all ranks in this step.
-        at: seconds since the epoch.
+        tokens: the number of tokens of all ranks in this step.
+        at: when the loss was computed, in seconds since the epoch.
     """
 
     step: int
@@ -41,13 +41,13 @@ class Loss:
 
 
 class Journal:
-    """All ranks of one launch.
+    """The records of all ranks of one launch.
 
     Attributes:
-        starts: by rank.
-        losses: by step, then by rank.
-        digests: of the model's fp32 weights, by the step that they are the result of.
-        text: what the trained model wrote; None before that.
+        starts: the start records by rank.
+        losses: the loss records by step, then by rank.
+        digests: the digests of the model's fp32 weights, by the step after which they were taken.
+        text: the text that the trained model wrote; None before that.
     """
 
     def __init__(self, directory: Path, ranks: int) -> None:
@@ -60,7 +60,7 @@ class Journal:
         self._read_bytes = [0] * ranks
 
     def refresh(self) -> None:
-        """Takes in the lines that are complete and new."""
+        """Read the new lines that are complete."""
         for rank, path in enumerate(self._paths):
             if not path.exists():
                 continue
@@ -84,12 +84,15 @@ class Journal:
         return max((step for step, by_rank in self.losses.items() if len(by_rank) == self.ranks), default=0)
 
     def mean_loss(self, step: int) -> float:
-        """Over the ranks."""
+        """Return the mean of a step's losses over the ranks."""
         by_rank = self.losses[step].values()
         return sum(loss.loss for loss in by_rank) / len(by_rank)
 
     def tokens_and_seconds(self, last: int | None = None) -> tuple[int, float]:
-        """Tokens trained on and the time that took, over all steps or the `last` ones; rank 0's clock."""
+        """Return the number of tokens trained on and the seconds that took, by rank 0's clock.
+
+        They are those of all steps, or of the `last` ones.
+        """
         losses = [by_rank[0] for by_rank in self.losses.values() if 0 in by_rank]
         losses = losses if last is None else losses[-last - 1 :]
         if len(losses) < 2:

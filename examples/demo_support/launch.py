@@ -1,6 +1,6 @@
-"""One launch of the trainer: torchrun and its ranks, followed through their journal.
+"""One launch of the trainer: torchrun and its ranks, observed through their journal.
 
-Owns the processes. All of them are gone when the context ends, whatever ended it; each is ended by its own id.
+Owns the processes. All of them have ended when the context ends, also after an error. Each is ended by its own id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STOP_SECONDS = 20.0
 
 
 class Launch:
-    """`torchrun SCRIPT ARGUMENTS --journal DIRECTORY/journal`; use as a context."""
+    """A context that runs `torchrun SCRIPT ARGUMENTS --journal DIRECTORY/journal`."""
 
     def __init__(
         self,
@@ -47,7 +47,8 @@ class Launch:
 
     def __enter__(self) -> Self:
         with self._log_path.open("wb") as log_file:
-            # Its own session: Ctrl-C in the terminal is for the demo, which then ends the launch in order.
+            # The launch has its own session, so that Ctrl-C in the terminal reaches only the demo, which ends the
+            # launch in order.
             self._agent = subprocess.Popen(
                 self._command,
                 env=self._environment,
@@ -63,7 +64,7 @@ class Launch:
     ) -> None:
         try:
             if self._agent.poll() is None:
-                self._agent.terminate()  # torchrun ends its ranks, then itself
+                self._agent.terminate()  # torchrun ends its ranks, then itself.
                 with suppress(subprocess.TimeoutExpired):
                     self._agent.wait(STOP_SECONDS)
             self.kill()
@@ -73,10 +74,10 @@ class Launch:
             self._rank_handles.clear()
 
     def poll(self) -> bool:
-        """Reads the journal; whether the launch has ended well.
+        """Read the journal, and return whether the launch has ended with exit code 0.
 
         Raises:
-            DemoError: it has ended badly.
+            DemoError: the launch has ended with another exit code.
         """
         code = self._agent.poll()
         self.journal.refresh()
@@ -88,12 +89,13 @@ class Launch:
         return code == 0
 
     def kill(self) -> list[int]:
-        """SIGKILL to torchrun and to every rank; returns their process ids once all are gone."""
+        """Send SIGKILL to torchrun and to every rank; return their process ids once all have ended."""
         self._agent.kill()
         for handle in self._rank_handles.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         self._agent.wait()
         for handle in self._rank_handles.values():
-            select.select([handle], [], [], STOP_SECONDS)  # readable when the process is gone
+            # The handle (a pidfd) becomes readable when the process has ended.
+            select.select([handle], [], [], STOP_SECONDS)
         return [self._agent.pid, *(self.journal.starts[rank].pid for rank in self._rank_handles)]

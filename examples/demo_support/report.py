@@ -1,4 +1,4 @@
-"""What people see: the progress line while it runs, and the loss curve."""
+"""The demo's output for people: the progress line while it runs, and the loss curve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ LINE_EVERY_STEPS = 10
 
 
 class ProgressLine:
-    """Phase, steps, loss and speed; where there is no terminal, a line every LINE_EVERY_STEPS steps. A context."""
+    """A context with a progress line of phase, steps, loss and speed.
+
+    If there is no terminal, it prints a line every LINE_EVERY_STEPS steps.
+    """
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -45,11 +48,11 @@ class ProgressLine:
         self._progress.update(self._task, phase=phase)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays above the progress line."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def show(self, journal: Journal) -> None:
-        """Brings the line up to the journal's newest step."""
+        """Show the journal's newest step in the line."""
         step = journal.newest_step
         if step in (0, self._shown_step):
             return
@@ -62,7 +65,7 @@ class ProgressLine:
 
 
 def print_loss_curve(console: Console, verdict: Verdict, byte_entropy: float) -> None:
-    """A plot of the mean loss by step."""
+    """Print a plot of the mean loss by step."""
     figure = plotext.figure
     figure.plot_size(min(console.width, PLOT_COLUMNS), PLOT_ROWS)
     steps, losses = list(verdict.losses), list(verdict.losses.values())
@@ -72,4 +75,5 @@ def print_loss_curve(console: Console, verdict: Verdict, byte_entropy: float) ->
     figure.line(verdict.killed_at, "vertical", label=f"SIGKILL at step {verdict.killed_at}")
     figure.line(byte_entropy, "horizontal", label=f"byte frequencies alone: {byte_entropy:.2f}")
     figure.legend(x=steps[-1], y=max(losses), ha="right", va="top", relative=True)
-    figure.show(colorless=True, flush=True)  # its colours bring a background that suits few terminals
+    # The plot has no colours, because plotext's colours set a background that suits few terminals.
+    figure.show(colorless=True, flush=True)

@@ -1,7 +1,7 @@
-"""The store daemon as a child process, and the admin tool beside it.
+"""The store daemon as a child process, and the calls of the admin tool.
 
-Owns the process: it ends with the context, and also if this process is killed, for it watches the pipe behind its
-stdin.
+Owns the process. It ends with the context, and also if the demo is killed, because the daemon stops when its standard
+input, a pipe from the demo, ends.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ POLL_SECONDS = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class DaemonMemory:
-    """Peaks over the readings, in bytes.
+    """The largest memory use that was read, in bytes.
 
-    Besides the shared memory of the host tier, `resident` has `private`, which is the daemon's alone, and `mapped`,
-    which is pages of libraries that the trainers map, too.
+    Attributes:
+        resident: all memory in RAM: the shared memory of the host tier, `private` and `mapped`.
+        private: memory that is the daemon's alone.
+        mapped: pages of libraries, which the trainers map, too.
     """
 
     resident: int = 0
@@ -46,14 +48,14 @@ class DaemonMemory:
             name, _, value = line.partition(":")
             if value.endswith(" kB"):
                 fields[name] = int(value.split()[0]) * 1024
-        # A process that is just ending has no such fields any more.
+        # The fields are missing if the process is just ending.
         self.resident = max(self.resident, fields.get("VmRSS", 0))
         self.private = max(self.private, fields.get("RssAnon", 0))
         self.mapped = max(self.mapped, fields.get("RssFile", 0))
 
 
 class StoreDaemon:
-    """`paramserver serve` on a UNIX socket; use as a context."""
+    """A context that runs `paramserver serve` on a UNIX socket."""
 
     def __init__(self, *, state_dir: Path, log_path: Path, host_budget: str, nvme_budget: str) -> None:
         self.memory = DaemonMemory()
@@ -68,7 +70,7 @@ class StoreDaemon:
 
     def __enter__(self) -> Self:
         with self._log_path.open("wb") as log_file:
-            # Its own session: Ctrl-C in the terminal is for the demo, which then stops the daemon.
+            # The daemon has its own session, so that Ctrl-C in the terminal reaches only the demo, which stops it.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, start_new_session=True
             )
@@ -85,7 +87,7 @@ class StoreDaemon:
         self._stop()
 
     def check(self) -> None:
-        """Reads the memory use. Raises DemoError if the daemon has stopped."""
+        """Read the memory use. Raises DemoError if the daemon has stopped."""
         if (code := self._process.poll()) is not None:
             raise DemoError(
                 f"the store daemon stopped with exit code {code}; its log ends:\n{log_tail(self._log_path)}"
@@ -118,20 +120,20 @@ class StoreDaemon:
             signal_it()
         self._process.wait()
 
-    # The admin tool
+    # --- the admin tool
 
     def show(self, verb: str) -> None:
-        """Runs `paramserver-admin VERB` as a person would, its output going to the terminal."""
+        """Print the command `paramserver-admin VERB`, and run it with its output on the terminal."""
         print(f"$ paramserver-admin {verb} --address {self.address}", flush=True)
         subprocess.run(self._admin_command(verb), check=True)
 
     def query(self, verb: str) -> Any:
-        """What `paramserver-admin VERB --json` prints."""
+        """Return the parsed output of `paramserver-admin VERB --json`. Raises DemoError if the command fails."""
         result = subprocess.run([*self._admin_command(verb), "--json"], check=False, capture_output=True, text=True)
         if result.returncode != 0:
             raise DemoError(f"paramserver-admin {verb} --json failed: {result.stderr.strip()}")
         return json.loads(result.stdout)
 
     def _admin_command(self, verb: str) -> list[str]:
-        # The script that pip installed beside this interpreter.
+        # pip has installed the script beside this interpreter.
         return [str(Path(sys.executable).with_name("paramserver-admin")), verb, "--address", self.address]

@@ -1,4 +1,4 @@
-"""Judges the two launches: did the loss fall, was the resume exact? No processes, no printing."""
+"""The verdict on the two launches: whether the loss fell, and whether the resume was exact. Prints nothing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ from dataclasses import dataclass
 
 from demo_support.journal import Journal
 
-# A single step's loss is noisy: its batch has about a thousand bytes.
+# Losses are averaged over this many steps, because the loss of one step, a batch of some thousand bytes, is noisy.
 AVERAGED_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Attributes:
-    problems: reasons to fail, in words; empty: all is well.
-    losses: mean over the ranks by step; of steps that both launches computed, the second's.
-    compared_steps: whose losses both launches computed.
+    """The outcome of the demo.
+
+    Attributes:
+        problems: the reasons for a failure, in words; empty: there are none.
+        losses: the mean loss of the ranks by step; for steps that both launches computed, the second launch's.
+        killed_at: the newest step whose loss every rank of the first launch had computed.
+        resumed_from: the step from which the second launch started.
+        compared_steps: the steps whose losses both launches computed.
+        resume_exact: whether the resume was exact; see `judge`.
+        first_loss: the mean loss of step 1.
+        last_loss: the mean loss of the last steps.
+        loss_limit: the loss below which `last_loss` must be; see `judge`.
     """
 
     problems: tuple[str, ...]
@@ -30,11 +38,19 @@ class Verdict:
 
 
 def judge(first: Journal, second: Journal, *, committed_at_kill: int) -> Verdict:
-    """The resume is exact if it started from the step that the store had committed last, with the bits of the weights
-    that the first launch had at that step, and every loss that both launches computed is the same to the last bit, on
-    each rank. The loss has fallen as it should if its mean over the last steps is below that of the steps before the
-    kill, and below what a model would have that knows how frequent each byte is and nothing about its neighbours: for
-    less, attention and blocks must have learnt, too.
+    """Judge the resume and the loss.
+
+    The resume is exact if
+
+    - every rank started from `committed_at_kill`, the step that the store had committed last;
+    - the weights at that step have the same bits as in the first launch;
+    - every loss that both launches computed is the same on each rank, bit for bit.
+
+    The loss has fallen enough if its mean over the last steps is below two limits:
+
+    - the mean over the last steps before the resumed one;
+    - the entropy of the byte frequencies. This is the loss of a model that knows how frequent each byte is and nothing
+      about its neighbours; for a lower loss, attention and blocks must have learnt, too.
     """
     resumed_from = second.starts[0].resumed_step
     compared = tuple(sorted(first.losses.keys() & second.losses.keys()))

@@ -1,1 +1,1 @@
-"""The operator's tool: one file per verb, printers apart."""
+"""The operator's command `paramserver-admin`: one file per verb; all of them print through printers.py."""

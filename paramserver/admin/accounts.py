@@ -1,4 +1,4 @@
-"""`paramserver-admin accounts`."""
+"""The verb `paramserver-admin accounts`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def accounts(
         float, typer.Option(help="How many seconds to wait for an instant at which nothing is under way.", min=0.0)
     ] = 10.0,
 ) -> None:
-    """Who holds the used bytes of each tier. Ends with status 1 where bytes were leaked: no job, reader or session
-    explains them, and they stay."""
+    """Show who holds the used bytes of each tier.
+
+    The exit status is 1 if at no time during the wait did jobs, readers and sessions explain every used byte. What they
+    do not explain was leaked.
+    """
     deadline = time.monotonic() + wait
     with connect(address) as store:
         while True:

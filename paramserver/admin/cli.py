@@ -1,4 +1,4 @@
-"""The `paramserver-admin` command."""
+"""The `paramserver-admin` command: the options before the verb, and the list of verbs."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ app.command("delete-job")(delete_job)
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     app()

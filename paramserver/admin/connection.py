@@ -1,4 +1,4 @@
-"""How the admin tool reaches a daemon, and what it says when it cannot."""
+"""The admin tool's connection to a daemon, whose errors end the program with one line and an exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paramserver.contract.sockets import with_real_paths
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
 DEADLINE_SECONDS = 10.0
-# A deletion waits for the commit under way, and for as long as a device may be silent.
+# A deletion waits for the commit under way, which may wait for a device until device_timeout_seconds.
 DELETION_DEADLINE_SECONDS = 600.0
 
 Address = Annotated[
@@ -32,7 +32,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What the tool shows to the daemon: the options before the verb."""
+    """The credentials for the daemon, from the options before the verb."""
 
     token_file: Path | None = None
     tls_ca: Path | None = None
@@ -41,8 +41,12 @@ class Access:
     insecure: bool = False
 
     def channel(self, address: str) -> grpc.Channel:
-        """Return a channel to the daemon. Ends the program where the address or a file cannot be used, or the token
-        would cross the network in the clear."""
+        """Return a channel to the daemon at `address`.
+
+        Raises:
+            typer.Exit: the address or a file cannot be used, or the token would cross the network unencrypted. The
+                reason was printed.
+        """
         token = None if self.token_file is None else _read(self.token_file).decode(errors="replace").strip()
         local = is_socket(address)
         tls = [path for path in (self.tls_ca, self.tls_key, self.tls_certificate) if path is not None]
@@ -59,20 +63,20 @@ class Access:
             _fail(f"no daemon answers at {address}; the directory of its socket cannot be used: {error.strerror}")
 
 
-# Set by the options before the verb.
+# `admin.cli` sets this from the options before the verb; `connect` reads it.
 ACCESS: ContextVar[Access] = ContextVar("access")
 
 
 @contextmanager
 def connect(address: str | None) -> Iterator[StoreAdminStub]:
-    """A stub for the daemon at `address`. What goes wrong inside ends the program with one line and status 1."""
+    """Yield a stub for the daemon at `address`. A failed call in the block prints one line and exits with status 1."""
     if not address:
         _fail(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
     channel = ACCESS.get().channel(address)
     try:
         yield StoreAdminStub(channel)
     except grpc.RpcError as error:
-        # Every error of a call is a Call too; the stubs do not say so.
+        # Every RpcError that a call raises is a grpc.Call, too; the type stubs lack that.
         assert isinstance(error, grpc.Call)
         details = with_real_paths(error.details() or "")
         if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -80,7 +84,8 @@ def connect(address: str | None) -> Iterator[StoreAdminStub]:
         typer.echo(f"paramserver-admin: {error.code().name}: {printable(details)}", err=True)
         raise typer.Exit(1) from None
     except (BrokenPipeError, KeyboardInterrupt):
-        # The reader of a pipe went away, or the person had enough: both end the output quietly.
+        # The program that reads the output has ended (`| head`), or Ctrl-C was pressed. The output goes to /dev/null
+        # from here, so that the interpreter's last flush cannot fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(130) from None
     finally:

@@ -1,4 +1,4 @@
-"""`paramserver-admin delete-job`."""
+"""The verb `paramserver-admin delete-job`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def delete_job(
     as_json: AsJson = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a job with all its steps. Refused while a trainer is attached."""
+    """Delete a job with all its steps. The daemon refuses this while a trainer is attached to the job."""
     if not yes:
         typer.confirm(f"Delete job {job!r} with all its committed steps? This cannot be undone.", abort=True)
     with connect(address) as store:

@@ -1,4 +1,4 @@
-"""`paramserver-admin jobs`."""
+"""The verb `paramserver-admin jobs`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
 def jobs(address: Address = None, as_json: AsJson = False) -> None:
-    """Every job: its ranks, its last committed and durable steps, its bytes."""
+    """Show every job: its ranks, its last committed and durable steps, its bytes."""
     with connect(address) as store:
         response = store.ListJobs(admin_pb.ListJobsRequest(), timeout=DEADLINE_SECONDS)
         if as_json:

@@ -1,7 +1,7 @@
-"""Readings as tables for people and as JSON for programs. No calls to the daemon in here.
+"""Tables for people, and JSON for programs, of the daemon's answers. Must never call the daemon.
 
-Names come from clients, so every cell, title and line goes through `text`: rich never sees a string, in which it would
-look for markup and emoji codes.
+Names come from clients, so every cell, title and line goes through `text`. Must never pass a plain string to rich,
+because rich would interpret markup and emoji codes in it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
 def print_json(message: Message) -> None:
-    """One line: the message with the proto's field names, absent values included; 64-bit integers as numbers."""
+    """Print a message as one line of JSON: the proto's field names, unset fields too, 64-bit integers as numbers."""
     print(to_json(message))
 
 
 def to_json(message: Message) -> str:
-    """Return a message as `print_json` prints it."""
+    """Return the JSON that `print_json` prints."""
     fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return json.dumps(_numbers(fields))
 
 
 def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
-    """Use, traffic and hit rate of each tier."""
+    """Return a table of the use, traffic and hit rate of each tier."""
     columns = ["tier", "state", "used", "budget", "use", "leased", "evictable", "hits", "queue", "read", "written"]
     table = _table(f"Tiers of {response.state_dir} ({response.sessions} sessions)", columns, left=("tier", "state"))
     for tier in response.tiers:
@@ -59,7 +59,7 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
             f"{decimal(tier.bytes_read)} {_rate(tier.bytes_read, tier.read_seconds)}".strip(),
             f"{decimal(tier.bytes_written)} {_rate(tier.bytes_written, tier.write_seconds)}".strip(),
         )
-    # Paths are long: below the table, where they do not squeeze the figures.
+    # Paths are long. They are printed below the table, where they take no width from the figures.
     lines = [text(f"{tier_name(tier.tier)}: {tier.detail}") for tier in response.tiers]
     for tier in response.tiers:
         if tier.quarantined_bytes:
@@ -76,7 +76,7 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
 
 
 def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
-    """Who holds the used bytes of each tier."""
+    """Return a table of the holders of each tier's used bytes."""
     table = _table("Used bytes by holder", ["tier", "holder", "bytes", "of"], left=("tier", "holder"))
     for account in response.accounts:
         rows = [(text(holding.holder), holding.bytes) for holding in account.holdings]
@@ -91,7 +91,7 @@ def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
 
 
 def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
-    """Progress and size of each job."""
+    """Return a table of the progress and size of each job."""
     table = _table(
         "Jobs",
         ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "host", "nvme"],
@@ -117,7 +117,7 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
 
 
 def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
-    """Who is connected, and what they hold."""
+    """Return a table of the connected clients and what each holds."""
     table = _table(
         "Sessions",
         [
@@ -147,7 +147,7 @@ def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
 
 
 def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
-    """Where each shard's newest bytes are."""
+    """Return a table of the shards of `job`, with the tiers that hold each shard's newest bytes."""
     table = _table(
         f"Shards of {job}",
         ["parameter", "kind", "offset", "elements", "type", "version", "home", "tiers", "group"],
@@ -170,14 +170,14 @@ def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
 
 
 def text(shown: str, style: str = "") -> Text:
-    """Return text that rich shows as it is, with what a terminal would act upon escaped."""
+    """Return a Text that rich prints literally, in which control characters are escaped."""
     return Text(printable(shown), style)
 
 
 def console() -> Console:
-    """Standard output; a file or a pipe gets whole lines, however long."""
+    """Return a console on standard output, which is 200 columns wide if that is a file or a pipe."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name may have characters that the terminal's encoding lacks.
+        # A client's name may contain characters that the terminal's encoding lacks; these are printed escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
     out = Console()
     return out if out.is_terminal else Console(width=200)
@@ -199,7 +199,7 @@ def _rate(nbytes: int, seconds: float) -> str:
 
 
 def _numbers(value: object) -> object:
-    """protobuf's JSON writes 64-bit integers as strings; programs want numbers."""
+    """Return `value` with 64-bit integers as numbers, which protobuf's JSON writes as strings."""
     if isinstance(value, dict):
         text = {"name", "fqn", "job", "group", "epoch", "state_dir", "detail", "path", "problems", "client", "peer"}
         return {k: v if k in text else _numbers(v) for k, v in value.items()}

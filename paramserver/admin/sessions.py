@@ -1,4 +1,4 @@
-"""`paramserver-admin sessions`."""
+"""The verb `paramserver-admin sessions`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
 def sessions(address: Address = None, as_json: AsJson = False) -> None:
-    """Every connected client: what it trains, what it holds, and when it was heard last."""
+    """Show every connected client: what it trains, what it holds, and when the daemon heard from it last."""
     with connect(address) as store:
         response = store.ListSessions(admin_pb.ListSessionsRequest(), timeout=DEADLINE_SECONDS)
         if as_json:

@@ -1,4 +1,4 @@
-"""`paramserver-admin shards`."""
+"""The verb `paramserver-admin shards`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def shards(
     job: Annotated[str, typer.Argument(help="Name of the job.")],
     address: Address = None,
     as_json: AsJson = False,
-    prefix: Annotated[str, typer.Option(help="Only parameters whose name begins so.")] = "",
+    prefix: Annotated[str, typer.Option(help="Only parameters whose name begins with this.")] = "",
     kind: Annotated[StoredKind | None, typer.Option(help="Only this kind of state.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Most rows of the table; 0: all. JSON has all of them.")] = 1000,
 ) -> None:
-    """Every shard of a job: its range, its version and the tiers that hold it."""
+    """Show every shard of a job: its range, its version and the tiers that hold it."""
     request = admin_pb.ListShardsRequest(
         job=job,
         fqn_prefix=prefix,
@@ -38,7 +38,7 @@ def shards(
 
 
 def _pages(store: Any, request: admin_pb.ListShardsRequest) -> Iterator[Sequence[admin_pb.ShardInfo]]:
-    """Return the shards page by page, each as it is asked for."""
+    """Yield the shards page by page; each page is requested when the caller asks for it."""
     while True:
         page = store.ListShards(request, timeout=DEADLINE_SECONDS)
         yield page.shards
@@ -48,8 +48,8 @@ def _pages(store: Any, request: admin_pb.ListShardsRequest) -> Iterator[Sequence
 
 
 def _print_json(pages: Iterator[Sequence[admin_pb.ShardInfo]]) -> None:
-    """Print one JSON object, as `printers.print_json` would, page by page: a job may have a hundred thousand shards."""
-    # The first page comes before anything is printed: where the call is refused, nothing is.
+    """Print one JSON object like `printers.print_json`, page by page, because a job may have 100,000 shards."""
+    # The first page is requested before anything is printed, so that a refused call prints no part of an object.
     first = next(pages)
     print('{"shards": [', end="")
     separator = ""
@@ -61,7 +61,7 @@ def _print_json(pages: Iterator[Sequence[admin_pb.ShardInfo]]) -> None:
 
 
 def _print_table(job: str, pages: Iterator[Sequence[admin_pb.ShardInfo]], limit: int) -> None:
-    """Print a table of the first `limit` shards. Layout takes half a millisecond for each row, so it has a limit."""
+    """Print a table of the first `limit` shards, all if 0. The limit exists because rich needs 0.5 ms for each row."""
     rows = itertools.chain.from_iterable(pages)
     shown = list(itertools.islice(rows, limit or None))
     printers.console().print(printers.shards_table(job, shown))

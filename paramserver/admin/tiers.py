@@ -1,4 +1,4 @@
-"""`paramserver-admin tiers`."""
+"""The verb `paramserver-admin tiers`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tiers(
     as_json: AsJson = False,
     watch: Annotated[float | None, typer.Option(help="Read again every SECONDS, until Ctrl-C.", min=0.1)] = None,
 ) -> None:
-    """Use, traffic and hit rate of every tier."""
+    """Show use, traffic and hit rate of every tier."""
     with connect(address) as store:
         if watch is None:
             response = store.GetTiers(admin_pb.GetTiersRequest(), timeout=DEADLINE_SECONDS)

@@ -1,1 +1,1 @@
-"""How bytes move between the daemon and its clients: streams in chunks, and the arena that clients of this node map."""
+"""The two ways of bytes between daemon and client: streams of chunks, and the arena that clients of this node map."""

@@ -1,7 +1,7 @@
-"""Hands the arena's file descriptor to clients of this node, over a UNIX socket that only this user can open.
+"""The UNIX socket that hands the arena's file descriptor to clients of this node; only this user can open it.
 
-The kernel says who is at the other end: whoever is neither the daemon's user nor root gets nothing, also where the mode
-of the socket was changed.
+The kernel names the user of the connecting process. A process of another user than the daemon's or root gets nothing,
+even if the mode of the socket was changed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from storage.errors import ConflictError
 
 log = logging.getLogger(__name__)
 
-# After an accept that the kernel refused, for example because the process has no descriptor left. Who connects waits
-# meanwhile in the socket's backlog.
+# The pause after an accept that the kernel refused, for example because the process has no free descriptor. Clients
+# that connect meanwhile wait in the socket's backlog.
 RETRY_SECONDS = 0.2
 
 
 def clear_socket(path: Path) -> None:
-    """Removes the socket that a daemon left at `path` when it was killed.
+    """Remove the socket that a killed daemon left at `path`, if there is one.
 
     Raises:
-        ConflictError: another process listens there.
-        StartError: it is something else than a socket.
+        ConflictError: another process listens on the socket.
+        StartError: `path` exists and is not a socket.
     """
     if not path.exists():
         return
     if not path.is_socket():
-        raise StartError(f"cannot listen on socket {path}: it is there and is no socket; correct `socket` (--socket)")
+        raise StartError(f"cannot listen on socket {path}: it exists and is no socket; correct `socket` (--socket)")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(system_path(path))
@@ -46,7 +46,7 @@ def clear_socket(path: Path) -> None:
 
 
 class ArenaDoor:
-    """A listening socket; each connection gets one byte with the descriptor, and is closed. `path` must be free."""
+    """A listening socket at `path`, which must be free. It sends each client one byte with the descriptor `fd`."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
@@ -65,7 +65,7 @@ class ArenaDoor:
         self._task = asyncio.ensure_future(self._serve())
 
     async def close(self) -> None:
-        """Stops listening."""
+        """Stop listening, and remove the socket."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self._listener.close()
@@ -75,7 +75,7 @@ class ArenaDoor:
         await repeat("to hand out the arena", RETRY_SECONDS, self._hand_out)
 
     async def _hand_out(self) -> None:
-        """Serve one client after the other. Raises OSError where no connection can be accepted now."""
+        """Serve one client after the other. Raises OSError if the kernel refuses to accept a connection."""
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(self._listener)
@@ -84,14 +84,14 @@ class ArenaDoor:
                     if (uid := _peer_uid(connection)) not in (os.getuid(), 0):
                         log.warning("refused the arena to user %d: it is for user %d and root only", uid, os.getuid())
                         continue
-                    # One byte into an empty socket buffer: this cannot block.
+                    # This cannot block, because the buffer of a new connection has room for one byte.
                     socket.send_fds(connection, [b"a"], [self._fd])
                 except OSError as error:
                     log.warning("a client left before it got the arena: %s", os.strerror(error.errno or 0))
 
 
 def _peer_uid(connection: socket.socket) -> int:
-    """Who connected; see SO_PEERCRED in man 7 unix."""
+    """Return the user id of the process that connected; see SO_PEERCRED in man 7 unix."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return int(uid)

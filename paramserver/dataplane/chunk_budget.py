@@ -1,15 +1,16 @@
-"""The room that chunks take in the daemon, shared fairly by the transfers under way, and taken from those that stall.
+"""The byte budget for chunks in the daemon: shared fairly between transfers, and taken from those that stall.
 
-A transfer (one Read or Write) asks for room before a chunk is made, or before its writer gets credit for one, and
-gives it back when the chunk has gone where it belongs. The budget has two halves. A transfer begins in one, with
-small chunks, and comes into the other one, with whole chunks, when its client has shown that it takes or gives bytes; a
-stall sends it back. So clients that open transfers and leave them alone take nothing from those that are moving.
+A transfer is one Read or Write. It reserves bytes of the budget before the daemon reads a chunk from the store or
+grants a writer credit, and returns them when the chunk has been sent or written into its lease. The budget has two
+halves. A transfer begins in the first half with small chunks. When its client has shown that it takes or sends bytes,
+the transfer moves to the second half with large chunks; a stall moves it back. So clients that open transfers and leave
+them idle take nothing from the transfers that move.
 
-A transfer that has not moved for STALLED_SECONDS keeps its room only until somebody else waits for it: then the longest
-stalled are ended first. One that has not moved for the stall time-out is ended in any case. What gRPC holds of a read
-that was ended stays in the account until the call is over: a server cannot take back what it has handed to gRPC, and
-where the client does not read, that is when its deadline passes or its connection ends. Such bytes make the chunks of
-all others smaller, so that they never come to a stand. Owns no bytes and no stream.
+A transfer that has not moved for STALLED_SECONDS is ended as soon as another transfer waits for room; the longest
+stalled one is ended first. A transfer that has not moved for the stall time-out is ended in any case. The bytes of an
+ended read that gRPC still holds count until the call is over, because a server cannot take them back from gRPC. If the
+client does not read, the call is over when its deadline passes or its connection ends. Until then all other chunks are
+smaller, so that the other transfers still move. Owns no bytes and no stream.
 """
 
 from __future__ import annotations
@@ -27,30 +28,31 @@ from storage.fair_queue import FairQueue, Share
 
 STALLED_SECONDS = 0.1
 _TICK_SECONDS = STALLED_SECONDS / 2
-# A chunk of a client of which nothing is known yet: gRPC's windows take some of them, and two thousand fit into half of
-# the default budget. From there, chunks grow as long as each of them moves in less than STALLED_SECONDS.
+# The size of the first chunks of each transfer. gRPC's flow-control windows take some of them at once, and two thousand
+# fit into one half of the default budget. Chunks grow by the factor _GROWTH as long as each of them moves in less than
+# STALLED_SECONDS.
 FIRST_STRIDE_BYTES = 16 << 10
 _GROWTH = 8
-# Of what is left of a half, the largest chunk.
+# A chunk takes at most 1 / _LARGEST_SHARE of its half of the budget, less the bytes there that ended transfers hold.
 _LARGEST_SHARE = 32
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One Read or Write under way. `ended` fails when it must not go on; whoever runs it watches that."""
+    """One Read or Write under way. `ended` gets an exception when the transfer must stop; its handler awaits that."""
 
     session_id: str
     job: str
     urgency: Urgency
     ended: asyncio.Future[None]
     moved_at: float
-    # Whether the client has shown that it takes, or gives, bytes.
+    # True once the client has granted further credit (Read) or sent a chunk (Write).
     is_proven: bool = False
     stride_bytes: int = FIRST_STRIDE_BYTES
     held_bytes: int = 0
 
     def end(self, error: StorageError) -> None:
-        """Lets whoever runs it fail with `error`."""
+        """Make the handler of this transfer fail with `error`."""
         if not self.ended.done():
             self.ended.set_exception(error)
 
@@ -64,11 +66,11 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Half:
-    """One half of the budget; `holders` are in the order in which they moved last."""
+    """One half of the budget; `holders` are sorted by their last movement, the longest stalled one first."""
 
     limit_bytes: int
     used_bytes: int = 0
-    # Of these, what gRPC holds of transfers that were ended.
+    # The part of `used_bytes` that gRPC still holds of transfers that were ended.
     pinned_bytes: int = 0
     holders: dict[Transfer, None] = field(default_factory=dict)
     queues: tuple[FairQueue[_Waiter], ...] = field(default_factory=lambda: tuple(FairQueue() for _ in Urgency))
@@ -80,12 +82,18 @@ class _Half:
 
 
 class Transfers:
-    """All transfers of the daemon."""
+    """The transfers under way in the daemon, and the budget that they share."""
 
     def __init__(
         self, budget_bytes: int, *, stall_seconds: float, weight_of: Callable[[str], float] = lambda _: 1.0
     ) -> None:
-        """`budget_bytes` is the key `transfer_budget`; `weight_of` returns a job's share of what is short."""
+        """Begin without transfers.
+
+        Args:
+            budget_bytes: the size of both halves together; the configuration's key `stream_budget`.
+            stall_seconds: the stall time-out; the configuration's key `stream_stall_seconds`.
+            weight_of: returns the weight of a job, by which waiting transfers of different jobs share the budget.
+        """
         self.budget_bytes = budget_bytes
         self._stall_seconds = stall_seconds
         self._weight_of = weight_of
@@ -97,16 +105,16 @@ class Transfers:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of chunks in the daemon, and of credit that writers have."""
+        """The bytes of all chunks in the daemon, plus the unused credit of writers."""
         return self._unproven.used_bytes + self._proven.used_bytes
 
     def count(self, session_id: str) -> int:
-        """Transfers of a session under way."""
+        """Return the number of transfers of a session that are under way."""
         return len(self._by_session.get(session_id, ()))
 
     @contextmanager
     def open(self, session_id: str, job: str, urgency: Urgency) -> Iterator[Transfer]:
-        """A transfer, as long as the block runs; what it holds then is given back."""
+        """Yield a transfer that lasts until the block ends; the bytes that it holds then are returned."""
         loop = asyncio.get_running_loop()
         transfer = Transfer(session_id, job, urgency, loop.create_future(), loop.time())
         members = self._by_session.setdefault(session_id, set())
@@ -121,12 +129,12 @@ class Transfers:
             transfer.ended.cancel()
 
     def end_session(self, session_id: str) -> None:
-        """Ends all transfers of a session that has ended."""
+        """End all transfers of a session that has ended."""
         for transfer in self._by_session.get(session_id, ()):
             transfer.end(NotFoundError("the session ended while its bytes were streamed; open a new one"))
 
     async def reserve(self, transfer: Transfer, nbytes: int) -> None:
-        """Takes room for a transfer, in turn; returns when it has it."""
+        """Wait until it is the transfer's turn and there is room, then reserve `nbytes`."""
         if self.try_reserve(transfer, nbytes):
             return
         half = self._half(transfer)
@@ -142,11 +150,12 @@ class Transfers:
                 queue.remove(waiter)
                 half.waiting_bytes -= nbytes
                 self._serve(half)
-            # Otherwise it has the room, and gives it back at its end.
+            # If the waiter has left the queue, room was granted just before the cancellation. `open` returns it when
+            # the transfer ends.
             raise
 
     def try_reserve(self, transfer: Transfer, nbytes: int) -> bool:
-        """Takes room if there is some that nobody waits for; whether it did."""
+        """Reserve `nbytes` and return True if there is room for which no transfer waits; otherwise return False."""
         half = self._half(transfer)
         if half.next_queue is not None or half.used_bytes + nbytes > half.limit_bytes:
             return False
@@ -154,14 +163,14 @@ class Transfers:
         return True
 
     def stride_bytes(self, transfer: Transfer) -> int:
-        """The largest chunk that the transfer may ask room for now."""
+        """Return the size of the largest chunk for which the transfer may reserve room now."""
         half = self._half(transfer)
         return min(
             transfer.stride_bytes, max(FIRST_STRIDE_BYTES, (half.limit_bytes - half.pinned_bytes) // _LARGEST_SHARE)
         )
 
     def moved(self, transfer: Transfer, nbytes: int) -> None:
-        """Gives room back: so many bytes have gone where they belong."""
+        """Return `nbytes` of the transfer's room, because that many bytes were sent or written into their lease."""
         now = asyncio.get_running_loop().time()
         quickly = now - transfer.moved_at < STALLED_SECONDS
         if transfer.is_proven and quickly:
@@ -173,7 +182,7 @@ class Transfers:
 
     @contextmanager
     def pinned(self, transfer: Transfer, nbytes: int) -> Iterator[None]:
-        """Of a transfer that failed, as long as the block runs: `nbytes` of what it holds cannot be given back yet."""
+        """Keep `nbytes` of a failed transfer counted until the block ends, and return all else that it holds now."""
         self._give_back(transfer, transfer.held_bytes - nbytes)
         half = self._half(transfer)
         half.pinned_bytes += nbytes
@@ -184,7 +193,7 @@ class Transfers:
             self._give_back(transfer, nbytes)
 
     def _half(self, transfer: Transfer) -> _Half:
-        """Where its next room comes from; it stays where it is as long as it holds some."""
+        """Return the half of the budget for the next reservation; a transfer that holds bytes stays in its half."""
         moves = transfer.stride_bytes > FIRST_STRIDE_BYTES
         return self._half_of.get(transfer) or (self._proven if moves else self._unproven)
 
@@ -222,7 +231,7 @@ class Transfers:
                 self._take(half, waiter.transfer, waiter.nbytes)
                 waiter.granted.set_result(None)
 
-    # --- those that stall
+    # --- stalled transfers
 
     def _keep_ticking(self) -> None:
         if self._tick is None:
@@ -247,7 +256,7 @@ class Transfers:
             transfer.end(
                 TransferStalledError(
                     f"the transfer was ended: {transfer.held_bytes} bytes have not moved for {still:.1f} s (allowed: "
-                    f"{STALLED_SECONDS:g} s where others wait for room, else stream_stall_seconds, "
+                    f"{STALLED_SECONDS:g} s while other transfers wait for room, else stream_stall_seconds, "
                     f"{self._stall_seconds:g}); go on with a new one from the byte that you have"
                 )
             )

@@ -1,7 +1,7 @@
-"""What a client may read as a stream: the bytes of a lease, or of a range of a tensor by name.
+"""The two sources of a Read: the bytes of a lease, and a range of a tensor by name.
 
-A source gives its bytes piece by piece from any place on, and keeps none of them: a reader that stops reading holds
-nothing of it. The one place where a request's source is resolved.
+A source returns any piece of its bytes on demand and keeps none, so a client that stops reading holds no memory through
+it. Only this module resolves the source that a Read request names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from storage.shard import DType, Kind
 
 
 class Source(Protocol):
-    """Bytes of one version."""
+    """The bytes of one version of a slab or of a tensor's range; `version` is its step, `job` the name of its job."""
 
     @property
     def job(self) -> str: ...
@@ -37,20 +37,20 @@ class Source(Protocol):
     def dtype(self) -> DType: ...
 
     async def piece(self, first_byte: int, nbytes: int) -> memoryview | bytes:
-        """Those bytes; valid until the caller waits for something.
+        """Return `nbytes` bytes from `first_byte` on. They are valid until the caller's next `await`.
 
         Raises:
-            ConflictError: they are not there any more.
-            StorageError: they cannot be read.
+            ConflictError: the lease has ended, or the range has changed.
+            StorageError: the bytes cannot be read.
         """
 
 
 async def open_source(engine: Engine, session: Session, request: pb.ReadRequest.Open) -> Source:
-    """What a read asks for.
+    """Return the source that a Read request names.
 
     Raises:
-        InvalidRequestError: the request names no source, or no range.
-        NotFoundError: the session has no such lease, or this store not such a range.
+        InvalidRequestError: the request names no source, or a range that is not possible.
+        NotFoundError: the session has no such lease or reader, or this store holds no such range.
         ConflictError: the lease is for writing.
     """
     match request.WhichOneof("source"):
@@ -63,10 +63,10 @@ async def open_source(engine: Engine, session: Session, request: pb.ReadRequest.
 
 
 def check_held(lease: Lease) -> None:
-    """To be called after every wait, before the lease's memory is touched.
+    """Check that a lease has not ended. Call this after every `await`, before the lease's memory is touched.
 
     Raises:
-        ConflictError: the lease has ended (its session died, the client returned it).
+        ConflictError: the lease has ended, because its session ended or the client returned it.
     """
     if lease.void:
         raise ConflictError(f"lease {lease.lease_id} ended while its bytes were streamed")
@@ -92,9 +92,9 @@ class _RangeSource:
     size_bytes: int
     version: int
     dtype: DType
-    # Elements from, and how many -> their bytes.
+    # Called as read(first_element, element_count); yields the bytes of these elements.
     read: Callable[[int, int], AsyncGenerator[bytes, None]]
-    # Raises ConflictError once some of the bytes are of another version than they were at the beginning.
+    # Raises ConflictError if any slab of the range has a newer version than when the source was opened.
     check: Callable[[], None]
 
     async def piece(self, first_byte: int, nbytes: int) -> bytes:
@@ -162,6 +162,6 @@ async def _open_held_range(reader: StepReader, range_: pb.TensorRange, kind: Kin
         version=reader.step,
         dtype=dtype,
         read=lambda first, count: reader.read(range_.fqn, kind, range_.offset + first, count),
-        # A reader's step does not change.
+        # Nothing is checked, because the step that a reader holds does not change.
         check=lambda: None,
     )

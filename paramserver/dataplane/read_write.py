@@ -1,8 +1,8 @@
 """The protocols of Read and Write: a header, then chunks in order, never more than there is credit for.
 
 Both work on raw messages (see paramserver.contract.chunks), so they are registered in place of the handlers that protoc
-generates. A lease can end while its stream runs: after every wait it is looked at again, before its memory is touched.
-Where bytes come from is `sources`' business, and who may have how many of them under way `transfers`'.
+generates. A lease can end while its stream runs, so it is checked after every `await`, before its memory is touched.
+read_source.py provides the bytes, and chunk_budget.py limits how many each transfer may have under way.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from storage.engine import Engine
 from storage.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
 
 RawContext = grpc.aio.ServicerContext[bytes, bytes]
-# The session with an id; raises where it is none of the caller's.
+# Returns the session with an id; raises if the caller may not use that session.
 FindSession = Callable[[str], Session]
 
-# gRPC has a copy of each chunk that is being sent.
+# While a chunk is sent it is in memory twice: the daemon's bytes and gRPC's copy.
 _COPIES_SENT = 2
 
 
 class Streams:
-    """Serves Read and Write. `window_bytes` is the most credit that one writer has."""
+    """The handlers of Read and Write. `window_bytes` is the maximum credit of one writer."""
 
     def __init__(self, engine: Engine, transfers: Transfers, window_bytes: int) -> None:
         self._engine = engine
@@ -44,10 +44,10 @@ class Streams:
         self._window_bytes = window_bytes
 
     async def read(self, find_session: FindSession, context: RawContext) -> None:
-        """One Read, from its first message to its last chunk.
+        """Serve one Read, from its first message to its last chunk.
 
         Raises:
-            StorageError: to be answered as its status.
+            StorageError: the call is refused; the caller answers with the error's status.
         """
         request = await _next_read_request(context)
         if request is None or request.WhichOneof("message") != "open":
@@ -63,14 +63,16 @@ class Streams:
         header = pb.ReadHeader(size_bytes=source.size_bytes, version=source.version, dtype=DTYPE_TO_WIRE[source.dtype])
         credit = _Credit(opened.credit_bytes)
         with self._transfers.open(session.session_id, source.job, urgency) as transfer:
-            # It may have ended while the source was opened, before it could end this transfer.
+            # The session may have ended while the source was opened, when its end could not end this transfer yet. If
+            # so, this look-up raises.
             find_session(opened.session_id)
             await _write(context, pb.ReadResponse(header=header))
             sending = self._send(transfer, source, opened.first_byte, credit, context)
             try:
                 await _run(transfer, sending, _take_credits(transfer, credit, context))
             except StorageError as error:
-                # The client may not read: the status waits behind the chunk then, which gRPC holds.
+                # If the client does not read, the status waits in gRPC behind the last chunk. gRPC's copy of that chunk
+                # stays counted until the status is sent.
                 with self._transfers.pinned(transfer, transfer.held_bytes // _COPIES_SENT):
                     await answer(context, error)
 
@@ -86,10 +88,10 @@ class Streams:
             first_byte += nbytes
 
     async def write(self, find_session: FindSession, context: RawContext) -> None:
-        """One Write, from its header to the acknowledgement of its last byte.
+        """Serve one Write, from its header to the acknowledgement of its last byte.
 
         Raises:
-            StorageError: to be answered as its status.
+            StorageError: the call fails; the caller answers with the error's status.
         """
         request = await _next_write_request(context)
         if not isinstance(request, pb.WriteRequest) or request.WhichOneof("message") != "header":
@@ -103,8 +105,8 @@ class Streams:
         end = header.first_byte + header.size_bytes
         if end > lease.nbytes:
             raise InvalidRequestError(f"bytes [{header.first_byte}, {end}) leave the lease of {lease.nbytes} bytes")
-        # On its own: the first credit would take it along, and where that is cancelled half-way, gRPC sends it once
-        # more with the status, which its core refuses.
+        # The initial metadata are sent on their own. Otherwise gRPC sends them with the first credit, and if that write
+        # is cancelled half-way, again with the status, which gRPC's core refuses.
         await context.send_initial_metadata(())
         find_session(header.session_id)
         with self._transfers.open(session.session_id, session.require_run().spec.name, urgency) as transfer:
@@ -123,8 +125,11 @@ class Streams:
             self._transfers.moved(transfer, len(request.data))
 
     async def _answer(self, transfer: Transfer, inbox: _Inbox, context: RawContext) -> None:
-        """Keeps the writer in credit: a small one first, then up to the window, renewed when half of it is used. At the
-        end says that all has come."""
+        """Grant the writer credit until it has enough for all bytes, then acknowledge the last byte.
+
+        The first credit is small. Once the writer has sent a chunk it may have a whole window, which is renewed when
+        half of it is used.
+        """
         while ungranted := inbox.missing_bytes - inbox.credit_bytes:
             window = self._window_bytes if transfer.is_proven else FIRST_STRIDE_BYTES
             room = min(window - inbox.credit_bytes, ungranted)
@@ -145,7 +150,7 @@ class Streams:
 
 
 class _Credit:
-    """What a reader allows to be sent."""
+    """The number of bytes that the client of a Read still allows the daemon to send."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -157,15 +162,15 @@ class _Credit:
         self._changed.set()
 
     def close(self) -> None:
-        """There will not be more."""
+        """Note that the client will grant no more credit."""
         self._no_more = True
         self._changed.set()
 
     async def wait(self) -> None:
-        """Returns when there is some.
+        """Wait until there is credit.
 
         Raises:
-            InvalidRequestError: there will never be.
+            InvalidRequestError: there is none, and the client will grant no more.
         """
         while not self._nbytes:
             if self._no_more:
@@ -174,14 +179,14 @@ class _Credit:
             await self._changed.wait()
 
     def take(self, at_most: int) -> int:
-        """As much as there is, up to that."""
+        """Take up to `at_most` bytes of credit, and return how many were taken."""
         taken = min(at_most, self._nbytes)
         self._nbytes -= taken
         return taken
 
 
 class _Inbox:
-    """The range of a lease that a writer fills, in order."""
+    """The range of a lease that the client of a Write fills, in order."""
 
     def __init__(self, engine: Engine, lease: Lease, header: pb.WriteHeader) -> None:
         self._engine = engine
@@ -197,11 +202,11 @@ class _Inbox:
         return self.size_bytes - self.received_bytes
 
     def put(self, chunk: Chunk) -> None:
-        """Verifies a chunk and puts it in place.
+        """Verify a chunk and copy it into the lease's memory.
 
         Raises:
-            InvalidRequestError: it is not the next one, or larger than allowed.
-            DataLossError: it was damaged on its way.
+            InvalidRequestError: the chunk does not begin at the next byte, or is larger than allowed.
+            DataLossError: the chunk's checksum is wrong.
             ConflictError: the lease has ended.
         """
         expected, nbytes = self._first_byte + self.received_bytes, len(chunk.data)
@@ -238,7 +243,7 @@ async def _take_credits(transfer: Transfer, credit: _Credit, context: RawContext
 
 
 async def _next_read_request(context: RawContext) -> pb.ReadRequest | None:
-    """None at the end of the client's side."""
+    """Return the client's next message, or None if the client has closed its side."""
     message = await _next_message(context)
     if message is None:
         return None
@@ -249,7 +254,7 @@ async def _next_read_request(context: RawContext) -> pb.ReadRequest | None:
 
 
 async def _next_write_request(context: RawContext) -> pb.WriteRequest | Chunk | None:
-    """None at the end of the client's side."""
+    """Return the client's next message, or None if the client has closed its side."""
     message = await _next_message(context)
     if message is None:
         return None
@@ -263,7 +268,7 @@ async def _write(context: RawContext, message: bytes | pb.ReadResponse | pb.Writ
     try:
         await context.write(message if isinstance(message, bytes) else message.SerializeToString())
     except grpc.aio.InternalError as gone:
-        # The client has gone; gRPC cancels the call in this very moment.
+        # The client has gone, and gRPC is about to cancel this call. Cancelling here ends it the same way.
         raise asyncio.CancelledError from gone
 
 
@@ -273,7 +278,11 @@ async def _next_message(context: RawContext) -> bytes | None:
 
 
 async def _run(transfer: Transfer, work: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end and `beside` with it, unless one of them fails or the transfer is ended."""
+    """Run `work` to its end, with `beside` running at the same time.
+
+    Raises:
+        Exception: `work` or `beside` raised it, or `transfer.ended` got it. Both are cancelled then.
+    """
     main, helper = asyncio.ensure_future(work), asyncio.ensure_future(beside)
     waiting: set[asyncio.Future[None]] = {main, helper, transfer.ended}
     try:

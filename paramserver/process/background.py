@@ -1,4 +1,4 @@
-"""Work that the daemon repeats as long as it lives: a failure must not end it, for nothing would show that it ended."""
+"""A loop for work that the daemon repeats. A failure must not end the loop, because no caller would notice the end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ log = logging.getLogger(__name__)
 
 
 async def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]]) -> NoReturn:
-    """Do the work, then again that many seconds after each end, until the task is cancelled; log what it raises."""
+    """Run `work` again and again, `seconds` after each end, until the task is cancelled; log what it raises.
+
+    `what` names the work in the log.
+    """
     failure = ""
     while True:
         try:
             await work()
             failure = ""
         except Exception as error:
-            # A failure that lasts is one line, not one each time; the system's own need no stack.
+            # The same failure is logged once, however often it is repeated. An OSError needs no stack.
             if failure != (failure := repr(error)):
                 stack = None if isinstance(error, OSError) else error
                 log.error("%s failed: %s; it is tried again every %g s", what, error, seconds, exc_info=stack)

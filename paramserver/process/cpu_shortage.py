@@ -1,6 +1,6 @@
-"""How long a thread of this process could not go on for want of a CPU, as Linux counts it.
+"""A measurement of how long a thread of this process could not run because no CPU was free, from kernel counters.
 
-Nothing is known, and 0 is the answer, where the kernel does not count (CONFIG_SCHED_INFO).
+The result is 0 on a kernel that does not count (one without CONFIG_SCHED_INFO).
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ _THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True, slots=True)
 class _CpuTime:
-    """Of one thread: how long it has run, and has waited for a CPU; `ready`: it does one or the other now.
+    """The CPU time of one thread.
 
-    The kernel adds a wait to what it counts when the wait is over: `waiting_seconds` is of the one under way.
+    Attributes:
+        run_seconds: how long the thread has run.
+        queued_seconds: how long it has waited for a CPU. The kernel adds a wait when the wait is over.
+        ready: whether the thread runs or waits for a CPU now, so that it does not sleep.
+        waiting_seconds: how long the wait under way has lasted so far.
     """
 
     run_seconds: float
@@ -30,27 +34,31 @@ class _CpuTime:
 
 
 class CpuShortage:
-    """Looks at a thread and, while that one sleeps, at those that it may be waiting for: all others of the process."""
+    """A watch over a thread and, while that thread sleeps, over all other threads of the process.
+
+    The others count because the sleeping thread may wait for any of them, for example for one that holds a lock.
+    """
 
     def __init__(self, thread_id: int) -> None:
         self._own = _THREADS / str(thread_id)
         self._before: Mapping[Path, _CpuTime] = {}
 
     def forget(self) -> None:
-        """What was seen last is no beginning of a period any more."""
+        """Forget the last look, so that the next call of `seconds` begins a new period."""
         self._before = {}
 
     def seconds(self, period_seconds: float) -> float:
-        """Of the period since the last look, the part in which nobody could expect the thread to go on; 0 at the first.
+        """Return for how much of the period since the last call a thread waited for a CPU; 0 at the first call.
 
-        A thread that runs is looked at alone: for each look at another one we would wait until it lets go of the
-        interpreter.
+        While the watched thread is ready, only that thread is read, because to read each other one this thread would
+        have to wait until the watched one releases the GIL.
         """
         before, now = self._before, self._look([self._own], period_seconds)
         if not now[self._own].ready:
             now |= self._look(_THREADS.iterdir(), period_seconds)
         self._before = now
-        # Of a thread that was not there: all that it has waited, if the others were looked at then.
+        # If the last look read all threads, a thread that is unknown is new, and all of its waiting counts. If the last
+        # look read the watched thread only, it is unknown how long the other threads waited in this period.
         known = now.keys() if len(before) > 1 else before.keys()
         waits = [now[path].waited_seconds - before.get(path, _UNBORN).waited_seconds for path in known & now.keys()]
         return min(period_seconds, max(waits, default=0.0))
@@ -68,7 +76,7 @@ def _read(thread: Path, before: _CpuTime, period_seconds: float) -> _CpuTime:
         run, queued, _ = map(int, (thread / "schedstat").read_bytes().split())
         ready = (thread / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
     except (FileNotFoundError, ProcessLookupError):
-        # It has ended, or the kernel does not count.
+        # The thread has ended, or the kernel does not count.
         return _DEAD
     waits = ready and before.ready and run / 1e9 == before.run_seconds
     return _CpuTime(run / 1e9, queued / 1e9, ready, before.waiting_seconds + period_seconds if waits else 0.0)

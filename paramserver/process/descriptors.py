@@ -1,8 +1,9 @@
-"""How many files and connections the daemon may have open: raises the limit, and shares it out.
+"""The limit of open files, and its division between the daemon's own files and the connections of each listener.
 
-The kernel has one limit for both (RLIMIT_NOFILE). A daemon whose connections took all of it could not commit, for the
-catalog opens files, nor let a local client in. So each listener gets a share of its own, and gRPC hangs up on what
-comes beyond it: a flood at one listener takes nothing from the other one, nor from the daemon's own files.
+The kernel has one limit for files and connections (RLIMIT_NOFILE). If connections took all of it, the daemon could not
+commit, because the catalog opens files, and could not accept a local client. So each listener gets its own share, and
+gRPC closes connections beyond it. A flood of connections at one listener takes nothing from the other listener or from
+the daemon's files.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from paramserver.errors import StartError
 
 log = logging.getLogger(__name__)
 
-# For what the daemon opens by itself after the count: gRPC's own descriptors (six, measured), and for a moment each the
-# token file, certificates, journals of the catalog and connections that ask for the arena.
+# Descriptors kept for files that the daemon opens after the count: gRPC's own (six, measured), and for a moment each
+# the token file, certificates, journals of the catalog and connections to the arena's socket.
 RESERVED = 64
-# Connections beside those of sessions: operators, health checks, and clients that are about to open a session.
+# Connections that are not those of sessions: operators, health checks, and clients that are about to open a session.
 BESIDE_SESSIONS = 64
 LEAST_CONNECTIONS = 8
 
 
 def raise_limit() -> None:
-    """Raise this process's limit of open files as far as it may be raised without privileges."""
+    """Raise this process's soft limit of open files to its hard limit, which needs no privileges."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Refused where the hard limit is above what the system allows now (fs.nr_open); then the soft one stays.
+    # The kernel refuses this if the hard limit is above fs.nr_open. The soft limit then stays as it is.
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connections_of_a_listener(listeners: int, max_sessions: int) -> int:
-    """Return how many connections each listener may have at once; call it when the daemon has opened its files.
+    """Return how many connections each listener may have at once. Call this after the daemon has opened its files.
 
     Raises:
         StartError: the limit of open files leaves room for fewer than LEAST_CONNECTIONS.

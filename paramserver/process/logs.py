@@ -1,6 +1,6 @@
 """Structured logs on stderr: one line per event, for people or as JSON.
 
-Owns how a name that a client chose is written there: escaped, so that no client can write lines of its own.
+Owns the escaping of text that clients chose, so that no client can forge log lines.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _GRPC = "grpc._cython.cygrpc"
 
 
 class OwnText(str):
-    """Text of several lines that this program has made itself, as a stack: a log shows it as it is."""
+    """Text that this program made itself, for example a stack of several lines. The log does not escape it."""
 
     __slots__ = ()
 
 
 def configure_logging(level: str, log_format: str) -> None:
-    """Routes structlog and the standard library's loggers through the same format.
+    """Route structlog's and the standard library's loggers through the same format on stderr.
 
-    Tracebacks come without local variables, which structlog would add: they hold session ids and tokens.
+    Tracebacks show no local variables, which structlog would add, because these hold session ids and tokens.
     """
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
@@ -62,13 +62,15 @@ def configure_logging(level: str, log_format: str) -> None:
 
 
 def _is_no_gone_client(record: logging.LogRecord) -> bool:
-    """gRPC logs a stack for each client that goes while it is answered: nothing that an operator could act upon."""
+    """Return False for the stack that gRPC logs when a client leaves during an answer: no operator can act on that."""
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
 def _escape_arguments(record: logging.LogRecord) -> bool:
-    """Escape what a record's format string will show. The format itself is this program's; its arguments may quote a
-    client, for example in an exception."""
+    """Escape the arguments of a record, because they may quote a client; the format string is this program's own.
+
+    Return True, which lets the record pass.
+    """
     if isinstance(record.args, tuple):
         record.args = tuple(map(_escape, record.args))
     elif record.args:
@@ -81,7 +83,7 @@ def _escape(argument: object) -> object:
 
 
 def _write_traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
-    """Write a traceback whose lines hold nothing that a terminal acts upon: the exception may quote a client."""
+    """Write a traceback with control characters escaped, because the exception may quote a client."""
     frames = io.StringIO()
     structlog.dev.plain_traceback(frames, exc_info)
     stream.write("\n".join(map(printable, frames.getvalue().split("\n"))))

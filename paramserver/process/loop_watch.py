@@ -1,7 +1,7 @@
-"""Sees when something blocks an event loop: a thread that asks the loop for a sign of life, and notes when none comes.
+"""A detector of blocked event loops: a thread schedules a callback on the loop, and notes when it does not run.
 
-Owns the thread and the counts. Must never call a machine that is short of CPU a blocked loop: time is counted in ticks
-that this thread itself got to run, less what cpu_shortage.py knows of.
+Owns the thread and the counts. Must never report a shortage of CPU as a blocked loop. So time is counted in ticks in
+which this thread itself ran, less the waits for a CPU that cpu_shortage.py measures.
 
 An idle loop and its watch wake up once each TICK_SECONDS, which takes 0.5 % of a CPU (measured in a virtual machine).
 """
@@ -24,15 +24,15 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 STALL_SECONDS = 0.1
 INNERMOST_FRAMES = 12
-# A daemon that stalls all the time must not fill the disk with saying so.
+# A daemon that stalls all the time must not fill the disk with log lines.
 LOG_INTERVAL_SECONDS = 10.0
 
 
 class LoopWatch:
-    """Watches the loop of the thread that enters it, until it is left; enter it once.
+    """A context that watches an event loop; enter it once, on the loop's thread.
 
-    `on_stall` is called from the watching thread, once for each stall while it lasts, with what the loop's thread was
-    doing. A stall longer than `stall_seconds` plus one tick is always seen, a shorter one than `stall_seconds` never.
+    `on_stall` is called from the watching thread, once during each stall, with the stack of the loop's thread. A stall
+    longer than `stall_seconds` plus one tick is always seen, one shorter than `stall_seconds` never.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LoopWatch:
                 continue
             silent_ticks += 1
             short_ticks += shortage.seconds(TICK_SECONDS) / TICK_SECONDS
-            # Whole ticks: no thread gets its CPU in the very moment that it asks for it.
+            # The shortage is rounded to whole ticks, because every thread waits a little for its CPU.
             stalled_ticks = silent_ticks - round(short_ticks)
             if stalled_ticks < self._stall_ticks:
                 continue
@@ -86,7 +86,7 @@ class LoopWatch:
 
 
 class StallLog:
-    """For `on_stall`: logs the first stall of each LOG_INTERVAL_SECONDS, with its stack, and counts the others."""
+    """A callback for LoopWatch: logs the first stall of each LOG_INTERVAL_SECONDS with its stack, counts the others."""
 
     def __init__(self) -> None:
         self._next = 0.0

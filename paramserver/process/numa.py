@@ -1,7 +1,7 @@
-"""Keeps the daemon on one NUMA node: its threads run on that node's cores, and its memory, arena included, is there.
+"""The binding of the daemon to one NUMA node: to its cores, and to its memory for all allocations and the arena.
 
-To be done before any thread is started or the arena is allocated: both inherit it. Must not be undone. Knows nothing
-of which node a device or a GPU is attached to: that is the operator's choice (`numa_node`).
+Call `stay_on` before any thread is started or the arena is allocated, because both inherit the binding. Must never be
+undone. Does not find out which node a disk or a GPU is attached to; the operator chooses the node (`numa_node`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from paramserver.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _NODES = Path("/sys/devices/system/node")
-# set_mempolicy(2) has no wrapper in libc: its number by architecture.
+# The number of the system call set_mempolicy(2) by architecture; libc has no wrapper for it.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_PREFERRED = 1
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def stay_on(node: int) -> None:
-    """Binds the calling thread, and all that it starts, to the cores of a node, and prefers the node's memory.
+    """Bind the calling thread, and all threads that it starts, to a node's cores, and prefer the node's memory.
 
-    Memory comes from other nodes where this one has none left. Where the system does not let a process choose its
-    memory (a container's seccomp profile), it warns and goes on with the cores alone.
+    When the node has no memory left, the kernel takes memory of other nodes. If the system does not let a process
+    choose its memory (a container's seccomp profile), log a warning and bind the cores only.
 
     Raises:
-        ConfigError: there is no such node, or none of its cores may be used by this process.
+        ConfigError: there is no such node, or this process may use none of its cores.
     """
     cores = _cores_of(node) & os.sched_getaffinity(0)
     if not cores:
@@ -55,7 +55,7 @@ def _cores_of(node: int) -> set[int]:
 
 
 def parse_cores(listed: str) -> set[int]:
-    """The numbers in a list as the kernel writes it: `0-3,8,10-11`."""
+    """Return the core numbers in a list as the kernel writes it, for example `0-3,8,10-11`."""
     cores: set[int] = set()
     for part in listed.strip().split(","):
         first, _, last = part.partition("-")
@@ -65,14 +65,14 @@ def parse_cores(listed: str) -> set[int]:
 
 
 def _prefer_memory_of(node: int) -> str | None:
-    """Why the kernel does not; None: it does."""
+    """Ask the kernel to prefer this node's memory. Return None, or the reason why it refused."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
-        return f"not known how to ask for it on {platform.machine()}"
+        return f"the number of the system call set_mempolicy is not known on {platform.machine()}"
     mask = (ctypes.c_ulong * (node // _WORD_BITS + 1))()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel takes one bit less than it is told.
+    # set_mempolicy reads one bit less of the mask than this argument says, so 1 is added to the mask's number of bits.
     bits = ctypes.c_ulong(len(mask) * _WORD_BITS + 1)
     if libc.syscall(ctypes.c_long(number), ctypes.c_int(_MPOL_PREFERRED), mask, bits) == 0:
         return None

@@ -1,1 +1,1 @@
-"""Who may do what: the gate for every call, tokens, certificates, and quotas of jobs."""
+"""Authentication and authorisation: the gate that checks every call, tokens, certificates, and quotas of jobs."""

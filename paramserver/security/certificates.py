@@ -1,7 +1,7 @@
-"""Makes a certificate authority and certificates under it: for tests, and for small clusters without a PKI.
+"""A certificate authority and certificates signed by it, for tests and for small clusters without a PKI.
 
-Owns the names of the files that it writes. Must never replace an authority that is there: what it has signed would be
-worth nothing any more.
+Owns the names of the files that it writes. Must never replace an existing authority, because the certificates that it
+has signed would become invalid.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from paramserver.errors import ConfigError
 from paramserver.security.files import replace_file
 
 AUTHORITY_DAYS = 3650
-# Clocks of a cluster differ a little; what was just signed must be valid everywhere.
+# Certificates are valid from a little before they are signed, because the clocks of a cluster differ a little.
 CLOCK_SKEW = datetime.timedelta(minutes=5)
-# Client names become file names.
+# A client's name becomes a file name, so only these names are allowed.
 _CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TAKEN = ("ca", "server")
 
@@ -39,11 +39,19 @@ class Pair:
 
 
 def make_certificates(directory: Path, hosts: Sequence[str], clients: Sequence[str], days: int) -> list[Path]:
-    """Writes `server.pem` for hosts (names or addresses) and `NAME.pem` for each client, valid for `days`, each with
-    its `-key.pem` (mode 0600), signed by `ca.pem`, which is made where it is not there. Returns what it wrote.
+    """Write `server.pem` and one `NAME.pem` for each client to `directory`, and return the paths that were written.
+
+    Each certificate has a key file `NAME-key.pem` (mode 0600), and is signed by `ca.pem`, which is made if it does not
+    exist.
+
+    Args:
+        directory: is made if it does not exist.
+        hosts: the names and addresses in the server's certificate.
+        clients: the names of the clients' certificates.
+        days: how long the certificates are valid.
 
     Raises:
-        ConfigError: a name is not possible, or the authority that is there cannot be used.
+        ConfigError: a name is not allowed, or the existing authority cannot be used.
         OSError: a file cannot be written.
     """
     for client in clients:
@@ -154,7 +162,10 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _write(directory: Path, name: str, pair: Pair) -> list[Path]:
-    """The key first: a daemon that looks in between finds a pair that does not match, and keeps the one it has."""
+    """Write the key, then the certificate, and return both paths.
+
+    A daemon that reads both files in between finds a pair that does not match, and keeps the pair that it has.
+    """
     key_path, certificate_path = directory / f"{name}-key.pem", directory / f"{name}.pem"
     key = pair.key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -18,21 +18,25 @@ TokenFileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="TOML fi
 
 
 def certs(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are, or will be.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the files; made if need be.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Name or address that clients reach the daemon by; often. [localhost, 127.0.0.1, ::1]"),
+        typer.Option(
+            help="Name or address by which clients reach the daemon; may be repeated. [localhost, 127.0.0.1, ::1]"
+        ),
     ] = None,
-    client: Annotated[list[str] | None, typer.Option(help="Name of a client's certificate; often. [client]")] = None,
+    client: Annotated[
+        list[str] | None, typer.Option(help="Name of a client's certificate; may be repeated. [client]")
+    ] = None,
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates are valid.")] = 90,
 ) -> None:
     """Make a certificate authority and certificates: for tests and for small private clusters.
 
-    Writes ca.pem, server.pem and CLIENT.pem, each with its -key.pem. An authority that is there is kept and signs the
-    new ones; run it again to renew them, which running daemons notice. Whoever has ca-key.pem can let anybody in: keep
-    it off the nodes. Where there is a PKI, use its certificates instead.
+    Writes ca.pem, server.pem and CLIENT.pem, each with its -key.pem. An existing authority is kept and signs the new
+    certificates. Run the command again to renew them; running daemons notice that. The holder of ca-key.pem can let any
+    client in, so keep it off the nodes. If you have a PKI, use its certificates instead.
     """
-    from paramserver.security.certificates import make_certificates  # noqa: PLC0415
+    from paramserver.security.certificates import make_certificates
 
     with _one_line_errors():
         for path in make_certificates(directory, host or DEFAULT_HOSTS, client or ["client"], days):
@@ -45,19 +49,19 @@ tokens = typer.Typer(help="Add, list and remove the tokens of a daemon's token_f
 @tokens.command()
 def add(
     path: TokenFileArgument,
-    name: Annotated[str, typer.Option(help="For logs and for `remove`; never secret.")],
+    name: Annotated[str, typer.Option(help="Name of the token, for logs and for `remove`; it is not secret.")],
     admin: Annotated[bool, typer.Option("--admin", help="All rights.")] = False,
     job: Annotated[
-        list[str] | None, typer.Option(help="Job name or pattern (team-a-*) that it may use; often.")
+        list[str] | None, typer.Option(help="Job name or pattern (team-a-*) that it may use; may be repeated.")
     ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="It may also delete these jobs.")] = False,
     expires: Annotated[
         datetime.datetime | None, typer.Option(formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"], help="UTC. [never]")
     ] = None,
 ) -> None:
-    """Make a token, add its hash to the file, and print it: it cannot be shown again."""
-    from paramserver.security.principals import Role  # noqa: PLC0415
-    from paramserver.security.tokens import add_token  # noqa: PLC0415
+    """Make a token, add its hash to the file, and print the token, which cannot be shown again."""
+    from paramserver.security.principals import Role
+    from paramserver.security.tokens import add_token
 
     if admin == bool(job):
         typer.echo("paramserver: give either --admin or --job NAME", err=True)
@@ -73,7 +77,7 @@ def add(
 @tokens.command("list")
 def list_tokens(path: TokenFileArgument) -> None:
     """Show names, rights and expiry dates."""
-    from paramserver.security.tokens import read_entries  # noqa: PLC0415
+    from paramserver.security.tokens import read_entries
 
     with _one_line_errors():
         for entry in read_entries(path):
@@ -84,9 +88,9 @@ def list_tokens(path: TokenFileArgument) -> None:
 
 
 @tokens.command()
-def remove(path: TokenFileArgument, name: Annotated[str, typer.Option(help="As `list` shows it.")]) -> None:
-    """Remove a token: running daemons refuse it within seconds, and end the sessions that it has opened."""
-    from paramserver.security.tokens import remove_token  # noqa: PLC0415
+def remove(path: TokenFileArgument, name: Annotated[str, typer.Option(help="The name that `list` shows.")]) -> None:
+    """Remove a token. Running daemons refuse it within seconds, and end the sessions that it has opened."""
+    from paramserver.security.tokens import remove_token
 
     with _one_line_errors():
         remove_token(path, name)

@@ -1,4 +1,4 @@
-"""Small files that people and programs edit while the daemon runs: replaced as a whole, and watched for changes."""
+"""Atomic replacement of small files, and detection of changes to files that are edited while the daemon runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import tempfile
 from pathlib import Path
 
-# Inode, size and time of the last change: another file or other contents, as far as the file system tells.
+# A file's inode, size and time of the last change; a new file or new contents change at least one of them.
 Fingerprint = tuple[int, int, int]
 
 
 def replace_file(path: Path, content: bytes, mode: int) -> None:
-    """Writes a file so that readers see the old or the new contents, never a part. Raises OSError."""
+    """Write a file so that readers see the old or the new contents, never a part. Raises OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -26,7 +26,7 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
 
 
 def fingerprint(path: Path) -> Fingerprint | None:
-    """Changes when the file does; None: it cannot be looked at."""
+    """Return a value that changes when the file does, or None if the file cannot be examined."""
     try:
         status = path.stat()
     except OSError:

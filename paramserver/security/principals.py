@@ -1,4 +1,4 @@
-"""Who makes a call, and what they may do, as far as their token tells."""
+"""The principal of a call: who makes it, and what its token allows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 
 class Role(enum.StrEnum):
-    """What a token is for."""
+    """The rights of a token."""
 
-    ADMIN = "admin"  # everything
-    JOB = "job"  # the data of some jobs, nothing of StoreAdmin
+    ADMIN = "admin"  # The token allows every call.
+    JOB = "job"  # The token allows the data of some jobs, and no call of StoreAdmin.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who makes a call, as far as its token tells. `jobs` are names or patterns of names (`*`, `?`, `[a-z]`)."""
+    """The owner of a token, on whose behalf a call is made. `jobs` are job names or patterns (`*`, `?`, `[a-z]`)."""
 
     name: str
     role: Role
@@ -24,8 +24,8 @@ class Principal:
     may_delete: bool = False
 
     def allows(self, job: str) -> bool:
-        """Whether it may see and use the job."""
-        # Names are data: a pattern's `*` also matches slashes and dots.
+        """Return whether the principal may see and use the job."""
+        # `fnmatchcase` treats names as plain text, so `*` also matches slashes and dots.
         return self.role is Role.ADMIN or any(fnmatch.fnmatchcase(job, pattern) for pattern in self.jobs)
 
     def allows_deletion(self, job: str) -> bool:
@@ -33,5 +33,5 @@ class Principal:
         return self.role is Role.ADMIN or (self.may_delete and self.allows(job))
 
 
-# Everybody, where there is no token file: the socket's mode and the certificates are all there is.
+# The principal of every call to a daemon without a token file; the socket's mode and certificates are the only checks.
 ANYONE = Principal(name="anyone", role=Role.ADMIN)

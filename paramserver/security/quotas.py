@@ -1,8 +1,8 @@
-"""How much of the store one job may have, and how much all jobs of one token: limits by patterns of names.
+"""Limits on how much of the store one job may use, and all jobs of one token together, by patterns of names.
 
-Owns the section `quotas` of the configuration. A quota bounds what a job takes from others; it reserves nothing for it.
-The jobs of a token are those whose names it allows, whoever made them: which they are follows from the catalog, so it
-is the same after a restart.
+Owns the section `quotas` of the configuration. A quota limits a job; it reserves nothing for it. The jobs of a token
+are all jobs whose names the token allows, also those that a client with another token made. The catalog holds these
+names, so the set is the same after a restart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CACHED_JOBS = 4096
 
 
 class Quota(BaseModel):
-    """The limits of a job; None: none."""
+    """The limits of a job; None means no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,7 +31,7 @@ class Quota(BaseModel):
     weight: Annotated[float, Field(ge=0.001, le=1000.0)] = 1.0
 
     def check_sessions(self, job: str, attached: int) -> None:
-        """Raises BudgetExceededError unless a session more may attach to the job."""
+        """Raise BudgetExceededError unless one more session may attach to the job, which has `attached` already."""
         if self.sessions is not None and attached >= self.sessions:
             raise BudgetExceededError(
                 f"the quota of job {job!r} allows {self.sessions} sessions, and {attached} are attached; stop one, or "
@@ -39,7 +39,7 @@ class Quota(BaseModel):
             )
 
     def check_readers(self, job: str, held: int) -> None:
-        """Raises BudgetExceededError unless a reader more may hold a step of the job."""
+        """Raise BudgetExceededError unless one more reader may hold a step of the job, which has `held` already."""
         if self.readers is not None and held >= self.readers:
             raise BudgetExceededError(
                 f"the quota of job {job!r} allows {self.readers} readers, and {held} are open; close one, or raise "
@@ -48,13 +48,13 @@ class Quota(BaseModel):
 
 
 class JobQuota(Quota):
-    """The limits of the jobs whose names match; what it leaves out is as in the default."""
+    """The limits of the jobs whose names match `pattern`; limits that it leaves out are those of the default."""
 
     pattern: Annotated[str, Field(min_length=1)]
 
 
 class TokenQuota(BaseModel):
-    """The limits of all jobs of one token together; None: none."""
+    """The limits of all jobs of one token together; None means no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,7 +66,7 @@ class TokenQuota(BaseModel):
     readers: Annotated[int, Field(ge=0)] | None = None
 
     def check_jobs(self, token: str, held: int) -> None:
-        """Raises BudgetExceededError unless one more job may be made with the token."""
+        """Raise BudgetExceededError unless one more job may be made with the token, which allows `held` already."""
         if self.jobs is not None and held >= self.jobs:
             raise BudgetExceededError(
                 f"the quota of token {token}, jobs = {self.jobs}, is used up: there are {held} jobs that the token "
@@ -74,7 +74,7 @@ class TokenQuota(BaseModel):
             )
 
     def check_readers(self, token: str, held: int) -> None:
-        """Raises BudgetExceededError unless one more reader may be opened with the token."""
+        """Raise BudgetExceededError unless one more reader may be opened with the token, which has `held` already."""
         if self.readers is not None and held >= self.readers:
             raise BudgetExceededError(
                 f"the quota of token {token}, readers = {self.readers}, is used up: {held} readers are open; close "
@@ -86,7 +86,7 @@ NO_TOKEN_QUOTA = TokenQuota()
 
 
 class QuotasSection(BaseModel):
-    """Section `quotas` of the configuration."""
+    """The section `quotas` of the configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -96,14 +96,14 @@ class QuotasSection(BaseModel):
 
 
 class Quotas:
-    """Finds the quota of a job, or of a token: that of the first pattern that its name matches, else the default."""
+    """A look-up of the quota of a job or token: the first one whose pattern matches the name, or else the default."""
 
     def __init__(self, section: QuotasSection) -> None:
         self._section = section
         self.of = lru_cache(_CACHED_JOBS)(self._find)
 
     def of_token(self, principal: Principal) -> TokenQuota:
-        """Return the limits of all jobs of a principal; an admin has none."""
+        """Return the limits of all jobs of a principal together; an admin has no limits."""
         if principal.role is Role.ADMIN:
             return NO_TOKEN_QUOTA
         candidates = (quota for quota in self._section.token if fnmatch.fnmatchcase(principal.name, quota.name))

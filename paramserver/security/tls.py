@@ -1,7 +1,7 @@
-"""Mutual TLS for the TCP address: reads certificates, says what is wrong with them, and takes changed ones up.
+"""Mutual TLS for the TCP address: reads and checks certificate files, and loads them again when they change.
 
-Owns the credentials of the server. Must never serve with less than was configured: what cannot be used is refused at
-the start, and keeps the last good files in use afterwards.
+Owns the credentials of the server. Must never serve with less than was configured. Files that cannot be used prevent
+the start; later on, the last good contents stay in use.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class CertificateFiles:
     client_ca: Path
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Reads and checks them.
+        """Read and check the files, and return gRPC's configuration for them.
 
         Raises:
-            ConfigError: naming the key of the configuration, the file and what is wrong with it.
+            ConfigError: a file cannot be used; the message names its key in the configuration and what is wrong.
         """
         chain_pem, key_pem, authorities_pem = (
             _read("tls_certificate", self.certificate),
@@ -56,32 +56,35 @@ class CertificateFiles:
         return grpc.ssl_server_certificate_configuration([(key_pem, chain_pem)], authorities_pem)
 
     def fingerprints(self) -> tuple[Fingerprint | None, ...]:
-        """Change when a file does."""
+        """Return a value that changes when one of the files does."""
         return tuple(map(fingerprint, (self.certificate, self.key, self.client_ca)))
 
 
 def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Credentials that ask every client for a certificate, and follow changes of the files.
+    """Return credentials that demand a certificate of every client, and that follow changes of the files.
 
     Raises:
         ConfigError: see CertificateFiles.read.
     """
-    # Before they are read: a change while they are read is seen at the next connection.
+    # The fingerprints are taken before the files are read, so that a change in between is seen at the next connection.
     seen = files.fingerprints()
     return grpc.dynamic_ssl_server_credentials(
         files.read(),
-        _Reload(files, seen),  # type: ignore[arg-type]  # the stubs forget that it may return None
+        _Reload(files, seen),  # type: ignore[arg-type]  # the type stubs lack that the function may return None
         require_client_authentication=True,
     )
 
 
 class _Reload:
-    """Called by gRPC before each handshake, on a thread of its own: the changed files, or None for no change."""
+    """A callable that returns the configuration of changed files, or None if they did not change.
+
+    gRPC calls it before each handshake, on one of its own threads.
+    """
 
     def __init__(self, files: CertificateFiles, seen: tuple[Fingerprint | None, ...]) -> None:
         self._files = files
         self._seen = seen
-        # What was logged last about changed files that cannot be used.
+        # The message logged last about changed files that cannot be used, so that it is logged once.
         self._problem = ""
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
@@ -91,7 +94,7 @@ class _Reload:
         try:
             changed = self._files.read()
         except ConfigError as error:
-            # They are read again at the next connection: perhaps they could not be read for a moment only.
+            # `_seen` stays as it is, so the files are read again at the next connection, when they may be complete.
             if self._problem != (problem := str(error)):
                 log.error("changed certificates cannot be used, the ones before stay in use: %s", problem)
                 self._problem = problem

@@ -1,6 +1,6 @@
-"""The token file: who may do what. Knows the tokens' hashes only; a token is shown once, when it is made.
+"""The token file, which holds the hash, the name and the rights of each token. A token is shown once, when it is made.
 
-Owns the file's format. Must never hold, print or log a token anywhere else.
+Owns the file's format. Must never store, print or log a token anywhere else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paramserver.security.principals import Principal, Role
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
-# How soon a change of the file holds.
+# The daemon looks for changes of the file at this interval.
 FOLLOW_SECONDS = 1.0
 
 _HEADER = "# Who may use the store: `paramserver tokens`. Tokens are kept as hashes only.\n"
@@ -47,7 +47,7 @@ class Entry(BaseModel):
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
     role: Role
     jobs: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    # Of a token of role job: whether it may delete its jobs.
+    # True if the token, of role job, may also delete its jobs.
     delete: bool = False
     expires: AwareDatetime | None = None
 
@@ -63,19 +63,19 @@ class Entry(BaseModel):
 
     @property
     def expired(self) -> bool:
-        """Whether its time is over."""
+        """Whether the token has expired."""
         return self.expires is not None and time.time() >= self.expires.timestamp()
 
     @cached_property
     def principal(self) -> Principal:
-        """Whom the token stands for."""
+        """The principal of calls that carry the token."""
         return Principal(name=self.name, role=self.role, jobs=self.jobs, may_delete=self.delete)
 
     def to_toml(self) -> str:
-        """The entry as it stands in the file."""
+        """Return the entry in the form that it has in the file."""
         lines = ["[[token]]", f'name = "{self.name}"', f'sha256 = "{self.sha256}"', f'role = "{self.role}"']
         if self.jobs:
-            # JSON's strings are TOML's, as long as they are printable.
+            # A printable string is written the same in JSON and in TOML.
             lines.append(f"jobs = {json.dumps(self.jobs, ensure_ascii=False)}")
         if self.delete:
             lines.append("delete = true")
@@ -85,20 +85,20 @@ class Entry(BaseModel):
 
 
 def digest(token: str) -> str:
-    """What the file holds of a token.
+    """Return the SHA-256 hash of a token, which the file holds in place of the token.
 
-    A plain hash is enough: a token has 256 random bits, so there is nothing to guess that a slow, salted hash (for
-    passwords, which people choose) would protect. That the hash is then looked up in a dict, in a time that depends on
-    it, tells nothing either: nobody can choose a token by the digits of its hash.
+    A plain hash is enough. A slow, salted hash protects passwords, which can be guessed; a token has 256 random bits.
+    The dict look-up of the hash takes a time that depends on the hash, but an attacker learns nothing from that time,
+    because a token with a chosen hash cannot be made.
     """
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """The tokens of a file.
+    """Return the tokens of a file.
 
     Raises:
-        ConfigError: it cannot be read; an entry is wrong; a name or a token is there twice.
+        ConfigError: the file cannot be read, an entry is wrong, or a name or a token occurs twice.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -132,23 +132,23 @@ def _entry(path: Path, number: int, table: object) -> Entry:
 
 
 class TokenFile:
-    """The tokens that count now; `follow` takes changes of the file up."""
+    """The tokens that are valid now; `follow` loads the file again when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError, see `read_entries`."""
+        """Read the file. Raises ConfigError as `read_entries` does."""
         self._path = path
-        # Before it is read: a change in between is seen by the first look.
+        # The fingerprint is taken before the file is read, so that a change in between is seen by the first look.
         self._seen = fingerprint(path)
-        # What was logged last about a changed file that cannot be used.
+        # The message logged last about a changed file that cannot be used, so that it is logged once.
         self._problem = ""
         self._entries = {entry.sha256: entry for entry in read_entries(path)}
 
     def find(self, token: str) -> Entry | None:
-        """The entry of a token, if there is one."""
+        """Return the entry of a token, or None if the file has none."""
         return self._entries.get(digest(token))
 
     async def follow(self) -> None:
-        """Take changes of the file up. Runs until it is cancelled."""
+        """Load the file again each time that it changes, until this task is cancelled."""
         await repeat("a look at the token file", FOLLOW_SECONDS, lambda: asyncio.to_thread(self._look))
 
     def _look(self) -> None:
@@ -158,8 +158,8 @@ class TokenFile:
         try:
             entries = read_entries(self._path)
         except ConfigError as error:
-            # It is read again at the next look: a token that was removed must not stay in use for good because the
-            # file could not be read for a moment.
+            # `_seen` stays as it is, so the file is read again at the next look. Otherwise a removed token would stay
+            # valid for good if the file could not be read for a moment.
             if self._problem != (problem := str(error)):
                 log.error("the changed token file cannot be used, the tokens before stay in use: %s", problem)
                 self._problem = problem
@@ -181,10 +181,12 @@ def add_token(
     *,
     delete: bool = False,
 ) -> str:
-    """Adds a token to a file, which is made if it is not there (mode 0600); returns the token, which is kept nowhere.
+    """Add a new token to a file, which is made (mode 0600) if it does not exist, and return the token.
+
+    The token is stored nowhere. Its holder may use `jobs` (names or patterns), and delete them with `delete`.
 
     Raises:
-        ConfigError: the name is taken or not possible, or the file cannot be used.
+        ConfigError: the name is taken or not allowed, or the file cannot be used.
         OSError: the file cannot be written.
     """
     token = secrets.token_urlsafe(TOKEN_BYTES)
@@ -207,10 +209,10 @@ def add_token(
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Removes a token from a file. Comments in it are not kept.
+    """Remove a token from a file. Comments in the file are lost.
 
     Raises:
-        ConfigError: there is none of that name, or the file cannot be used.
+        ConfigError: the file has no token of that name, or cannot be used.
         OSError: the file cannot be written.
     """
     with _alone(path):
@@ -223,7 +225,10 @@ def remove_token(path: Path, name: str) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Keeps two commands from losing each other's change; the file itself is replaced, so its directory is locked."""
+    """Lock the file's directory, so that two commands at once do not lose each other's change.
+
+    The file itself cannot be locked, because each command replaces it.
+    """
     descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

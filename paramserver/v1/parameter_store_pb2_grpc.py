@@ -150,11 +150,15 @@ class ParameterStoreServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Opens a session and carries its liveness: the client sends hello, then heartbeats; the store answers welcome, then
-        acknowledges heartbeats and sends notices. A session ends at once when the client half-closes the stream, after the
-        welcome's grace time when the stream breaks (a new stream with the session's id in its hello takes it up again until
-        then), and when no heartbeat arrives for the welcome's time-out. Its leases are void then, what it had half written is
-        discarded, and its run cannot commit any more.
+        """Opens a session and keeps it alive: the client sends hello, then heartbeats; the store answers welcome, then
+        acknowledges heartbeats and sends notices.
+
+        A session ends
+        - at once when the client half-closes the stream;
+        - after the welcome's grace time when the stream breaks, unless the client opens a new stream by then, with the
+        session's id in its hello;
+        - when no heartbeat arrives for the welcome's time-out.
+        Then its leases are void, its unpublished bytes are discarded, and its run cannot commit any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,31 +172,32 @@ class ParameterStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OpenReader(self, request, context):
-        """Holds a committed step of a job for reading, whatever is trained, rolled back or deleted meanwhile, until CloseReader
-        or the session's end.
+        """Holds a committed step of a job for reading until CloseReader or the session's end, even if the job is trained,
+        rolled back or deleted meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadClientState(self, request, context):
-        """What a rank gave to the commit that a reader holds. NOT_FOUND where this store had no such rank.
+        """Returns the client state that a rank gave to the commit that a reader holds. NOT_FOUND if that rank did not commit
+        at this store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseReader(self, request, context):
-        """Lets go of a reader's step.
+        """Closes a reader and releases its step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BeginLayout(self, request, context):
-        """Gives the session's job another layout, as OpenJobRequest names it: an empty one, to be filled and committed, which
-        then replaces the present one. Every rank of the run calls it, before RegisterShards. What is left without a commit
-        is discarded when the run ends.
+        """Begins a new, empty layout of the session's job, with the name from OpenJobRequest. Its first commit replaces the
+        present layout. Every rank of the run calls this before RegisterShards. A layout without a commit is discarded when
+        the run ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,70 +211,71 @@ class ParameterStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Replaces this session's prefetch window: what is not wanted any more and not started is dropped. Never waits for
-        bytes.
+        """Replaces this session's prefetch window: earlier wants that are not repeated and not started are dropped. Never
+        waits for bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AcquireLeases(self, request, context):
-        """Grants leases on ranges of the arena, all or none; waits until the bytes are there.
+        """Grants leases on ranges of the arena, all or none. Waits until the bytes to read are in the arena.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLeases(self, request, context):
-        """Returns leases. Publishing a write lease stages its bytes as the version of the lease's step.
+        """Releases leases. Publishing a write lease stages its bytes as the version of the lease's step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request_iterator, context):
-        """Bytes of a read lease, or of a range of a committed tensor by name, for clients that cannot map the arena. The client
-        sends what it wants and the first credit, then further credits as it consumes; the store answers with the header, then
-        chunks in order, never more than it has credit for. Chunks are small until the first further credit shows that the
-        client reads. A stream that takes nothing for the store's stall time-out although it has granted credit, or for a tenth
-        of a second while others wait for room, is ended with DEADLINE_EXCEEDED. A broken transfer is resumed by a new one with
-        `first_byte`.
+        """Sends the bytes of a read lease, or of a range of a committed tensor, to a client that cannot map the arena. The
+        client sends the source and the first credit, then further credits as it consumes. The store answers with the
+        header, then chunks in order, never more bytes than it has credit for. Chunks are small until the first further
+        credit shows that the client reads. The store ends a stream with DEADLINE_EXCEEDED if the client has granted credit
+        and takes no bytes for the stall time-out, or for a tenth of a second while other streams wait for room. A broken
+        transfer is resumed by a new one with `first_byte`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """Bytes into a write lease, for clients that cannot map the arena. The first message names the lease and the range, then
-        chunks in order, never more than the store has granted credit for; the store answers with credits, each of which says
-        how much it has received, so that a broken transfer is resumed by a new one from there.
+        """Writes bytes into a write lease, for a client that cannot map the arena. The first message names the lease and the
+        range. Chunks follow in order, never more bytes than the store has granted credit for. The store answers with
+        credits, each of which says how many bytes have arrived, so that a new transfer can resume a broken one from there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ApplyGradients(self, request, context):
-        """Hands over gradients (write leases of kind GRAD) and what the optimizer needs besides. Returns when the hand-over is
-        accepted; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed, at once or,
-        of what may be withdrawn, by CommitStep. An update of what is placed on the host waits until nobody holds a read lease
-        on it: return those leases first.
+        """Hands over gradients (write leases of kind GRAD) and the optimizer's hyper-parameters. Returns when the store has
+        accepted them; the update itself runs in the store, and CommitStep reports its failure. The leases are consumed: at
+        once, or by CommitStep if the request is provisional. An update of slabs that are placed on the host waits until no
+        session holds a read lease on them, so release those leases first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WithdrawUpdates(self, request, context):
-        """Undoes updates that were handed over as provisional: the groups are as the last committed step left them, and may be
-        handed over again, with the same leases. A group that was not handed over in this step is left as it is.
+        """Undoes provisional updates: the groups are again as the last committed step left them, and their gradients may be
+        handed over again, with the same leases. Has no effect on a group whose gradient was not handed over in this step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitStep(self, request, context):
-        """This rank's vote for a step. Returns when every rank attached to this store has voted, all updates are done, and the
-        step is committed as the job's durability class says. While it is under way, leases for the next step may be asked
-        for: reads wait for the update of what they read, and gradients of the next step may be written.
+        """Votes for a step on behalf of this rank. Returns when every rank attached to this store has voted, all updates are
+        done, and the step is committed as the job's durability class says. While the call is under way, the client may
+        acquire leases for the next step: a read waits for the update of its bytes, and gradients of the next step may be
+        written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -283,45 +289,47 @@ class ParameterStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """The committed steps of a job.
+        """Returns the committed steps of the session's job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListStoredJobs(self, request, context):
-        """The jobs that the caller may read.
+        """Returns the jobs that the caller may read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListStoredTensors(self, request, context):
-        """The tensors of a job that this store holds elements of, by FQN, a page at a time.
+        """Returns the tensors of a job of which this store holds elements, sorted by FQN (fully qualified name), page by
+        page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The job's newest committed step, if there is one, then each one as it is committed (the newest where several were while
-        the client was busy), until the client cancels or the job is deleted (NOT_FOUND).
+        """Sends the job's newest committed step, if there is one, then each step as it is committed, until the client cancels
+        or the job is deleted (NOT_FOUND). A client that reads slowly gets only the newest of several steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadCounters(self, request, context):
-        """What the daemon's tiers have done since its start, for all jobs together, and its clock: what a client needs to say how
-        far a step was from the roofline.
+        """Returns the traffic of the daemon's tiers since its start, for all jobs together, and its clock. A client computes
+        from two readings how far a step was from the roofline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CollectSpans(self, request, context):
-        """What the store did for the session's job since the last call, for a trace. The first call begins to take note of it;
-        `ends` and the session's end end that. The newest spans are dropped where too many have come since the last call.
+        """Returns the spans of the store's work for the session's job since the last call, for a trace. The first call starts
+        the recording; `ends` or the session's end stops it. If there are too many spans between two calls, the newest are
+        dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

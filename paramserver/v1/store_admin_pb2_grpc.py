@@ -75,41 +75,42 @@ class StoreAdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetTiers(self, request, context):
-        """One reading of every tier.
+        """Returns one reading of every tier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchTiers(self, request, context):
-        """A reading of every tier at an interval, until the client cancels.
+        """Sends a reading of every tier at an interval, until the client cancels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetAccounts(self, request, context):
-        """Who holds the used bytes of each tier, at one instant. Walks through all shards.
+        """Returns who holds the used bytes of each tier, at one instant. Visits all shards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns all jobs.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListShards(self, request, context):
-        """The shards of a job, by FQN, kind and offset, a page at a time.
+        """Returns the shards of a job, sorted by FQN (fully qualified name), kind and offset, page by page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """The sessions of all clients, with what they hold.
+        """Returns the sessions of all clients, and what each holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

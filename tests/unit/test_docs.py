@@ -18,7 +18,7 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 GLOSSARY = ROOT / "docs/glossary.md"
 # Above this, a list or two paragraphs are easier to read.
 MOST_WORDS = 90
-# What comes before this heading in the README is one screen: it says what the project is, and how to try it.
+# The README before this heading is one screen: it says what the project is, and how to try it.
 FIRST_SCREEN = "## Your own training loop"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -52,6 +52,8 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 
 
 class Bf16Section(Section):
+    """Training with parameters in bf16."""
+
     enabled: bool = False
 
 
@@ -67,6 +69,8 @@ class Fp16Section(Section):
 
 
 class OffloadSection(Section):
+    """The offload of one kind of state, to host memory ("cpu") or NVMe."""
+
     device: Literal["none", "cpu", "nvme"]
     # The ranks compare the state directory that follows from this path: see `TrainingConfig.daemon_values`.
     nvme_path: Annotated[Path | None, Agreement.NONE] = None
@@ -79,8 +83,10 @@ class OffloadOptimizerSection(OffloadSection):
 
 
 class ZeroSection(Section):
-    """DeepSpeed's ZeRO. Parameters and optimizer states without an offload section, or with the device "none", stay on
-    the trainer's device."""
+    """DeepSpeed's ZeRO.
+
+    Parameters and optimizer states without an offload section, or with the device "none", stay on the trainer's device.
+    """
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_param: OffloadSection | None = None
@@ -111,8 +117,10 @@ class TlsSection(Section):
 
 
 class UnitsSection(Section):
-    """The units, which are gathered and released as a whole; see unit_policy.py. Without either key, the units are the
-    repeated blocks of the model."""
+    """The units, which are gathered and released as a whole; see unit_policy.py.
+
+    Without either key, the units are the repeated blocks of the model.
+    """
 
     classes: tuple[str, ...] = ()
     max_parameters: PositiveInt | None = None
@@ -205,6 +213,8 @@ class ParamserverSection(Section):
 
 
 class TrainingConfig(Section):
+    """The whole config."""
+
     train_batch_size: PositiveInt | None = None
     train_micro_batch_size_per_gpu: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None
@@ -224,16 +234,21 @@ class TrainingConfig(Section):
         return self.paramserver.address or environ.get(ADDRESS_VARIABLE) or None
 
     def daemon_values(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the values on which the ranks of a node must agree, as JSON by key. One of these ranks starts a daemon
-        that all of them use."""
+        """Return the values on which the ranks of a node must agree, as JSON by key.
+
+        They must agree because one of these ranks starts a daemon that all of them use.
+        """
         if self.store_address(environ) is not None:
             return {f"paramserver.address (or ${ADDRESS_VARIABLE})": json.dumps("given")}
         directory = {"paramserver.state_dir (or nvme_path)": json.dumps(str(self.state_dir().absolute()))}
         return dict(self.values(Agreement.NODE)) | directory
 
     def credentials(self, environ: Mapping[str, str]) -> Credentials:
-        """Return the credentials for a daemon that an operator runs. A key of the config overrides the environment.
-        Raises ConfigError where only some of the three TLS files are given."""
+        """Return the credentials for a daemon that an operator runs; a key of the config overrides the environment.
+
+        Raises:
+            ConfigError: only some of the three TLS files are given.
+        """
         section, fallback = self.paramserver, Credentials.from_environment(environ)
         return Credentials(
             token_file=section.token_file or fallback.token_file,
@@ -291,8 +306,13 @@ def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, st
 
 
 def resolve_batch_sizes(config: TrainingConfig, world_size: int) -> BatchSizes:
-    """Return DeepSpeed's three batch sizes. The micro or the train batch size alone, or any two of the three, determine
-    the others. Raises ConfigError where they do not fit together."""
+    """Return DeepSpeed's three batch sizes.
+
+    The micro or the train batch size alone, or any two of the three, determine the others.
+
+    Raises:
+        ConfigError: they do not fit together.
+    """
     train = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
