@@ -1,7 +1,7 @@
-"""The states of single parameters, by name, wherever they live: read, and changed between two steps.
+"""Access to the states of single parameters, by name, wherever they live: reading, and changes between two steps.
 
 Owns which parameters belong to which engine, and for how long a user has units whole. Must never commit: a change
-becomes part of the next commit, which is the engine's.
+becomes a part of the next commit, which the engine makes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trainer_client.step.gradients import Gradients
 from trainer_client.step.precision import LossScaler
 
 ParameterKey: TypeAlias = nn.Parameter | str
-"""A parameter, or its FQN (any of them if it is tied)."""
+"""A parameter, or its FQN (any of its FQNs if it is tied)."""
 
 _OWNER = "paramserver_owner"
 
-# The kinds that a user may name besides the optimizer's states.
+# The kinds that a user can name besides the optimizer's states.
 _PARAM, _MASTER, _GRAD = "param", "master", "grad"
 
 
@@ -40,9 +40,9 @@ class StateShard:
     """The part of a parameter that this rank has.
 
     Attributes:
-        shape: of the whole parameter.
-        offset: of the part, in elements of the flattened parameter.
-        values: [n] on the CPU, a copy; n may be 0.
+        shape: the shape of the whole parameter.
+        offset: the place of the part, in elements of the flattened parameter.
+        values: a copy of the part, [n] on the CPU; n may be 0.
     """
 
     fqn: str
@@ -53,10 +53,12 @@ class StateShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a parameter is.
+    """The place of a parameter.
 
     Attributes:
-        shard: this rank's part of it; None: it has none.
+        state: the states of its group.
+        slot: its number in the group.
+        shard: this rank's part of it; None: this rank has no part.
     """
 
     parameter: ModelParameter
@@ -66,12 +68,12 @@ class _Place:
 
     @property
     def range(self) -> slice:
-        """This rank's part, in its chunk."""
+        """The range of this rank's part in its chunk."""
         return _range(self.shard)
 
     @property
     def part(self) -> slice:
-        """This rank's part, in the flattened parameter."""
+        """The range of this rank's part in the flattened parameter."""
         return slice(self.shard.offset, self.shard.offset + self.shard.numel) if self.shard else slice(0, 0)
 
 
@@ -85,20 +87,23 @@ class Change:
 
 
 def own(parameters: Iterable[ModelParameter], owner: object) -> None:
-    """Makes `owner` the one that `owner_of` finds, as long as it lives."""
+    """Have `owner_of` find `owner` for these parameters, as long as it lives."""
     for parameter in parameters:
         setattr(parameter.tensor, _OWNER, weakref.ref(owner))
 
 
 def owner_of(parameter: torch.Tensor) -> object | None:
+    """Return the owner of a parameter; None: it has no living owner."""
     reference = getattr(parameter, _OWNER, None)
     return reference() if reference is not None else None
 
 
 class StateAccess:
-    """Args:
-    model: for the parameters' other names.
-    states: of all groups.
+    """Access to the states of one engine.
+
+    Args:
+        model: the model, which gives the names of tied parameters and buffers.
+        states: the states of all groups.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class StateAccess:
                 place = _Place(parameter=parameter, state=state, slot=slot, shard=shards.get(slot))
                 self._places[id(parameter.tensor)] = place
         self._model = model
-        # Names as a plain checkpoint has them, tied ones included; None for a buffer.
+        # The places by their names in a plain checkpoint, tied ones included; None: the name is a buffer's.
         self._state_names = {
             name: self._places.get(id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()
         }
@@ -135,8 +140,8 @@ class StateAccess:
 
     @torch.no_grad()
     def full_state_dict(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """The model's state by name, on the CPU: fp32 weights, buffers as they are; without `keep`, nothing. A
-        collective, a group at a time."""
+        """Return the model's state by name, on the CPU: fp32 weights, and buffers as they are. Without `keep`, return
+        an empty dict. A collective, one group at a time."""
         weights: dict[int, torch.Tensor] = {}
         for state in self._states:
             chunk = state.read(state.group.weight_kind)
@@ -153,9 +158,9 @@ class StateAccess:
         }
 
     def full(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
-        """The whole values, fp32 (`param`: its dtype), of the parameter's shape, on the CPU. A collective.
+        """Return the whole values in the parameter's shape, on the CPU, fp32 ("param": in its own dtype). A collective.
 
-        None for a gradient that no rank has.
+        Returns None for a gradient that no rank has.
         """
         place = self._place(key)
         if kind == _GRAD and not self._has_gradient(place):
@@ -163,9 +168,9 @@ class StateAccess:
         return self._whole(place, self._part(place, kind)).view(place.parameter.shape)
 
     def local(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
-        """As `full`, for this rank's part [n], n may be 0; not a collective.
+        """Return this rank's part [n] of the values, as `full`; n may be 0. Not a collective.
 
-        None for a gradient that is not there.
+        Returns None for a gradient that is not there.
         """
         place = self._place(key)
         if kind == _GRAD and self._gradients.chunk_of(place.state.group, place.slot) is None:
@@ -173,7 +178,7 @@ class StateAccess:
         return self._part(place, kind)
 
     def shards(self, kind: str) -> dict[str, StateShard]:
-        """This rank's part of every parameter that has the kind, by each of its names; not a collective."""
+        """Return this rank's part of every parameter that has the kind, by each of its names. Not a collective."""
         read = {
             id(state): state.read(_kind_of(state.group, kind, "")) for state in self._states if _has(state.group, kind)
         }
@@ -190,13 +195,15 @@ class StateAccess:
 
     @torch.no_grad()
     def changes(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> list[Change]:
-        """Check new values of states, for `stage`. Every rank names the same parameters and kinds.
+        """Check new values of states, and return them as changes for `stage`. Every rank names the same parameters and
+        kinds.
 
         Args:
-            values: by parameter and kind: of the parameter's shape, or this rank's part [n] of it where `local`.
+            values: the new values by parameter and kind.
+            local: whether each value is this rank's part [n] of the parameter, and not in the parameter's shape.
 
         Raises:
-            ConfigError: a parameter, a kind or a shape is not the model's.
+            ConfigError: the model has no such parameter or kind, or the shape does not fit.
         """
         changes = []
         for (key, kind), value in values.items():
@@ -206,7 +213,7 @@ class StateAccess:
 
     @torch.no_grad()
     def set_gradient(self, key: ParameterKey, value: torch.Tensor, *, local: bool) -> None:
-        """Replaces a gradient between backward and step; not a collective, but every rank has to do it.
+        """Replace a gradient between backward and step. Not a collective, but every rank has to do it.
 
         Raises:
             RuntimeError: the parameter has no gradient in this step.
@@ -221,7 +228,7 @@ class StateAccess:
 
     @contextmanager
     def gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Parameters are whole within the context, and so are the others of their units. A collective."""
+        """Make parameters whole within the context, together with all other parameters of their units. A collective."""
         with ExitStack() as held:
             for unit in self._units_of(parameters):
                 unit.hold()
@@ -230,11 +237,11 @@ class StateAccess:
 
     @property
     def is_holding(self) -> bool:
-        """Whether somebody has parameters whole."""
+        """Whether a context of `gathered` is open."""
         return any(unit.is_held for unit in self._units)
 
     def parameters_before(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's part of each parameter, to be given to `stage_changed`."""
+        """Return this rank's part of each parameter, for `stage_changed`."""
         reader = _Reader()
         return [reader.part(self._place_of(tensor), PARAM) for tensor in parameters]
 
@@ -242,9 +249,13 @@ class StateAccess:
     def stage_changed(
         self, parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor], modifier_rank: int, step: int
     ) -> None:
-        """Makes what `modifier_rank` has written into whole parameters everyone's, within `gathered`. A collective.
+        """Stage the values that `modifier_rank` has written into whole parameters, on all ranks, within `gathered`. A
+        collective.
 
-        Where an element is not changed, its fp32 master weight stays as it is.
+        The fp32 master weight of an element that was not changed stays as it is.
+
+        Args:
+            before: what `parameters_before` returned before the change.
         """
         changes = []
         masters = _Reader()
@@ -263,8 +274,8 @@ class StateAccess:
 
     @torch.no_grad()
     def stage(self, changes: Iterable[Change], step: int) -> None:
-        """Make changes a part of the uncommitted `step`: one write for each kind of a group, because the store takes
-        one in a step."""
+        """Make changes a part of the uncommitted `step`, with one write for each kind of a group, because the store
+        takes only one in a step."""
         by_state: dict[int, list[Change]] = {}
         for change in changes:
             by_state.setdefault(id(change.place.state), []).append(change)
@@ -282,15 +293,16 @@ class StateAccess:
                 state.refill()
 
     def _changes(self, place: _Place, kind: str, part: torch.Tensor) -> list[Change]:
+        """Return the changes that give one kind of a parameter new values in this rank's part."""
         group = place.state.group
         if kind not in (_PARAM, _MASTER):
             return [Change(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
-        # The two are one weight: the low-precision one always is the rounded master weight.
+        # Parameter and master weight are one weight: the low-precision one always is the rounded master weight.
         weight = part.to(group.dtype) if kind == _PARAM else part
         return [Change(place=place, kind=each, values=weight) for each in group.weight_kinds]
 
     def _checked(self, place: _Place, kind: str, value: torch.Tensor, *, local: bool) -> torch.Tensor:
-        """This rank's part [n] of a value that a user gives."""
+        """Return this rank's part [n] of a value that the user gives."""
         parameter = place.parameter
         wanted = torch.Size([place.part.stop - place.part.start]) if local else parameter.shape
         if value.shape != wanted:
@@ -302,9 +314,10 @@ class StateAccess:
         value = value.detach().cpu()
         return value if local else value.reshape(-1)[place.part]
 
-    # Where things are
+    # Places
 
     def _place(self, key: ParameterKey) -> _Place:
+        """Return the place of a parameter, or of the parameter with that name. Raises ConfigError."""
         if not isinstance(key, str):
             return self._place_of(key)
         if key not in self._by_name:
@@ -312,21 +325,23 @@ class StateAccess:
         return self._by_name[key]
 
     def _place_of(self, tensor: torch.Tensor) -> _Place:
+        """Return the place of a parameter. Raises ConfigError."""
         if id(tensor) not in self._places:
             raise ConfigError(f"a tensor of shape {list(tensor.shape)} is not a parameter of this engine's model")
         return self._places[id(tensor)]
 
     def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
-        """In the model's order, which is the same on every rank."""
+        """Return the units of the parameters in the model's order, which is the same on every rank."""
         groups = {id(self._place_of(tensor).state.group) for tensor in parameters}
         return [unit for unit in self._units if any(id(group) in groups for group in unit.groups)]
 
     def _has_gradient(self, place: _Place) -> bool:
+        """Return whether any rank has a gradient of the parameter. A collective."""
         (anywhere,) = self._collectives.any_rank([self._gradients.is_present(place.state.group, place.slot)])
         return anywhere
 
     def _part(self, place: _Place, kind: str) -> torch.Tensor:
-        """This rank's part [n] of a kind."""
+        """Return this rank's part [n] of a kind."""
         group = place.state.group
         if kind == _GRAD:
             chunk = self._gradients.chunk_of(group, place.slot)
@@ -336,7 +351,7 @@ class StateAccess:
         return values if kind == _PARAM else values.float()
 
     def _whole(self, place: _Place, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts of a parameter, one after the other. A collective."""
+        """Return all ranks' parts of a parameter, one after the other. A collective."""
         group = place.state.group
         world_size = self._collectives.world_size
         shards = [next((s for s in group.shards_of(r) if s.slot == place.slot), None) for r in range(world_size)]
@@ -348,29 +363,32 @@ class StateAccess:
 
 
 class _Reader:
-    """Reads chunks; keeps the last one, since parameters of a group mostly come one after the other."""
+    """A reader of chunks that keeps the last one, because parameters of a group mostly come one after the other."""
 
     def __init__(self) -> None:
         self._state: GroupStates | None = None
         self._chunk = torch.empty(0)
 
     def part(self, place: _Place, kind: Kind) -> torch.Tensor:
-        """This rank's part [n] of one kind, always the same, of a parameter."""
+        """Return this rank's part [n] of one kind of a parameter. The kind must be the same in all calls."""
         if self._state is not place.state:
             self._state, self._chunk = place.state, place.state.read(kind)
         return self._chunk[place.range].clone()
 
 
 def _range(shard: ShardRange | None) -> slice:
+    """Return the range of a shard in its chunk."""
     return slice(shard.position, shard.position + shard.numel) if shard else slice(0, 0)
 
 
 def _has(group: FlatGroup, kind: str) -> bool:
+    """Return whether the parameters of the group have a kind that the user names."""
     return kind in (_PARAM, _MASTER) or any(kind_name(k) == kind.lower() for k in group.kinds)
 
 
 def _kind_of(group: FlatGroup, kind: str, fqn: str) -> Kind:
-    """The kind that a user means, by torch's name of the state; `master` is the fp32 weight, whatever it is called."""
+    """Return the kind that the user names as torch names the state. "master" is the fp32 weight, which is the parameter
+    itself if that is fp32."""
     if kind == _MASTER:
         return group.weight_kind
     for candidate in group.kinds:

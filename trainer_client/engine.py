@@ -1,7 +1,7 @@
 """The engine: DeepSpeed's verbs over a model whose state lives in the store.
 
-Owns the counters, the order of a step, and the client state that each commit carries. Must never communicate on its
-own: collectives, leases and hooks each have their room below.
+Owns the count of steps, the order of a step, and the client state that each commit carries. Must never communicate on
+its own: collectives, leases and hooks each have a module below.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import atexit
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,107 +18,99 @@ import torch
 from torch import nn
 
 from trainer_client.access import ParameterKey, StateAccess, StateShard, own
-from trainer_client.config.training_config import BatchSizes
 from trainer_client.errors import CollectiveError, NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.model.gather import Gather
-from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates, placement_bytes
-from trainer_client.ranks.collectives import Collectives
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.commits import Commits
-from trainer_client.run.data_loader import TrainingLoader
-from trainer_client.run.run_state import Progress, RunState, Scheduler
-from trainer_client.step.gradients import ReductionSchedule
+from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.run.run_state import Progress, RunState
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.training_step import TrainingStep
-from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.attachments import Restart
-from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The objects that an engine calls, made by assembly.py.
+
+    Attributes:
+        states: the states of all groups.
+        gather: how the units' parameters come together.
+    """
+
+    states: Sequence[PlacedStates]
+    gather: Gather
+    micro_batches: MicroBatches
+    hooks: UnitHooks
+    step: TrainingStep
+    scaler: LossScaler
+    access: StateAccess
+    commits: Commits
+    run_state: RunState
+    reporter: Reporter
+
+
 class Engine:
-    """Made by `trainer_client.initialize`; one training loop per engine, as with DeepSpeed:
+    """The engine of one training loop, made by `trainer_client.initialize`. The loop is the same as with DeepSpeed:
 
         loss = engine(batch); engine.backward(loss); engine.step()
 
     Attributes:
         module: the model. At stage 3, its parameters have no values outside of its forward.
-        optimizer, lr_scheduler: what drives the hyper-parameters; `engine.step()` steps both.
-        global_steps: steps made or skipped, the newest step of the job.
-        micro_steps: calls of `step`, one per micro-batch.
+        optimizer: gives the hyper-parameters of each step. `engine.step()` steps it.
+        lr_scheduler: changes the optimizer's learning rates; None: there is none. `engine.step()` steps it.
+        global_steps: the number of steps made or skipped, which is the number of the job's newest step.
         resumed_step: the global step that the run started from; 0 for a new job.
-        client_state: the user's own values (JSON-like, tensors too), committed with each step and given back on resume:
-            a data cursor, for example. Set them before the `step()` that they belong to.
+        client_state: the user's own values (JSON-like, tensors too), for example a data cursor. They are committed with
+            each step, and restored on a resume. Set them before the `step()` that they belong to.
     """
 
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: StoreOptimizer,
-        lr_scheduler: Scheduler | None,
-        parameters: Sequence[ModelParameter],
-        states: Sequence[PlacedStates],
-        step: TrainingStep,
-        hooks: UnitHooks,
-        gather: Gather,
-        access: StateAccess,
-        store: RankStore,
-        commits: Commits,
-        collectives: Collectives,
-        scaler: LossScaler,
-        run_state: RunState,
-        batch: BatchSizes,
-        data: TrainingLoader | None,
-        reduction: ReductionSchedule,
-        max_skipped_in_row: int | None,
-        steps_per_print: int | None,
-        reporter: Reporter,
-        local_rank: int,
-        resources: ExitStack,
-    ) -> None:
-        self.module = module
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+    def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: ExitStack) -> None:
+        """Args:
+        resources: closed when the engine leaves.
+        """
+        self.module = user.module
+        self.optimizer = user.optimizer
+        self.lr_scheduler = user.lr_scheduler
         self.global_steps = 0
-        self.micro_steps = 0
         self.resumed_step = 0
         self.client_state: dict[str, Any] = {}
-        self.local_rank = local_rank
-        self.device = collectives.device
-        self._states = states
-        self._step = step
-        self._hooks = hooks
-        self._gather = gather
-        self._access = access
-        self._store = store
-        self._commits = commits
-        self._collectives = collectives
-        self._scaler = scaler
-        self._run_state = run_state
-        self._batch = batch
-        self._data = data
-        self._reduction = reduction
-        self._max_skipped_in_row = max_skipped_in_row
-        self._steps_per_print = steps_per_print
-        self._reporter = reporter
+        self.local_rank = rank.local_rank
+        self.device = rank.collectives.device
+        self._settings = rank.settings
+        self._store = rank.store
+        self._collectives = rank.collectives
+        self._states = parts.states
+        self._step = parts.step
+        self._hooks = parts.hooks
+        self._gather = parts.gather
+        self._access = parts.access
+        self._commits = parts.commits
+        self._scaler = parts.scaler
+        self._run_state = parts.run_state
+        self._micro_batches = parts.micro_batches
+        self._reporter = parts.reporter
         self._resources = resources
-        self._backwards = 0  # since the last boundary
-        self._boundary: bool | None = None  # as the user says; None: by the count of micro-batches
-        self._syncs = True  # False within `no_sync`
         self._closed = False
-        if any(state.placement.residence is Residence.SHARDED for state in states):
-            module.register_state_dict_pre_hook(_refuse_state_dict)
-        own(parameters, self)
+        if any(state.placement.residence is Residence.SHARDED for state in parts.states):
+            user.module.register_state_dict_pre_hook(_refuse_state_dict)
+        own(user.parameters, self)
         atexit.register(self.leave)
-        if collectives.rank == 0:
+        if rank.collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
+
+    @property
+    def micro_steps(self) -> int:
+        """The number of calls of `step`, one per micro-batch."""
+        return self._micro_batches.micro_steps
 
     # DeepSpeed's verbs
 
@@ -125,7 +118,7 @@ class Engine:
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; floating-point inputs are cast to the compute dtype."""
+        """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype."""
         self._require_open()
         self._hooks.expect_forward()
         try:
@@ -135,22 +128,23 @@ class Engine:
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """Backward of a micro-batch; divides by the accumulation steps and applies the loss scale. A collective.
+        """Run the backward pass of a micro-batch. A collective.
+
+        The loss is divided by the accumulation steps and multiplied by the loss scale.
 
         Args:
-            loss: 0-D, the mean over this rank's micro-batch.
+            loss: 0-D, the mean loss over this rank's micro-batch.
 
         Returns:
             The loss divided by the accumulation steps.
         """
         self._require_open()
-        if self._batch.accumulation > 1:
-            loss = loss / self._batch.accumulation
+        if (accumulation := self._micro_batches.sizes.accumulation) > 1:
+            loss = loss / accumulation
         scaled = loss if self._scaler.scale == 1.0 else loss.float() * self._scaler.scale
-        is_last = self.is_gradient_accumulation_boundary()
-        reduces = self._syncs and (is_last or self._reduction is ReductionSchedule.MICRO_BATCH)
+        is_last, reduces = self._micro_batches.is_last, self._micro_batches.reduces
         if is_last and reduces:
-            # The store prepares one step at a time; by now it has made the last one, which the forward has waited for.
+            # The store prepares one step at a time. By now it has made the last one, for which the forward has waited.
             self.wait_for_commit()
         self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
         try:
@@ -162,15 +156,15 @@ class Engine:
                 self._step.abandon()
                 self._give_up("a backward pass", error)
             raise
-        self._backwards += 1
+        self._micro_batches.end_backward()
         return loss
 
     def step(self) -> None:
-        """Ends a micro-batch; at the accumulation boundary, makes and commits a step. A collective.
+        """End a micro-batch. At the accumulation boundary, make a step and commit it. A collective.
 
-        Returns when the store has the gradients; where parameters or optimizer states live on the device, when those
-        are updated. What the store updates and the commit go on there; their failure is raised by the next step,
-        `wait_for_commit` or `close`. A step with a non-finite gradient is skipped on every rank.
+        Returns when the store has the gradients, and when the parameters and optimizer states that live on the device
+        are updated. The store goes on with its updates and with the commit; if they fail, the next step,
+        `wait_for_commit` or `close` raises the error. A step with a non-finite gradient is skipped on every rank.
 
         Raises:
             ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
@@ -180,16 +174,14 @@ class Engine:
         self._require_open()
         if self._access.is_holding:
             raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
-        if self._backwards == 0:
+        if self._micro_batches.backwards == 0:
             raise RuntimeError("step() without backward(): there is no gradient")
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary and not self._syncs:
+        boundary = self._micro_batches.is_last
+        if boundary and not self._micro_batches.syncs:
             raise RuntimeError("step() of the last micro-batch within no_sync(): leave it first, a step communicates")
         if boundary:
             self.optimizer.check_groups()
-        self.micro_steps += 1
-        if self._data is not None:
-            self._data.finish_micro_batch()
+        self._micro_batches.end()
         if not boundary:
             return
         voted = self._commits.newest
@@ -201,7 +193,7 @@ class Engine:
             self._give_up("engine.step()", error)
             raise
         self._report()
-        if self._step.skipped_in_row == self._max_skipped_in_row:
+        if self._step.skipped_in_row == self._settings.paramserver.max_consecutive_skipped_steps:
             raise NonFiniteGradientError(
                 f"the gradients of {self._step.skipped_in_row} steps in a row, up to step {self.global_steps}, are not "
                 "finite (paramserver.max_consecutive_skipped_steps): look at the data and the learning rate; the "
@@ -209,18 +201,19 @@ class Engine:
             )
 
     def _make_step(self) -> None:
-        # Every rank waits here before it takes part in the norm: after the norm, the last step is settled everywhere.
+        """Make or skip the step, and begin its commit. A collective."""
+        # Every rank waits for the last commit before it takes part in the norm. So after the norm, the last step is
+        # committed on every rank.
         self.wait_for_commit()
         made = self._step.make(self._commits.next)
         self.global_steps += 1
-        self._backwards = 0
-        if self._data is not None:
-            self._data.finish_step()
+        self._micro_batches.end_step()
         if not made:
             log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        # The scheduler has stepped: a resume starts with the learning rate that an uninterrupted run has.
+        # The commit begins after the scheduler has stepped, so that a resume starts with the learning rate that an
+        # uninterrupted run has.
         self._commits.end_step(self.global_steps, self._client_state)
         if self._gather.is_one_sided:
             self._collectives.barrier()
@@ -228,75 +221,75 @@ class Engine:
         self._hooks.finish_step()
 
     def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """`module` uses `parameter` of another module in each forward: both are gathered together from now on.
+        """Gather `parameter`, which belongs to another module, together with `module` from now on.
 
-        Never needed, for the use is noticed, but it saves torch.compile a cut in the graph of `module`. DeepSpeed has
-        the same in `deepspeed.zero`.
+        This is never necessary, because the engine notices the use of a parameter, but it saves torch.compile a cut in
+        the graph of `module`. DeepSpeed has the same function in `deepspeed.zero`.
 
         Raises:
-            ConfigError: one of them is not of this engine's model.
+            ConfigError: the module or the parameter is not part of this engine's model.
         """
         self._hooks.lend(module, parameter)
 
     def train(self, mode: bool = True) -> Self:
+        """Set the model's training mode. Return the engine."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
+        """Set the model's evaluation mode. Return the engine."""
         return self.train(False)
 
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of the last step's gradient over all ranks, before clipping; None before the first step.
+        """Return the 2-norm of the last step's gradient over all ranks, before clipping; None before the first step.
 
-        Without clipping by norm, that of bf16 gradients on the CPU is rounded: right within 0.1 %.
+        Without clipping by norm, the norm of bf16 gradients on the CPU is rounded: it is right within 0.1 %.
         """
         return self._step.gradient_norm
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because the gradient was not finite on some rank."""
+        """The number of steps that were skipped because the gradient was not finite on some rank."""
         return self._step.skipped
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within the context do not communicate, at any stage; every rank enters it alike.
+        """Keep backward passes within the context from communicating, at any stage. Every rank must enter it alike.
 
-        Their gradients stay whole on each rank's device until the next backward pass outside of the context, or the
-        step: DDP's `no_sync`.
+        As with DDP's `no_sync`, their gradients stay whole on each rank's device until the next backward pass outside
+        of the context, or until the step.
         """
-        before, self._syncs = self._syncs, False
-        try:
+        with self._micro_batches.no_sync():
             yield
-        finally:
-            self._syncs = before
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Whether the micro-batch under way is the last of its step, until said otherwise; None: as the config says.
+        """Say whether the micro-batch under way is the last of its step, until the next call; None: the config says.
 
-        To be called before its `backward`, on every rank alike.
+        Call this before the micro-batch's `backward`, on every rank alike.
         """
-        self._boundary = is_boundary
+        self._micro_batches.set_last(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` makes a step."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
+        """Return whether the next `step` makes a step."""
+        return self._micro_batches.is_last
 
     def gradient_accumulation_steps(self) -> int:
-        return self._batch.accumulation
+        """Return the number of micro-batches in a step, by the config."""
+        return self._micro_batches.sizes.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch.micro
+        """Return the number of samples in a micro-batch of one rank."""
+        return self._micro_batches.sizes.micro
 
     def train_batch_size(self) -> int:
-        return self._batch.train
+        """Return the number of samples in a step of all ranks."""
+        return self._micro_batches.sizes.train
 
-    # What the store adds
+    # Functions that DeepSpeed does not have
 
     @property
     def data_plane(self) -> str:
-        """How tensor bytes reach this rank: "arena" (shared memory) or "streams" (gRPC)."""
+        """The way of tensor bytes to this rank: "arena" (shared memory) or "streams" (gRPC)."""
         return self._store.plane.name
 
     @property
@@ -305,28 +298,28 @@ class Engine:
         return self._store.restarts
 
     def placement(self) -> dict[str, dict[str, int]]:
-        """Where this rank's state lives: bytes by home ("device", "host", "nvme") of "parameters", "gradients" and
-        "optimizer" (master weights and optimizer states)."""
+        """Return where this rank's state lives: for "parameters", "gradients" and "optimizer" (master weights and
+        optimizer states), the bytes in each home ("device", "host", "nvme")."""
         return placement_bytes(self._states)
 
     def step_report(self) -> StepReport | None:
-        """Where the time of the last step went, on this rank, and how far it was from the roofline.
+        """Return how this rank spent the time of the last step, and how far the step was from the roofline.
 
-        None before the first step. Not a collective; waits for the store's answer to a small question.
+        Returns None before the first step. Not a collective. Waits for the store's answer to a small question.
         """
         return self._reporter.last()
 
     def wait_for_commit(self) -> None:
-        """Returns when the newest commit is there as the job's durability class says. Raises StoreError."""
+        """Wait until the newest commit is as durable as the job's durability class says. Raises StoreError."""
         self._commits.wait()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """The model's state by name, on the CPU: fp32 (master) weights, buffers as they are. A collective.
+        """Return the model's state by name, on the CPU: fp32 (master) weights, and buffers as they are. A collective.
 
-        Loads into the same model outside of the engine with `strict=True`.
+        The same model outside of the engine can load the dict with `strict=True`.
 
         Args:
-            rank0_only: other ranks take part, but get an empty dict.
+            rank0_only: whether only rank 0 gets the state. The other ranks take part, and get an empty dict.
         """
         self._require_open()
         return self._access.full_state_dict(keep=not rank0_only or self._collectives.rank == 0)
@@ -334,62 +327,64 @@ class Engine:
     # Access to single parameters
 
     def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
-        """The whole values of one kind of a parameter, of its shape, on the CPU, wherever they live. A collective.
+        """Return the whole values of one kind of a parameter, on the CPU, wherever they live. A collective.
 
         Args:
-            parameter: or its FQN.
-            kind: "param" (what forward computes with, in its dtype), "master" (the fp32 weight), "grad" (between
-                backward and step: the mean over ranks so far, not scaled), or a state of the optimizer by torch's name,
-                as "exp_avg". All but "param" are fp32.
+            parameter: the parameter, or its FQN.
+            kind: "param" (the values that forward computes with, in their dtype), "master" (the fp32 weight), "grad"
+                (between backward and step: the mean over ranks so far, not scaled), or a state of the optimizer by
+                torch's name, as "exp_avg". All but "param" are fp32.
 
         Returns:
-            None for "grad" if no rank has one in this step.
+            The values in the parameter's shape. None for "grad" if no rank has a gradient in this step.
 
         Raises:
-            ConfigError: no such parameter or kind.
+            ConfigError: there is no such parameter or kind.
             RuntimeError: gradients are not reduced over the ranks yet (within `no_sync`, or before the last backward of
-                a step where only that one reduces).
+                a step in which only that one reduces).
         """
         self._require_open()
         return self._access.full(parameter, kind)
 
     def get_local(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
-        """As `get_full`, for the part of the flattened parameter that this rank has: [n], n may be 0. Not a collective.
+        """Return this rank's part of one kind of a parameter: [n] of the flattened parameter; n may be 0.
 
-        A gradient that no rank has is None or zeros.
+        As `get_full`, but not a collective. For a gradient that no rank has, None or zeros are returned.
         """
         self._require_open()
         return self._access.local(parameter, kind)
 
     def set_full(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
-        """Changes one kind of a parameter, everywhere; every rank passes the same value. A collective.
+        """Change one kind of a parameter, on all ranks. A collective, to which every rank passes the same value.
 
-        "param" and "master" are one weight and change together. A gradient is changed between backward and step; all
-        else between two steps, as a commit of its own: it is there after a resume, or not at all. `set_many` changes
-        several in one commit.
+        "param" and "master" are one weight and change together. A gradient can be changed between backward and step.
+        All other kinds can be changed between two steps, as a commit of its own: after a resume, either the whole
+        change is there or nothing of it. `set_many` makes several changes in one commit.
 
         Args:
-            value: of the parameter's shape, any dtype and device.
+            value: the new values in the parameter's shape, of any dtype and on any device.
 
         Raises:
-            ConfigError: no such parameter or kind, or the shape does not fit.
-            RuntimeError: it is not the time for it.
+            ConfigError: there is no such parameter or kind, or the shape does not fit.
+            RuntimeError: the kind cannot be changed at this point of the training loop.
         """
         self._set({(parameter, kind): value}, local=False)
 
     def set_local(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
-        """As `set_full`; each rank passes the part [n] that it has, as `get_local` gives it. A collective, too."""
+        """Change one kind of a parameter, as `set_full`. A collective, to which each rank passes its own part [n], as
+        `get_local` returns it."""
         self._set({(parameter, kind): value}, local=True)
 
     def set_many(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor]) -> None:
-        """As `set_full` for several, by (parameter, kind), in one commit. A collective."""
+        """Make several changes as `set_full`, by (parameter, kind), in one commit. A collective."""
         self._set(values, local=False)
 
     def state_dict(self, kind: str = "master") -> dict[str, StateShard]:
-        """This rank's part of one kind of all parameters that have it, by FQN, tied names included. Not a collective.
+        """Return this rank's part of one kind of all parameters that have it, by FQN, tied names included. Not a
+        collective.
 
-        Each says which elements of which parameter it has, so that the dicts of all ranks are the whole state, for any
-        number of ranks. (`full_state_dict` gathers it.)
+        Each part says which elements of which parameter it has, so that the dicts of all ranks together are the whole
+        state, for any number of ranks. (`full_state_dict` gathers it.)
         """
         self._require_open()
         return self._access.shards(kind)
@@ -398,17 +393,18 @@ class Engine:
     def gathered(
         self, parameters: nn.Module | Iterable[torch.Tensor], modifier_rank: int | None = None
     ) -> Iterator[None]:
-        """Within the context parameters are whole, in the dtype of the forward, for reading. A collective.
+        """Make parameters whole within the context, in the dtype of the forward, for reading. A collective.
 
-        Their units are gathered, and stay so: forwards within the context gather nothing that is here.
+        Their units stay gathered in the context, so forwards within it do not gather them again.
 
         Args:
-            parameters: or a module, for all of its parameters.
-            modifier_rank: what this rank writes into them (in place, under torch.no_grad) becomes everyone's at the end
-                of the context, as a commit of its own. An element that it leaves as it is keeps its fp32 value.
+            parameters: the parameters, or a module, for all of its parameters.
+            modifier_rank: the rank that may change the parameters (in place, under torch.no_grad). At the end of the
+                context all ranks get its values, as a commit of its own. An element that it does not change keeps its
+                fp32 value. None: no rank may change them.
 
         Raises:
-            RuntimeError: with `modifier_rank`, between backward and step, or within a forward.
+            RuntimeError: `modifier_rank` was given between backward and step, or within a forward.
         """
         self._require_open()
         chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -427,6 +423,7 @@ class Engine:
             self._commit_change()
 
     def _set(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> None:
+        """Change gradients at once, and all other kinds in a commit of their own. A collective."""
         self._require_open()
         gradients = {parameter: value for (parameter, kind), value in values.items() if kind == "grad"}
         for parameter, value in gradients.items():
@@ -441,8 +438,8 @@ class Engine:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Surround a change of states. One that fails half-way cannot be undone and would be a part of the next commit,
-        so the engine makes none after it."""
+        """Surround a change of states. A change that fails half-way cannot be undone, and a part of it would go into
+        the next commit, so the engine makes no commit after it."""
         self.wait_for_commit()
         try:
             yield
@@ -452,38 +449,43 @@ class Engine:
             raise
 
     def _give_up(self, what: str, error: BaseException) -> None:
-        """Leave the other ranks, because this one cannot take part in the step any more and none of them shall wait for
-        it: neither in a collective, nor in the store for its vote."""
+        """Leave the other ranks, because this rank cannot take part in the step any more. They must not wait for it,
+        neither in a collective nor for its vote in the store."""
         if self._collectives.world_size > 1:
             self._collectives.give_up(what, error)
             self._commits.abandon()
             self._store.close()
 
     def _commit_change(self) -> None:
+        """Commit a change of states, and wait until the commit is there."""
         self._hooks.forget_values()
         self._commits.begin(self._client_state())
         self._commits.wait()
 
     def _require_between_steps(self, what: str) -> None:
+        """Raise RuntimeError unless the engine is between two steps, because `what` is possible only there."""
         self._require_open()
-        if self._backwards or self._hooks.phase is not Phase.IDLE:
+        if self._micro_batches.backwards or self._hooks.phase is not Phase.IDLE:
             raise RuntimeError(f"{what} is possible between two steps: after step(), before the next forward")
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a commit was, which carried `state`; as the last act of `initialize`."""
+        """Go on from a commit, which carried `state`. Called at the end of `initialize`."""
         progress = self._run_state.restore(state)
         self.global_steps = self.resumed_step = progress.global_steps
-        self.micro_steps = progress.micro_steps
+        self._micro_batches.go_on_from(progress.micro_steps)
         self.client_state = state["user"]
 
     def commit_initial_state(self) -> None:
-        """Commits what is staged: the initial weights as step 0, or the resumed step in another layout as the next."""
+        """Commit the staged states: the initial weights as step 0, or the resumed step in another layout as the next
+        one."""
         self._commits.begin(self._client_state())
         self._commits.wait()
 
     def close(self) -> None:
-        """Commits what is not committed yet, waits for the other ranks, leaves the job, and stops the daemon that
-        belongs to it. Idempotent. A collective: what one rank still reads would go with the rank that leaves before it.
+        """Commit the last step if it is not committed yet, wait for the other ranks, leave the job, and stop the daemon
+        that belongs to it. Idempotent.
+
+        A collective, because a rank that leaves early would take the daemon away from ranks that still read.
         """
         if self._closed:
             return
@@ -496,7 +498,8 @@ class Engine:
             self.leave()
 
     def leave(self) -> None:
-        """As `close`, for a run that may have failed: commits nothing that is not under way, and waits for nobody."""
+        """Leave the job after a run that may have failed: begin no commit, wait only for the one that is under way, and
+        do not wait for other ranks. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -506,10 +509,11 @@ class Engine:
             self.wait_for_commit()
 
     def _meet(self) -> None:
+        """Wait for the other ranks at the end of the run. A collective, whose failure is only logged."""
         try:
             self._collectives.barrier("the end of the run")
         except CollectiveError as error:
-            # Everything is committed: others that have failed or gone take nothing from this rank.
+            # All steps are committed, so this rank loses nothing if another one has failed or gone.
             log.warning("leaving without the other ranks: %s", error)
 
     def __enter__(self) -> Self:
@@ -527,12 +531,15 @@ class Engine:
             log.exception("closing the engine failed too")
 
     def _client_state(self) -> bytes:
+        """Return what the next commit carries for this rank."""
         progress = Progress(global_steps=self.global_steps, micro_steps=self.micro_steps)
         return self._run_state.encode(progress, self.client_state)
 
     def _report(self) -> None:
+        """Begin the report of the step, and its line in the log if it is due."""
         line = None
-        if self._collectives.rank == 0 and self._steps_per_print and self.global_steps % self._steps_per_print == 0:
+        every = self._settings.steps_per_print
+        if self._collectives.rank == 0 and every and self.global_steps % every == 0:
             rates = [float(group["lr"]) for group in self.optimizer.param_groups]
             shown = (self.global_steps, self.skipped_steps, rates, self._step.gradient_norm)
 
@@ -542,6 +549,7 @@ class Engine:
         self._reporter.end_step(self.global_steps, line)
 
     def _require_open(self) -> None:
+        """Raise RuntimeError if the engine is closed, and PhaseError if it is in a phase that allows no call."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.FAILED):
@@ -549,4 +557,5 @@ class Engine:
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Refuse `module.state_dict()`, because the weights are in the store."""
     raise RuntimeError("the model's weights are in the store: call engine.full_state_dict() instead of state_dict()")

@@ -1,6 +1,6 @@
-"""`initialize`: from a model and a config to an engine, step by step, and everything undone if a step fails.
+"""`initialize`: from a model and a config to an engine, step by step. If a step fails, all steps are undone.
 
-Owns the order of things. Must never leave a daemon, a session or a process group behind after an error.
+Owns the order of these steps. Must never leave a daemon, a session or a process group behind after an error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from trainer_client.access import StateAccess
-from trainer_client.config.training_config import BatchSizes, TrainingConfig, load_config, resolve_batch_sizes
+from trainer_client.assembly import make_engine
+from trainer_client.config.training_config import TrainingConfig, load_config, resolve_batch_sizes
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
 from trainer_client.initial.initial_values import InitialValues
@@ -31,25 +31,13 @@ from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.ranks.agreement import Declaration, require_agreement
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
-from trainer_client.report.reporter import Reporter
-from trainer_client.report.step_report import Part
-from trainer_client.report.step_trace import StepTrace
-from trainer_client.run.commits import Commits
+from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.job import Job
 from trainer_client.run.local_daemon import LocalDaemon, local_address
-from trainer_client.run.run_state import RunState, Scheduler
+from trainer_client.run.run_state import Scheduler
 from trainer_client.section import Agreement
-from trainer_client.step.gradients import Gradients, ReductionSchedule
-from trainer_client.step.hooks import UnitHooks
-from trainer_client.step.precision import LossScaler, PrecisionPolicy
-from trainer_client.step.reduction_order import ReductionOrder
-from trainer_client.step.residency import Residency
-from trainer_client.step.trace import Clock
-from trainer_client.step.training_step import Clipping, TrainingStep
-from trainer_client.step.updates import Updates
 from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
-from trainer_client.transport.attachments import Survival
 from trainer_client.transport.channel import wait_until_serving
 from trainer_client.transport.credentials import NO_CREDENTIALS
 from trainer_client.transport.rank_store import RankStore
@@ -59,9 +47,6 @@ log = logging.getLogger(__name__)
 SchedulerArgument = LRScheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
 
 _SERVING_SECONDS = 30.0
-
-# Of the store's host tier, all ranks together have this part (1 / it) filled ahead of use.
-_PREFETCH_SHARE = 4
 
 
 def initialize(
@@ -85,42 +70,52 @@ def initialize(
     unit_policy: UnitPolicy | None = None,
     prefer_streams: bool = False,
 ) -> tuple[Engine, StoreOptimizer, DataLoader[Any] | None, Scheduler | None]:
-    """Starts or resumes a training job. DeepSpeed's signature and return value; every rank calls it alike.
+    """Start or resume a training job. The signature and the return value are DeepSpeed's. Every rank calls it alike.
+
+        engine, optimizer, loader, scheduler = initialize(model=model, config="config.json")
 
     Args:
-        args: its `deepspeed_config` is the config's path if `config` is None.
-        model: floating-point parameters, on the CPU, or on the meta device: built under `trainer_client.zero.Init()`,
-            or under torch.device("meta") where its own functions can initialise it. Afterwards they live in the store.
-            On a new job, rank 0's initial values count; on a resume the initial values do not matter.
+        args: an object whose `deepspeed_config` is the path of the config if `config` is None.
+        model: a model with floating-point parameters, on the CPU or on the meta device. On the meta device it was built
+            under `trainer_client.zero.Init()`, or under torch.device("meta") if its own functions can initialise it.
+            Afterwards the parameters live in the store. A new job begins with the initial values of rank 0; on a
+            resume the initial values do not matter.
         optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
-            parameters to one; None: the config's.
-        model_parameters: what to optimise, as parameters or parameter groups; None: all trainable ones.
-        training_data: a dataset, for the data loader that is returned. One that has a length is loaded in an order that
-            the number of ranks does not change, and its cursor is in every commit: see run/data_loader.py.
+            parameters to one; None: the optimizer of the config.
+        model_parameters: the parameters to optimise, or parameter groups of them; None: all trainable parameters.
+        training_data: a dataset, for the data loader that is returned. A dataset that has a length is loaded in an
+            order that does not depend on the number of ranks, and its cursor is in every commit: see
+            run/data_loader.py.
         lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
-        distributed_port: of the rendezvous, where the environment has no MASTER_PORT.
-        dist_init_required: True: initialise torch.distributed; False: it is initialised; None: as needed.
-        collate_fn: for the data loader.
-        config, config_params: a dict or the path of a JSON file; two names of one argument.
-        weights: a safetensors file, or a directory with model.safetensors or model.safetensors.index.json: the values
-            that a new job begins with. Each rank reads its own parts. (On a resume, buffers are read from it.)
-        strict_weights: False: what the files lack keeps its initial values, what the model lacks is left out.
-        param_init_fn: initialises the parameters and buffers that a module on the meta device itself has, in place (as
-            FSDP's); None: its `reset_parameters()`, then `_init_weights(module)` of the transformers model around it.
-        unit_policy: from the model to the modules that are gathered and released as a whole; None: `paramserver.units`.
-        prefer_streams: move tensors over gRPC although the store is on this node (for tests of that path).
+        distributed_port: the port of the rendezvous, if the environment has no MASTER_PORT.
+        dist_init_required: True: initialise torch.distributed; False: it is initialised; None: initialise it if needed.
+        collate_fn: the function with which the data loader makes a batch of samples.
+        config, config_params: the config, as a dict or the path of a JSON file: two names of one argument.
+        weights: a safetensors file, or a directory with model.safetensors or model.safetensors.index.json, with the
+            values that a new job begins with. Each rank reads its own parts. (On a resume, buffers are read from it.)
+        strict_weights: whether files and model must have the same names. False: values that the files lack keep their
+            initial values, and values that the model lacks are left out.
+        param_init_fn: a function that initialises the own parameters and buffers of a module on the meta device, in
+            place (as FSDP's); None: the module's `reset_parameters()`, then `_init_weights(module)` of the transformers
+            model around it.
+        unit_policy: a function from the model to the modules that are gathered and released as a whole; None:
+            `paramserver.units`.
+        prefer_streams: whether to move tensors over gRPC although the store is on this node (for tests of that path).
 
     Returns:
         (engine, optimizer, data loader or None, scheduler or None)
 
     Raises:
-        ConfigError: an argument or a config key that cannot be honoured.
-        RankMismatchError: ranks differ in config, model, optimizer or arguments; every rank raises the same message.
+        ConfigError: an argument or a config key cannot be honoured.
+        RankMismatchError: the ranks differ in config, model, optimizer or arguments; every rank raises the same
+            message.
         StoreError, LocalDaemonError: the store refused, cannot be reached or cannot be started.
     """
     refused = {"mpu": mpu, "mesh_param": mesh_param}
     if given := [name for name, value in refused.items() if value is not None]:
-        raise ConfigError(f"initialize({given[0]}=...) is not honoured by this version: parallelism is ZeRO-3 only")
+        raise ConfigError(
+            f"initialize({given[0]}=...) is not honoured by this version: it has data parallelism only (ZeRO)"
+        )
     if model is None:
         raise ConfigError("initialize(model=None): pass the model")
     settings = load_config(_config_source(args, config, config_params), os.environ)
@@ -136,7 +131,8 @@ def initialize(
         recorder = Recorder()
         collectives = Collectives(device, settings.paramserver.collective_timeout_seconds, recorder)
         processes.callback(collectives.close)
-        # First of all: ranks that differ would wait for each other, or for a daemon that none of them starts.
+        # This comes first, because ranks that differ would wait for each other, or for a daemon that none of them
+        # starts.
         require_agreement(
             _declare(
                 settings,
@@ -165,8 +161,8 @@ def initialize(
             collate_fn=collate_fn,
         )
         store = _connect(settings, collectives, local_rank, prefer_streams, recorder, resources)
-        # Left before the daemon is stopped: after an error here, peers in a collective with this rank fail at once and
-        # end their sessions, which the daemon's end waits for.
+        # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
+        # this one fail at once then, and end their sessions, for which the end of the daemon waits.
         resources.callback(processes.close)
         initial_values = InitialValues(
             model,
@@ -176,157 +172,25 @@ def initialize(
             weights=Weights(weights) if weights is not None else None,
             strict_weights=strict_weights,
         )
-        job = Job(settings, model, parameters, store_optimizer, store, collectives, policy, initial_values)
-        engine = _make_engine(
-            settings,
-            model,
-            parameters,
-            store_optimizer,
-            scheduler,
-            job,
-            store,
-            collectives,
-            batch,
-            loader if isinstance(loader, TrainingLoader) else None,
-            local_rank,
-            recorder,
-            resources,
-        )
-    return engine, store_optimizer, loader, scheduler
-
-
-def _make_engine(
-    settings: TrainingConfig,
-    model: nn.Module,
-    parameters: Sequence[ModelParameter],
-    optimizer: StoreOptimizer,
-    scheduler: Scheduler | None,
-    job: Job,
-    store: RankStore,
-    collectives: Collectives,
-    batch: BatchSizes,
-    data: TrainingLoader | None,
-    local_rank: int,
-    recorder: Recorder,
-    resources: ExitStack,
-) -> Engine:
-    """An engine at the job's newest step, or at step 0 of a new job. A collective."""
-    policy = PrecisionPolicy.of(settings)
-    clipping = Clipping(norm=settings.gradient_clipping, value=settings.paramserver.gradient_clipping_value)
-    gradients = Gradients(
-        job.units, job.states, policy.reduction_dtype, store, collectives, exact_norms=clipping.norm > 0
-    )
-    scaler = LossScaler(settings.fp16)
-    step = TrainingStep(
-        gradients=gradients,
-        updates=Updates(job.states, store, collectives),
-        optimizer=optimizer,
-        scaler=scaler,
-        clipping=clipping,
-        early_updates=settings.paramserver.early_updates,
-        parameters=len(parameters),
-    )
-    trace = None
-    if settings.paramserver.trace is not None:
-        trace = StepTrace(settings.paramserver.trace, recorder, store, collectives.rank)
-        resources.callback(trace.close)
-    clock = Clock()
-    residency = Residency(
-        job.units,
-        store,
-        prefetch_bytes=store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
-        kept_elements=settings.zero_optimization.stage3_max_live_parameters,
-        is_alone=job.sharers == 1,
-        recorder=recorder,
-    )
-    for unit in job.units:
-        # Before the session ends: what a unit shows afterwards would keep the store's memory from being freed.
-        resources.callback(unit.abandon)
-    hooks = UnitHooks(
-        units=job.units,
-        gradients=gradients,
-        residency=residency,
-        reduction_order=ReductionOrder(len(job.units), collectives),
-        compute_dtype=policy.compute_dtype,
-        clock=clock,
-        recorder=recorder,
-    )
-    hooks.install()
-    commits = Commits(
-        store, job.states, settings.paramserver.durability, newest=job.resumed_step, staged=job.staged_step
-    )
-    engine = Engine(
-        module=model,
-        optimizer=optimizer,
-        lr_scheduler=scheduler,
-        parameters=parameters,
-        states=job.states,
-        step=step,
-        hooks=hooks,
-        gather=job.gather,
-        access=StateAccess(
-            model=model,
-            units=job.units,
-            states=job.states,
-            gradients=gradients,
-            scaler=scaler,
-            collectives=collectives,
-        ),
-        store=store,
-        commits=commits,
-        collectives=collectives,
-        scaler=scaler,
-        run_state=RunState(
-            step=step,
-            scaler=scaler,
-            optimizer=optimizer,
+        user = UserObjects(
+            module=model,
+            parameters=parameters,
+            optimizer=store_optimizer,
             lr_scheduler=scheduler,
-            clock=clock,
-            batch=batch,
-            data=data,
-            device=collectives.device,
-        ),
-        batch=batch,
-        data=data,
-        reduction=ReductionSchedule.of(settings),
-        max_skipped_in_row=settings.paramserver.max_consecutive_skipped_steps,
-        steps_per_print=settings.steps_per_print,
-        reporter=Reporter(
-            recorder,
-            residency.counters,
-            store,
-            Part(
-                parameters=sum(parameter.shape.numel() for parameter in parameters),
-                world_size=collectives.world_size,
-                sharers=job.sharers,
-                data_plane=store.plane.name,
-            ),
-            trace,
-        ),
-        local_rank=local_rank,
-        resources=resources.pop_all(),
-    )
-    try:
-        if job.resumed_state is not None:
-            engine.take_over(job.resumed_state)
-        if job.staged_step is not None:
-            engine.commit_initial_state()
-        if settings.paramserver.reattach_timeout_seconds:
-            survival = Survival(
-                timeout_seconds=settings.paramserver.reattach_timeout_seconds,
-                kept_bytes=int(settings.paramserver.kept_gradients),
-                is_loud=collectives.rank == 0,
-            )
-            store.survive_restarts(survival, layout=job.layout, newest=commits.newest)
-    except BaseException:
-        engine.leave()
-        raise
-    return engine
+            data=loader if isinstance(loader, TrainingLoader) else None,
+        )
+        rank = RankContext(
+            settings=settings, local_rank=local_rank, collectives=collectives, store=store, recorder=recorder
+        )
+        job = Job(user, rank, policy, initial_values)
+        engine = make_engine(user, rank, job, batch, resources)
+    return engine, store_optimizer, loader, scheduler
 
 
 def _config_source(
     args: Any, config: Mapping[str, Any] | str | Path | None, config_params: Mapping[str, Any] | str | Path | None
 ) -> Mapping[str, Any] | str | Path:
+    """Return the config from the argument that gives it. Raises ConfigError for none, or for two."""
     if config is not None and config_params is not None:
         raise ConfigError("initialize(config=..., config_params=...) are two names of one argument: pass one")
     source = config if config is not None else config_params
@@ -340,6 +204,7 @@ def _config_source(
 def _make_scheduler(
     argument: SchedulerArgument, original: OptimizerArgument, optimizer: StoreOptimizer
 ) -> Scheduler | None:
+    """Return the scheduler that drives `optimizer`, which was made of the user's `original`."""
     scheduler: Any = argument
     if argument is not None and not isinstance(argument, LRScheduler):
         scheduler = argument(optimizer)
@@ -360,8 +225,12 @@ def _declare(
     *,
     strict_weights: bool,
 ) -> Declaration:
-    """Return what this rank has, of which all ranks must have the same. Of `arguments` that have names of their own on
-    each rank, it is whether they are given, and the size of the data."""
+    """Return the settings, parameters and arguments of this rank, which must be the same on all ranks.
+
+    Args:
+        arguments: objects that cannot be compared between ranks. Only whether each is given is declared, and the size
+            of the training data.
+    """
     given = {f"initialize({name}=...)": "given" for name, value in arguments.items() if value is not None}
     data = arguments["training_data"]
     return Declaration(
@@ -389,7 +258,7 @@ def _declare(
 
 
 def _join_processes(required: bool | None, port: int, processes: ExitStack) -> tuple[int, torch.device]:
-    """Joins the process group that the launcher announced, if any; (local rank, device)."""
+    """Join the process group that the launcher has announced, if any. Return (local rank, device)."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -418,7 +287,7 @@ def _connect(
     recorder: Recorder,
     resources: ExitStack,
 ) -> RankStore:
-    """A session with the operator's daemon, or with one that the first rank of this node starts. A collective."""
+    """Open a session with the operator's daemon, or with one that the first rank of this node starts. A collective."""
     address = settings.store_address(os.environ)
     credentials = NO_CREDENTIALS if address is None else settings.credentials(os.environ)
     if address is None:
@@ -428,7 +297,8 @@ def _connect(
                 resources.callback(LocalDaemon(settings).stop)
             except LocalDaemonError as error:
                 failure = error
-        # Others connect only now: a predecessor's socket may have been there a moment ago.
+        # The other ranks connect only after this collective, because the socket of an earlier daemon may have been
+        # there until now.
         failed_somewhere = any(collectives.any_rank([failure is not None]))
         if failure is not None:
             raise failure

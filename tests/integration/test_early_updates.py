@@ -58,8 +58,8 @@ def train_stored(
             losses.append(loss.detach().clone())
             act(number, engine)
             engine.step()
-        updates = engine._step._updates
-        return losses, engine.full_state_dict(), updates.begun_early, updates.withdrawn
+        early = engine._step._updates._early
+        return losses, engine.full_state_dict(), early.begun, early.withdrawn
 
 
 def run_both(

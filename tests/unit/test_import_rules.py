@@ -54,6 +54,7 @@ FLOORS = {
         "step",
         "access report run",
         "engine",
+        "assembly",
         "initialization utils zero",
         "__init__",
     ),

@@ -7,8 +7,8 @@ autograd saved from the parameters (F.linear saves a view of its weight) share t
 values again once it is refilled. Because `.data` is assigned, the version counters of parameter and buffer are
 separate, and a refill does not look like an in-place change to autograd. A tensor with a freed storage must not be
 read, because it may be a null pointer with a shape. The data of a released parameter is therefore one NaN, expanded to
-the parameter's shape, and its class is `ReleasedParameter`: if a function of torch needs the values, that class calls
-`want`, which gathers them or raises.
+the parameter's shape, and its class is `ReleasedParameter`: if a function of torch needs the values, that class has
+them gathered (see `gather_on_use`), or raises.
 
 [Note: autocast] Within `torch.autocast`, torch keeps a low-precision copy of each fp32 parameter that was used, until
 the outermost context ends. The copies would keep memory of released units, and old values after an update. They are
@@ -36,9 +36,9 @@ from trainer_client.model.layout import ShardRange, flat_layout
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.model.released import release, restore
-from trainer_client.transport.group_names import group_name
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import Slab
+from trainer_client.transport.shard_group_name import ShardGroupName
 
 # The tier where the store keeps each kind. Kinds that live on the device are written to the store only for commits, so
 # NVMe is enough for them.
@@ -52,8 +52,6 @@ class FlatGroup:
         unit: name of the unit.
         parameters: the parameters, in the order of their places in the flat buffer.
         dtype: dtype of the flat buffer.
-        want: called when the values of a released parameter are needed, with the parameter and the name of torch's
-            function; it gathers the group or raises.
         trainable: whether the store has optimizer states of the parameters and takes gradients of them. Parameters of a
             trainable group may still be frozen for some steps.
         layout: the places of the parameters in the flat buffer, and the ranks' chunks.
@@ -91,7 +89,7 @@ class FlatGroup:
         self.layout = flat_layout([(p.fqn, p.shape.numel()) for p in parameters], world_size)
         self.start, self.stop = self.layout.chunk_range(rank)
         self.unit = unit
-        self.want: Callable[[ModelParameter, str], None] = _refuse
+        self._gather_on_use: Callable[[ModelParameter, str], None] = _refuse
         self._suffix = suffix
         self.name = self.name_of(rank)
         self.shards = self.shards_of(rank)
@@ -143,7 +141,8 @@ class FlatGroup:
     def name_of(self, rank: int) -> str:
         """Return the name of a rank's shard group in the store."""
         start, stop = self.layout.chunk_range(rank)
-        return group_name(self.unit, start, stop, trainable=self.trainable, suffix=self._suffix)
+        variant = ("" if self.trainable else ":frozen") + self._suffix
+        return str(ShardGroupName(unit=self.unit, start=start, stop=stop, variant=variant))
 
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
         return self.layout.shards_of(rank)
@@ -229,6 +228,11 @@ class FlatGroup:
         self.hide()
         self._memory.give_back()
 
+    def gather_on_use(self, gather: Callable[[ModelParameter, str], None]) -> None:
+        """Have `gather` called when a function of torch is given a released parameter, with the function's name. It
+        gathers the group, or raises. Before this call, each such use raises ReleasedParameterError."""
+        self._gather_on_use = gather
+
     def contains(self, tensor: nn.Parameter) -> bool:
         return any(parameter.tensor is tensor for parameter in self.parameters)
 
@@ -239,7 +243,7 @@ class FlatGroup:
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def _want(self, parameter: ModelParameter, function: str) -> None:
-        self.want(parameter, function)
+        self._gather_on_use(parameter, function)
 
     def _point_to(self, tensors: Sequence[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):

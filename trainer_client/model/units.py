@@ -71,6 +71,7 @@ class Unit:
         gather: Gather,
         store: RankStore,
         residence: Residence,
+        passing_bytes: int,
     ) -> None:
         self.index = index
         self.fqn = spec.fqn
@@ -79,7 +80,7 @@ class Unit:
         self.state = UnitState.SHARDED if residence is Residence.SHARDED else UnitState.RESIDENT
         self._gather = gather
         self._store = store
-        self.passing_bytes = 0
+        self.passing_bytes = passing_bytes
         self._pending: Pending[list[LeasedBytes]] | None = None
         # The leases that the unit holds: while a gather is being finished all of them, then those with mapped bytes.
         self._leases: list[LeasedBytes] = []

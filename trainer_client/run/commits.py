@@ -54,7 +54,8 @@ class Commits:
         if not any(state.is_in_store for state in states):
             self._interval = durable_every_steps(parse_durability(durability))
         # Until the first commit there is one version only, so reads need no step filter.
-        store.as_of_step = newest if staged is None else None
+        if newest is not None and staged is None:
+            store.read_as_of(newest)
         # The client state of the last step, if that step is not committed.
         self._kept: bytes | None = None
 
@@ -93,7 +94,6 @@ class Commits:
             state.flush(self.next)
         self._pending = self._store.commit(self.next, client_state, settled)
         self.newest, self._staged = self.next, None
-        self._store.as_of_step = self.newest
         self._kept = None
 
     def abandon(self) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -19,7 +20,6 @@ from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.contract.durability import parse_durability
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
-from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.model.flat_group import FlatGroup
@@ -32,12 +32,11 @@ from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import ROOT_NAME
 from trainer_client.run import client_state
+from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.stored_step import Origin
 from trainer_client.step.precision import PrecisionPolicy
-from trainer_client.store_optimizer import StoreOptimizer
-from trainer_client.transport.rank_store import RankStore
 
 log = logging.getLogger(__name__)
 
@@ -68,65 +67,77 @@ class Job:
 
     def __init__(
         self,
-        settings: TrainingConfig,
-        model: nn.Module,
-        parameters: Sequence[ModelParameter],
-        optimizer: StoreOptimizer,
-        store: RankStore,
-        collectives: Collectives,
+        user: UserObjects,
+        rank: RankContext,
         unit_policy: UnitPolicy,
         initial_values: InitialValues,
     ) -> None:
         """Open the job, and stage or load its states. A collective."""
+        settings, store, collectives = rank.settings, rank.store, rank.collectives
         self._settings = settings
-        self._parameters = parameters
-        self._optimizer = optimizer
+        self._parameters = user.parameters
+        self._optimizer = user.optimizer
         self._store = store
         self._collectives = collectives
         self._policy = PrecisionPolicy.of(settings)
         # Ranks share a store if their daemons have the same epoch, the random name of a daemon's start.
         epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
-        self._store_ranks = [rank for rank, e in enumerate(collectives.gather_ids(epoch)) if e == epoch]
+        self._store_ranks = [number for number, other in enumerate(collectives.gather_ids(epoch)) if other == epoch]
         self.sharers = len(self._store_ranks)
         placement = PlacementPolicy.of(settings)
         self.gather = self._choose_gather(placement)
-        specs = find_units(model, parameters, unit_policy)
-        self.units = [self._unit(i, spec, placement) for i, spec in enumerate(specs)]
-        self.states = self._place(placement)
-        for unit in self.units:
-            unit.passing_bytes = sum(
-                state.group.whole_bytes
-                for state in self.states
-                if state.group in unit.groups and state.placement.parameters is not Home.HOST
+        specs = find_units(user.module, user.parameters, unit_policy)
+        groups_of_units = [self._groups(spec) for spec in specs]
+        groups = list(chain.from_iterable(groups_of_units))
+        placed = self._assign(groups, placement)
+        self.states = [PlacedStates(group, placed[group.name], store, collectives) for group in groups]
+        self.units = [
+            Unit(
+                index=index,
+                spec=spec,
+                groups=groups_of_unit,
+                gather=self.gather,
+                store=store,
+                residence=placement.residence,
+                passing_bytes=sum(g.whole_bytes for g in groups_of_unit if placed[g.name].parameters is not Home.HOST),
             )
-
-        groups = [state.group for state in self.states]
+            for index, (spec, groups_of_unit) in enumerate(zip(specs, groups_of_units, strict=True))
+        ]
         layout = name_layout(groups, collectives)
         opened = self._open(layout)
         section = settings.paramserver
         start = find_start(section.job, layout, opened.layouts, groups, store, section.peers, collectives)
         self.resumed_step = None if start is None else start.step
         self.layout = start.layout if start is not None and start.fits else layout
-        self.resumed_state: dict[str, Any] | None = None
-        self.staged_step: int | None = None
+        self.resumed_state, self.staged_step = self._fill(start, opened, initial_values)
+        _move_buffers(user.module, collectives)
+
+    def _fill(
+        self, start: Start | None, opened: pb.OpenJobResponse, initial_values: InitialValues
+    ) -> tuple[dict[str, Any] | None, int | None]:
+        """Give the states the values that the run starts from. A collective.
+
+        Returns:
+            `resumed_state` and `staged_step`.
+        """
         if start is None:
-            self.staged_step = 0
             self._begin(initial_values)
-        elif start.fits:
+            return None, 0
+        if start.fits:
             encoded = next(commit.client_state for commit in opened.committed if commit.step == start.step)
-            self.resumed_state = client_state.decode(encoded)
+            resumed_state = client_state.decode(encoded)
             self._register()
             self._roll_back(start.step)
             for state in self.states:
                 state.load()
             self._take_over()
-        else:
-            # The new layout begins at step + 1, although it has the same values: if a crash leaves the new layout on
-            # some stores only, the higher number shows which layout is newer.
-            self.staged_step = start.step + 1
-            self.resumed_state = self._lay_out(start, self.staged_step)
-            self._take_over()
-        _move_buffers(model, collectives)
+            return resumed_state, None
+        # The new layout begins at step + 1, although it has the same values: if a crash leaves the new layout on some
+        # stores only, the higher number shows which layout is newer.
+        staged_step = start.step + 1
+        resumed_state = self._lay_out(start, staged_step)
+        self._take_over()
+        return resumed_state, staged_step
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
         ranks = self._collectives.world_size
@@ -150,13 +161,14 @@ class Job:
             return OneSidedGather(self._store, ranks)
         return CollectiveGather(self._store, self._collectives)
 
-    def _unit(self, index: int, spec: UnitSpec, placement: PlacementPolicy) -> Unit:
+    def _groups(self, spec: UnitSpec) -> list[FlatGroup]:
+        """Return the flat groups of a unit: one for each dtype, trainable parameters and frozen ones apart."""
         members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
         for parameter in spec.parameters:
             key = (not self._optimizer.has_states(parameter), self._policy.dtype_of(parameter))
             members.setdefault(key, []).append(parameter)
         usual = self._policy.compute_dtype or torch.float32
-        groups = [
+        return [
             FlatGroup(
                 unit=spec.fqn or ROOT_NAME,
                 parameters=members[frozen, dtype],
@@ -171,27 +183,18 @@ class Job:
             )
             for frozen, dtype in sorted(members, key=str)
         ]
-        return Unit(
-            index=index,
-            spec=spec,
-            groups=groups,
-            gather=self.gather,
-            store=self._store,
-            residence=placement.residence,
-        )
 
-    def _place(self, policy: PlacementPolicy) -> list[PlacedStates]:
-        """Return the states of all groups, each with its placement.
+    def _assign(self, groups: Sequence[FlatGroup], policy: PlacementPolicy) -> dict[str, GroupPlacement]:
+        """Return the placement of each group, by the group's name.
 
         Trainable and frozen groups are assigned separately, because frozen groups have no optimizer states.
         """
         placed: dict[str, GroupPlacement] = {}
-        groups = [group for unit in self.units for group in unit.groups]
         for trainable in (True, False):
             alike = [group for group in groups if group.trainable == trainable]
             assigned = policy.assign([group.layout.chunk for group in alike])
             placed |= {group.name: placement for group, placement in zip(alike, assigned, strict=True)}
-        return [PlacedStates(group, placed[group.name], self._store, self._collectives) for group in groups]
+        return placed
 
     def _open(self, layout: str) -> pb.OpenJobResponse:
         """Attach to the job, and return the store's response, with what is committed of it."""

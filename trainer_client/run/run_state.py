@@ -95,10 +95,12 @@ class RunState:
     def restore(self, state: Mapping[str, Any]) -> Progress:
         """Restore the run from the decoded state of a commit, and return its counters. The user's part is ignored."""
         counters = state["counters"]
-        self._step.skipped = counters["skipped_steps"]
-        self._step.skipped_in_row = counters["skipped_in_row"]
-        self._step.update_counts = list(state["update_counts"])
-        self._clock.now = counters["clock"]
+        self._step.go_on_from(
+            update_counts=state["update_counts"],
+            skipped=counters["skipped_steps"],
+            skipped_in_row=counters["skipped_in_row"],
+        )
+        self._clock.go_on_from(counters["clock"])
         self._scaler.load_state_dict(state["scaler"])
         # The entry is None if the commit was made with another optimizer.
         if state["optimizer"] is not None:

@@ -1,6 +1,6 @@
-"""What gathers have cost since the last step report: how many found their bytes ready, and how long each unit waited.
+"""The cost of gathers since the last step report: how many found their bytes ready, and how long each unit waited.
 
-Owns the counts. Must never decide anything by them, nor read a clock: it is told.
+Owns the counts. Must never decide anything by them, nor read a clock: Residency counts and measures.
 """
 
 from __future__ import annotations
@@ -8,23 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# An answer that was under way already takes that long on one machine: what waits no longer did not wait for bytes.
+# On one machine, an answer of the store that is under way already takes up to this long to arrive. A gather that waits
+# no longer has not waited for bytes, so it counts as a hit.
 HIT_SECONDS = 0.0002
 
 
 @dataclass(slots=True, kw_only=True)
 class UnitGathers:
-    """Of one unit, or of all together.
+    """The gathers of one unit, or of all units together.
 
     Attributes:
-        gathers: times that its parameters were made whole of leased bytes; not those that were whole already.
-        hits: of them, those whose bytes were there when they were waited for.
-        predicted: of them, those that the store had been told of before the use, or that were expected and at home in
-            its memory.
-        waited_seconds: between the use of a unit and the grant of its leases, less what was computed meanwhile: stall
-            time.
-        fetched_bytes: that this rank leased.
-        copied_bytes: of them, those that were copied to where the unit uses them, on the CPU; the others were mapped.
+        gathers: how often parameters were made whole of leased bytes. Uses of a unit that was whole already are not
+            counted.
+        hits: how many of the gathers found their bytes there when the trainer waited for them.
+        predicted: how many of the gathers the store was told of before the use, or needed not be told of because the
+            unit was expected and lives in its host memory.
+        waited_seconds: the stall time between the use of a unit and the grant of its leases, without the time that the
+            trainer computed meanwhile.
+        fetched_bytes: how many bytes this rank leased.
+        copied_bytes: how many of them were copied on the CPU to where the unit uses them; the rest was mapped.
     """
 
     gathers: int = 0
@@ -35,6 +37,7 @@ class UnitGathers:
     copied_bytes: int = 0
 
     def add(self, other: UnitGathers) -> None:
+        """Add other counts to these."""
         self.gathers += other.gathers
         self.hits += other.hits
         self.predicted += other.predicted
@@ -45,9 +48,11 @@ class UnitGathers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherSnapshot:
-    """Attributes:
-    total: of all units.
-    by_unit: the units that were gathered, by FQN (the root: ""), in the model's order.
+    """The counts at one moment.
+
+    Attributes:
+        total: the sum over all units.
+        by_unit: the counts of each unit that was gathered, by FQN (the root: ""), in the model's order.
     """
 
     total: UnitGathers = field(default_factory=UnitGathers)
@@ -55,19 +60,21 @@ class GatherSnapshot:
 
 
 class GatherCounters:
-    """Counts since the last `reset`, by unit."""
+    """The counts of each unit since the last `reset`."""
 
     def __init__(self, fqns: Sequence[str]) -> None:
-        """`fqns`: of the units, by index."""
+        """Args:
+        fqns: the FQNs of the units, by index.
+        """
         self._fqns = tuple(fqns)
         self._counts = [UnitGathers() for _ in fqns]
 
     def note(self, unit: int, gather: UnitGathers) -> None:
-        """A gather of the unit with that index has ended."""
+        """Count a gather of the unit with that index, which has ended."""
         self._counts[unit].add(gather)
 
     def snapshot(self) -> GatherSnapshot:
-        """What was counted so far, a copy."""
+        """Return a copy of the counts so far."""
         total = UnitGathers()
         by_unit: dict[str, UnitGathers] = {}
         for fqn, counts in zip(self._fqns, self._counts, strict=True):
@@ -77,5 +84,5 @@ class GatherCounters:
         return GatherSnapshot(total=total, by_unit=by_unit)
 
     def reset(self) -> None:
-        """Begins at zero."""
+        """Set all counts to zero."""
         self._counts = [UnitGathers() for _ in self._fqns]

@@ -1,6 +1,6 @@
-"""What holds this rank's part of a gradient within a step: leased memory of the store's host tier, or the device's own.
+"""The memory of this rank's part of a gradient within a step: leased from the store's host tier, or on the device.
 
-Owns that memory, from the first micro-batch of a step to its update. Must never look at what is in it.
+Owns that memory, from the first micro-batch of a step to its update. Must never look at the values in it.
 """
 
 from __future__ import annotations
@@ -17,35 +17,39 @@ from trainer_client.transport.rank_store import RankStore
 
 
 class GradientMemory(Protocol):
-    """The contract of what holds this rank's part of a group's gradient from the first micro-batch of a step on."""
+    """The contract of the memory that holds this rank's part of a group's gradient within a step.
+
+    memory.start(step); memory.chunk.copy_(gradient)  # once or more often in a step
+    leased = memory.lease(step)                       # or memory.give_back(), or memory.abandon()
+    """
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody asked for memory in this step."""
+        """Whether the memory was asked for in this step."""
 
     @property
     def chunk(self) -> torch.Tensor:
-        """[layout.chunk] of the group's gradient dtype, uninitialised at first; `start` comes before."""
+        """The gradient: [layout.chunk] of the group's gradient dtype, uninitialised at first. Call `start` before."""
 
     def start(self, step: int) -> None:
-        """Asks for the memory. Does not wait; idempotent within the step."""
+        """Ask for the memory. Does not wait; idempotent within the step."""
 
     @property
     def leased(self) -> LeasedBytes | None:
-        """The leased memory that the gradient is in, if it is; `start` comes before."""
+        """The leased memory that the gradient is in; None: it is on the device. Call `start` before."""
 
     def lease(self, step: int) -> LeasedBytes:
-        """The gradient in leased memory, for the store, and nothing of the step stays here."""
+        """Return the gradient in leased memory, for the store, and keep nothing of the step."""
 
     def give_back(self) -> None:
-        """The gradient is done with. Returns when the next step may ask for memory."""
+        """Release the memory, because the gradient is not needed any more. Returns when the next step may ask."""
 
     def abandon(self) -> None:
-        """Give the memory back after a failure. Does not wait and raises nothing; idempotent."""
+        """Release the memory after a failure. Does not wait and raises nothing; idempotent."""
 
 
 class LeasedMemory:
-    """In the store's host memory: what is handed over is there already."""
+    """A gradient in the store's host memory, which is there already when it is handed over."""
 
     def __init__(self, group: FlatGroup, store: RankStore) -> None:
         self._group = group
@@ -68,6 +72,7 @@ class LeasedMemory:
             self._pending = self._ask()
 
     def _ask(self) -> Pending[list[LeasedBytes]]:
+        """Ask the store for a lease to write the gradient of the step."""
         return self._store.acquire_write([self._group.slab(GRAD)], self._step)
 
     @property
@@ -94,13 +99,15 @@ class LeasedMemory:
             self._store.give_back([leased])
 
     def _wait(self) -> LeasedBytes:
+        """Wait for the lease, and return it. After a restart of the daemon, return one of the new daemon with the same
+        bytes."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             (self._leased,) = pending.wait()
         assert self._leased is not None, "start comes first"
         while not self._store.is_current(self._leased):
-            # The daemon was restarted. Only this rank has written to its part of the old memory, so that the gradient
-            # in it is what it was.
+            # The daemon was restarted. Only this rank has written to its part of the old memory, so the gradient in it
+            # is still right.
             former = self._leased
             (self._leased,) = self._ask().wait()
             self._leased.data.copy_(former.data)
@@ -108,7 +115,7 @@ class LeasedMemory:
 
 
 class DeviceMemory:
-    """In the trainer's own memory."""
+    """A gradient in the trainer's own memory, on its device."""
 
     def __init__(self, group: FlatGroup, store: RankStore) -> None:
         self._group = group

@@ -1,18 +1,17 @@
 """Gradients on their way to the optimizer: from the parameters, over the ranks, to this rank's part of the mean.
 
-Owns the memory of that part (leased from the store, or the device's) from the first micro-batch of a step to its
-update, the whole gradients of backwards that do not reduce, and which parameter has a gradient.
-Must never let the ranks disagree about a reduction: what is reduced, and when, follows from events that every rank sees
-(a unit's backward is over) or from an agreement at the end of the backward pass.
+Owns the memory of that part (leased from the store, or allocated on the device) from the first micro-batch of a step to
+its update, the whole gradients of backward passes that do not reduce, and which parameter has a gradient.
+Must never let the ranks disagree about a reduction: which groups are reduced, and when, follows from events that every
+rank sees (a unit's backward is over) or from an agreement at the end of the backward pass.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -23,7 +22,7 @@ from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.step.early_update import EarlyUpdate
+from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradient_memory import DeviceMemory, GradientMemory, LeasedMemory
 from trainer_client.step.norms import Norms
 from trainer_client.transport.planes import LeasedBytes
@@ -34,15 +33,16 @@ class ReductionSchedule(enum.Enum):
     """Which backward passes of a step reduce gradients over the ranks."""
 
     MICRO_BATCH = enum.auto()
-    """Each: between micro-batches a rank holds its part of the mean."""
+    """Every backward pass reduces. Between micro-batches a rank holds its part of the mean."""
 
     BOUNDARY = enum.auto()
-    """The last one: until then a rank holds the whole sum of its own gradients, on its device. What DDP does under
-    `no_sync`: less traffic, more memory."""
+    """Only the last backward pass of a step reduces. Until then a rank holds the whole sum of its own gradients on its
+    device, as DDP does under `no_sync`: there is less traffic, and more memory is used."""
 
     @classmethod
     def of(cls, config: TrainingConfig) -> ReductionSchedule:
-        """By default as DeepSpeed: stages that shard gradients reduce each micro-batch."""
+        """Return the schedule of the config. The default is DeepSpeed's: stages that shard gradients reduce each
+        micro-batch."""
         chosen = config.paramserver.gradient_reduction
         if chosen == "auto":
             chosen = "micro_batch" if config.zero_optimization.stage >= 2 else "boundary"
@@ -54,8 +54,8 @@ class GradientNorm:
     """The size of a step's gradient.
 
     Attributes:
-        total: 0-D fp32, the 2-norm over all parameters and ranks, of the gradients as they are (scaled by the loss
-            scale).
+        total: 0-D fp32, the 2-norm over all parameters and ranks. The gradients are as backward made them, so they are
+            scaled by the loss scale.
         present: for each parameter of the model, whether any rank has a gradient for it.
     """
 
@@ -67,16 +67,17 @@ class GradientGroup:
     """The gradients of one trainable flat group.
 
     Attributes:
-        missing: parameters without a gradient since this backward began, or the unit's last reduction in it.
-        present: parameters with a gradient in this step.
-        next_use: the position at which the parameters are needed next, as far as it is known.
-        early: the update that has begun with this gradient, before the step.
+        missing: slots of the parameters that have got no gradient since this backward pass began, or since the unit was
+            last reduced in it.
+        present: slots of the parameters that have a gradient in this step.
+        next_use: the position at which the parameters are needed next; 0: not known.
     """
 
     def __init__(
         self,
         group: FlatGroup,
         memory: GradientMemory,
+        early_updates: EarlyUpdates,
         reduction_dtype: torch.dtype,
         collectives: Collectives,
         norms: Norms,
@@ -86,14 +87,17 @@ class GradientGroup:
         self.missing = set(range(len(group.parameters)))
         self.present: set[int] = set()
         self.next_use = 0
-        self.early: EarlyUpdate | None = None
+        self._early_updates = early_updates
         self._norm = norms
-        self._norms: torch.Tensor | None = None  # of `chunk` as it is
+        # The norms of the shards in `chunk`; None: not computed since the chunk last changed.
+        self._norms: torch.Tensor | None = None
         self._reduction_dtype = reduction_dtype
         self._collectives = collectives
-        self._full: torch.Tensor | None = None  # this rank's unreduced gradient, world size > 1
-        self._unreduced: set[int] = set()  # parameters with a gradient in it
-        self._reduced = False  # whether `chunk` holds a sum of this step already, world size > 1
+        # With several ranks: this rank's unreduced gradient, the slots of the parameters that have a gradient in it,
+        # and whether `chunk` holds a sum of this step already.
+        self._full: torch.Tensor | None = None
+        self._unreduced: set[int] = set()
+        self._reduced = False
 
     @property
     def is_dirty(self) -> bool:
@@ -102,7 +106,7 @@ class GradientGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no gradient is missing; that of a parameter which is frozen for a while is not."""
+        """Whether every parameter that is trained now has its gradient. A frozen parameter needs none."""
         return not any(self.flat_group.parameters[slot].tensor.requires_grad for slot in self.missing)
 
     @property
@@ -113,28 +117,27 @@ class GradientGroup:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether all parameters are frozen for a while: no gradient will come."""
+        """Whether all parameters are frozen for a while, so that no gradient will come."""
         return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
 
     @property
     def chunk(self) -> torch.Tensor:
-        """This rank's part of the gradient: [layout.chunk] of the group's gradient dtype, where its memory is."""
+        """This rank's part of the gradient: [layout.chunk] of the group's gradient dtype, on the device of `memory`."""
         return self.memory.chunk
 
     def expect_all(self) -> None:
-        """Every parameter's gradient is to come."""
+        """Expect a gradient of every parameter."""
         self.missing = set(range(len(self.flat_group.parameters)))
 
     def begin_change(self) -> None:
-        """The gradient is about to change: what was concluded from it is undone."""
+        """Forget the norms and withdraw the early update, because the gradient is about to change."""
         self._norms = None
-        if self.early is not None:
-            self.early.withdraw()
-            self.early = None
+        self._early_updates.withdraw(self.flat_group.name)
 
     @torch.no_grad()
-    def take(self, slot: int) -> None:
-        """Takes a parameter's gradient over, and with it `.grad`."""
+    def take(self, slot: int, step: int) -> None:
+        """Take the gradient of the parameter in `slot` over, for `step`, and set its `.grad` to None."""
+        self.memory.start(step)
         parameter = self.flat_group.parameters[slot]
         gradient = parameter.tensor.grad
         if gradient is None:
@@ -158,8 +161,9 @@ class GradientGroup:
         self.present.add(slot)
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Adds the mean over ranks to this rank's part; a missing gradient counts as zeros. A collective."""
+    def reduce(self, step: int) -> None:
+        """Add the mean over ranks to this rank's part, for `step`. A missing gradient counts as zeros. A collective."""
+        self.memory.start(step)
         if self._collectives.world_size == 1:
             return
         self.begin_change()
@@ -180,7 +184,8 @@ class GradientGroup:
         return torch.zeros(group.layout.numel, dtype=group.gradient_dtype, device=self._collectives.device)
 
     def norms(self) -> tuple[list[int], torch.Tensor]:
-        """The indices [n] of the parameters of which this rank has a shard, and the 2-norm [n] of each in fp32."""
+        """Return the indices [n] of the parameters of which this rank has a shard, and the 2-norm [n] of each shard in
+        fp32."""
         shards = self.flat_group.shards
         if self._norms is None:
             chunk = self.chunk
@@ -189,24 +194,24 @@ class GradientGroup:
         return [self.flat_group.parameters[shard.slot].index for shard in shards], self._norms
 
     def take_lease(self, step: int) -> LeasedBytes:
-        """The step is over: the gradient in leased memory, and nothing of the step stays here."""
+        """Return the gradient in leased memory, and forget all else of the step, because the step takes it."""
         leased = self.memory.lease(step)
         self.finish()
         return leased
 
     def abandon(self) -> None:
-        """Undo the update that has begun with this gradient, and give the gradient's memory back, after a failure that
-        the caller reports. Where the store refuses to undo it, it has lost this session or the step, and the update
-        with it."""
+        """Undo the early update of this gradient, and release the gradient's memory, after a failure that the caller
+        reports. If the store refuses to undo the update, it has lost this session or the step, and with it the
+        update."""
         with suppress(StoreError):
             self.begin_change()
         self.memory.abandon()
         self.finish()
 
     def finish(self) -> None:
-        """The step is over: nothing of it stays here."""
+        """Forget all of the step, and release the gradient's memory."""
         self.memory.give_back()
-        self.early = None
+        self._early_updates.forget(self.flat_group.name)
         self._norms = None
         self.present.clear()
         self._full = None
@@ -218,8 +223,9 @@ class Gradients:
     """All gradients of the model.
 
     Args:
-        states: of all groups.
-        reduction_dtype: None: each group's own.
+        states: the states of all groups.
+        early_updates: where the updates that begin with these gradients are kept, to be withdrawn before a change.
+        reduction_dtype: the dtype in which gradients are added over ranks; None: the dtype of each group.
         exact_norms: see Norms.
     """
 
@@ -227,10 +233,11 @@ class Gradients:
         self,
         units: Sequence[Unit],
         states: Iterable[PlacedStates],
-        reduction_dtype: torch.dtype | None,
+        early_updates: EarlyUpdates,
         store: RankStore,
         collectives: Collectives,
         *,
+        reduction_dtype: torch.dtype | None,
         exact_norms: bool,
     ) -> None:
         self._collectives = collectives
@@ -239,97 +246,88 @@ class Gradients:
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
-            return GradientGroup(group, memory, reduction_dtype or group.dtype, collectives, norms)
+            return GradientGroup(group, memory, early_updates, reduction_dtype or group.dtype, collectives, norms)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
-        # Is told of each group whose gradient will not change any more in this step, as far as anybody knows.
-        self.on_final: Callable[[GradientGroup], None] = lambda _: None
         self._parameters = 1 + max((p.index for u in units for g in u.groups for p in g.parameters), default=-1)
-        self._reduces = True  # whether the current backward does
-        self._owes_reduction = False  # whether a backward of this step did not
+        # Whether the current backward pass reduces, and whether one of this step has left its gradients unreduced.
+        self._reduces = True
+        self._owes_reduction = False
 
-    def install(self, step_of_backward: Callable[[], int], taken: Callable[[int], None]) -> None:
-        """Takes gradients over as autograd finishes them, for the step that `step_of_backward` names or refuses.
-
-        Args:
-            taken: is told the index of the unit of each gradient.
-        """
-
-        def hook(unit: int, group: GradientGroup, slot: int, _: torch.Tensor) -> None:
-            group.memory.start(step_of_backward())
-            group.take(slot)
-            taken(unit)
-
-        for unit, group in ((unit, group) for unit, groups in self._of_unit.items() for group in groups):
-            for slot, parameter in enumerate(group.flat_group.parameters):
-                frozen = not parameter.tensor.requires_grad
-                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
-                parameter.tensor.requires_grad_(True)
-                parameter.tensor.register_post_accumulate_grad_hook(partial(hook, unit, group, slot))
-                parameter.tensor.requires_grad_(not frozen)
+    def of_unit(self, unit: Unit) -> Sequence[GradientGroup]:
+        """Return the gradients of the unit's trainable groups."""
+        return self._of_unit[unit.index]
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """A backward pass begins. Without `reduces`, which all ranks must give alike, its gradients stay whole on this
-        rank's device until one that has it, or `complete`."""
+        """Expect the gradients of a backward pass.
+
+        Args:
+            reduces: whether the pass reduces gradients, the same on all ranks. If not, they stay whole on this rank's
+                device until a pass that reduces, or until `complete`.
+        """
         self._reduces = reduces
         for group in self._groups:
             group.expect_all()
 
     def has_gradients(self, unit: Unit) -> bool:
-        """Whether anything of the unit is trained now."""
+        """Return whether any parameter of the unit is trained now."""
         return not all(group.is_frozen for group in self._of_unit[unit.index])
 
     def start_backward(self, unit: Unit, step: int) -> None:
-        """The unit's backward begins: its gradients will need memory."""
+        """Ask for the memory that the unit's gradients will need, because its backward begins."""
         for group in self._of_unit[unit.index]:
             if not group.is_frozen:
                 group.memory.start(step)
 
     def unit_is_complete(self, unit: Unit) -> bool:
-        """Whether every trainable parameter of the unit has its gradient."""
+        """Return whether every parameter of the unit that is trained now has its gradient."""
         return all(group.is_complete for group in self._of_unit[unit.index])
 
-    def reduce_unit(self, unit: Unit, step: int, next_use: int | None) -> None:
-        """The unit's backward is over, on every rank. A collective.
+    def reduce(self, group: GradientGroup, step: int, next_use: int | None) -> bool:
+        """Reduce a group's gradient, because the backward of its unit is over on every rank. A collective.
 
         Args:
-            next_use: the position at which its parameters are needed next, if it is known.
+            next_use: the position at which the group's parameters are needed next, if it is known.
+
+        Returns:
+            Whether the gradient is expected to be final: every parameter that is trained now has one in this step.
         """
-        for group in self._of_unit[unit.index]:
-            group.expect_all()
-            if self._reduces and not group.is_frozen:
-                group.memory.start(step)
-                group.reduce()
-                group.next_use = next_use or 0
-                if group.has_all:
-                    self.on_final(group)
+        group.expect_all()
+        if not self._reduces or group.is_frozen:
+            return False
+        group.reduce(step)
+        group.next_use = next_use or 0
+        return group.has_all
 
     def finish_backward(self, step: int) -> None:
-        """Reduces what came late or outside of a tracked backward, on any rank. A collective."""
+        """Reduce the groups whose gradients came late, or outside of a tracked backward, on any rank. A collective."""
         if self._reduces:
             self._reduce_dirty(step, "the end of a backward pass")
         self._owes_reduction = not self._reduces
 
     def complete(self, step: int) -> None:
-        """Reduces what is not reduced yet, at the end of a step. A collective."""
+        """Reduce what is not reduced yet, at the end of a step. A collective."""
         if self._owes_reduction:
             self._reduce_dirty(step, "the end of a step")
             self._owes_reduction = False
 
     def _reduce_dirty(self, step: int, what: str) -> None:
+        """Reduce each group that waits for a reduction on any rank. A collective, which errors call `what`."""
         dirty = self._collectives.any_rank([group.is_dirty for group in self._groups], what)
         for group, is_dirty in zip(self._groups, dirty, strict=True):
             if is_dirty:
-                group.memory.start(step)
-                group.reduce()
+                group.reduce(step)
 
     def chunk_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
-        """This rank's part [layout.chunk] of a group's gradient so far, as it is (scaled), in its memory, if the
-        parameter in `slot` has one there. (Over several ranks one that no rank has is zeros, or None.)
+        """Return this rank's part [layout.chunk] of a group's gradient so far, if the parameter in `slot` has a
+        gradient in it; else None.
+
+        The values are those of backward, scaled by the loss scale, and the tensor is the memory itself. With several
+        ranks, a gradient that no rank has is either zeros or None.
 
         Raises:
-            RuntimeError: it is not reduced over the ranks yet.
+            RuntimeError: the gradient is not reduced over the ranks yet.
         """
         if self._owes_reduction:
             raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
@@ -339,17 +337,12 @@ class Gradients:
         return found.chunk if found is not None and is_there else None
 
     def begin_change(self, group: FlatGroup) -> None:
-        """Somebody is about to write to a group's gradient."""
+        """Withdraw the early update of a group, because the caller is about to write to its gradient."""
         if (found := self._find(group)) is not None:
             found.begin_change()
 
-    @property
-    def updated_early(self) -> list[GradientGroup]:
-        """The groups whose update has begun before the step."""
-        return [group for group in self._groups if group.early is not None]
-
     def is_present(self, group: FlatGroup, slot: int) -> bool:
-        """Whether a gradient of the parameter in `slot` has come on this rank in this step."""
+        """Return whether a gradient of the parameter in `slot` has come on this rank in this step."""
         found = self._find(group)
         return found is not None and slot in found.present
 
@@ -357,8 +350,8 @@ class Gradients:
         return next((found for found in self._groups if found.flat_group is group), None)
 
     def norm(self) -> GradientNorm:
-        """The global norm; with exact norms bit for bit that of `torch.nn.utils.clip_grad_norm_` at world size 1. A
-        collective."""
+        """Return the global norm. A collective. With exact norms it equals that of `torch.nn.utils.clip_grad_norm_` bit
+        for bit at world size 1; see tests/integration/test_parity.py."""
         norms = torch.zeros(self._parameters, dtype=torch.float32)
         present = torch.zeros(self._parameters, dtype=torch.float32)
         for group in self._groups:
@@ -370,13 +363,13 @@ class Gradients:
                 present[group.flat_group.parameters[slot].index] = 1.0
         rows = self._collectives.gather_rows(torch.cat((norms, present)), "the gradient norm").cpu()
         anywhere = rows[:, self._parameters :].amax(dim=0) > 0
-        # A zero for a parameter without gradient would not change the sum, but the order in which it is rounded.
+        # Parameters without a gradient are left out: a zero would not change the sum, but the order of its roundings.
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])
         return GradientNorm(total=total, present=anywhere.tolist())
 
     def hand_over(self, updated: Sequence[bool]) -> Iterator[GradientGroup]:
-        """The groups with a parameter that is `updated` in this step, in forward order; whoever takes them finishes
-        them."""
+        """Yield the groups with a parameter that is `updated` in this step, in forward order, and finish the other
+        groups. The caller finishes those that it gets."""
         for group in self._groups:
             if any(updated[parameter.index] for parameter in group.flat_group.parameters):
                 yield group
@@ -385,17 +378,20 @@ class Gradients:
                 group.finish()
 
     def discard(self) -> None:
-        """Gives the memory of a step back that is not made."""
+        """Withdraw all early updates of a step that is not made, then give the memory of its gradients back."""
+        for group in self._groups:
+            group.begin_change()
         for group in self._groups:
             group.finish()
 
     def abandon(self) -> None:
-        """Give everything back after a failure: updates that have begun, and all memory. Raises no StoreError."""
+        """Undo all early updates and release all memory, after a failure. Raises no StoreError."""
         for group in self._groups:
             group.abandon()
 
 
 def _put(target: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
+    """Copy `values` into `target`, or add them to it."""
     if add:
         target.add_(values.to(target.device))
     else:

@@ -1,24 +1,32 @@
-"""When parameters are gathered and released: hooks on the model's modules, their outputs and their inputs.
+"""When parameters are gathered and released, and gradients taken over and reduced: hooks on the model's modules, on
+their outputs and inputs, and on its parameters.
 
 Owns the phase's transitions, the traces and the forwards under way. Must never change what the model computes: hooks
 look at tensors, they do not replace them (except for the cast of the root's floating-point inputs).
 
 [Note: the life of a unit in a step]
-Forward: gathered before the module's forward, released after it. The root surrounds everything: it is gathered while
-any module outside of the units runs, and from a forward with gradients to the end of its backward.
-Backward: gathered when the gradient of one of its outputs is there, or while activation checkpointing runs its forward
-again. Its backward is over when the gradients of all its inputs are there; autograd runs the accumulation of parameter
-gradients that are ready before anything else, so they are complete by then, but for those on a branch that does not
-lead to an input. At that moment it is released, unless gradients are missing; it is reduced as reduction_order.py says.
-At the end of backward all units are released and late gradients reduced.
+Forward: a unit is gathered before its module's forward and released after it. The root unit surrounds all other units:
+it is gathered while any module outside of them runs, and from a forward with gradients to the end of its backward.
+Backward: a unit is gathered when the gradient of one of its outputs is there, or while activation checkpointing runs
+its forward again. Its backward is over when the gradients of all its inputs are there. Autograd accumulates the
+parameter gradients that are ready before it does anything else, so the parameters have their gradients by then, except
+for those on a branch that does not lead to an input. The unit is released at that moment, unless gradients are missing,
+and its gradients are reduced in the order of reduction_order.py. At the end of backward all units are released, and the
+gradients that came late are reduced.
 
-[Note: lent units] A unit whose forward is given a released parameter of another unit borrows that unit: it is gathered
-then and there, and held as long as the borrower's forward, and again its backward, needs it. So is a unit that gives
-its parameters, or views of them, to its caller. What was lent is known until the step ends.
+[Note: the way of a gradient] Autograd calls the hook on a parameter when its gradient is there. The hook hands the
+gradient to Gradients, which adds it to the flat gradient of its group. When the backward of the unit is over, Gradients
+reduces the group over the ranks, and a group whose gradient is final goes on to Updates, so that the store can begin
+with its update while backward goes on.
 
-[Note: hooks and torch.compile] Hooks take leases, communicate and remember: nothing to be traced. They are disabled
-for torch.compile, which puts them between its graphs, and so is lending: a compiled unit that borrows is cut in two
-where it does, unless the loan is registered (`lend`).
+[Note: lent units] When a unit's forward hands a released parameter of another unit to torch, the first unit borrows the
+other one: the lender is gathered at once, and held as long as the borrower's forward needs it, and again as long as its
+backward does. A unit that returns its parameters, or views of them, to its caller is held for the caller in the same
+way. The hooks remember the loans until the step ends.
+
+[Note: hooks and torch.compile] Hooks take leases, communicate and remember, which torch.compile cannot trace. They are
+disabled for it, so it runs them between its graphs. Lending is disabled too: the graph of a compiled unit is cut in two
+at the place where the unit borrows, unless the loan is registered with `lend`.
 """
 
 from __future__ import annotations
@@ -38,43 +46,59 @@ from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterErro
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.units import Unit
 from trainer_client.recorder import Recorder
-from trainer_client.step.gradients import Gradients
+from trainer_client.step.gradients import GradientGroup, Gradients
 from trainer_client.step.phases import Phase, Phases, Verb
 from trainer_client.step.precision import cast_floating_inputs
 from trainer_client.step.reduction_order import ReductionOrder
 from trainer_client.step.residency import Holder, Part, Residency
 from trainer_client.step.tensor_tree import TensorTree
 from trainer_client.step.trace import Clock, Trace
+from trainer_client.step.updates import Updates
 
 
 @dataclass(slots=True)
 class _Frame:
-    """A forward under way."""
+    """A forward under way.
+
+    Attributes:
+        records: how many of UnitHooks._records are older than this forward.
+        may_release: whether the unit may be released after the forward, because the hooks will notice when its backward
+            begins, or because it has none.
+        has_returned: whether the module's forward has returned without an error.
+    """
 
     unit: Unit
     module: nn.Module
-    records: int  # how many of UnitHooks._records are older
-    may_release: bool = True  # after the forward: its backward will be noticed, or there is none
-    has_returned: bool = False  # the module's forward, without an error
+    records: int
+    may_release: bool = True
+    has_returned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Before:
-    """What was there when the outermost forward began, to go back to if it fails."""
+    """The state in which the outermost forward began, and to which the hooks go back if it fails.
+
+    Attributes:
+        mark: the place in the trace.
+        holds: who held which unit.
+        used: how many units were used since the last backward.
+    """
 
     phase: Phase
     trace: Trace
-    mark: tuple[int, int]  # in the trace
+    mark: tuple[int, int]
     holds: frozenset[tuple[Holder, int]]
-    used: int  # how many units were used since the last backward
+    used: int
 
 
 class UnitHooks:
-    """Args:
-    units: the root first.
-    compute_dtype: of the root's floating-point inputs; None: they stay as they are.
-    clock: the job's, so that positions go on growing after a resume.
-    recorder: is told the phases, and which unit's code runs.
+    """The hooks of one engine.
+
+    Args:
+        units: all units, the root first.
+        compute_dtype: the dtype to cast the root's floating-point inputs to; None: they stay as they are.
+        clock: the clock of the job, so that positions go on growing after a resume.
+        recorder: takes note of the phases, and of which unit's code runs.
     """
 
     def __init__(
@@ -82,6 +106,7 @@ class UnitHooks:
         *,
         units: Sequence[Unit],
         gradients: Gradients,
+        updates: Updates,
         residency: Residency,
         reduction_order: ReductionOrder,
         compute_dtype: torch.dtype | None,
@@ -91,6 +116,7 @@ class UnitHooks:
         self._units = units
         self._root = units[0]
         self._gradients = gradients
+        self._updates = updates
         self._residency = residency
         self._reduction_order = reduction_order
         self._compute_dtype = compute_dtype
@@ -99,24 +125,33 @@ class UnitHooks:
         self._training = Trace(clock)
         self._inference = Trace(clock, amid=self._training)
         self._trace = self._inference
-        self._step = 0  # that the gradients of the current backward belong to
+        # The step that the gradients of the current backward belong to.
+        self._step = 0
         self._running: list[_Frame] = []
-        self._lent: list[set[int]] = [set() for _ in units]  # to each unit, in this step: indices of units
+        # For each unit, the indices of the units that it has borrowed in this step, and of those that it always borrows
+        # because the user has registered a loan.
+        self._lent: list[set[int]] = [set() for _ in units]
         self._lent_always: list[set[int]] = [set() for _ in units]
-        self._in_backward: set[int] = set()  # units whose backward has begun and is not over
-        self._almost_over: set[int] = set()  # of them, those whose last gradients are being accumulated
-        self._open: list[set[object]] = [set() for _ in units]  # forwards of a unit whose backward is not over
-        # Those of _open that the outermost forward under way has made, with their units' indices.
+        # The units whose backward has begun and is not over, and those among them whose last gradients autograd is
+        # about to accumulate.
+        self._in_backward: set[int] = set()
+        self._almost_over: set[int] = set()
+        # For each unit, a record of each of its forwards whose backward is not over; and of these the ones that the
+        # outermost forward under way has made, with the indices of their units.
+        self._open: list[set[object]] = [set() for _ in units]
         self._records: list[tuple[int, object]] = []
-        self._before: _Before | None = None  # the last outermost forward; None: it is not to be undone any more
-        self._used: dict[int, None] = {}  # units in the order of their first use since the last backward
+        # The state before the last outermost forward. None: that forward cannot be undone any more.
+        self._before: _Before | None = None
+        # The units in the order of their first use since the last backward.
+        self._used: dict[int, None] = {}
 
     @property
     def phase(self) -> Phase:
+        """The phase of the engine."""
         return self._phases.current
 
     def install(self) -> None:
-        self._gradients.install(self._step_of_backward, self._after_gradient)
+        """Register the hooks on the model, for good."""
         inside: set[nn.Module] = set()
         for unit in self._units[1:]:
             inside.update(unit.module.modules())
@@ -127,19 +162,21 @@ class UnitHooks:
             elif module not in inside:
                 self._hook(module, self._root, None, None)
         for unit in self._units:
+            self._watch_gradients(unit)
             for group in unit.groups:
-                group.want = torch.compiler.disable(partial(self._lend_on_use, unit))
+                group.gather_on_use(torch.compiler.disable(partial(self._lend_on_use, unit)))
 
     def lend(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """The unit of `module` uses `parameter` in each forward: the parameter's unit is gathered with it.
+        """Gather the unit of `parameter` with the unit of `module` from now on, because each forward of `module` uses
+        the parameter.
 
         Raises:
-            ConfigError: one of them is not of the model.
+            ConfigError: the module or the parameter is not part of the model.
         """
         lender = next((u for u in self._units for group in u.groups if group.contains(parameter)), None)
         if lender is None:
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not of this engine's model")
-        # The root's modules are all of the model's.
+        # The root comes first and its modules are all modules of the model, so the search begins with the last unit.
         borrower = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
         if borrower is None:
             raise ConfigError(f"a {type(module).__name__} is not a module of this engine's model")
@@ -147,8 +184,11 @@ class UnitHooks:
             self._lent_always[borrower.index].add(lender.index)
 
     def begin_backward(self, step: int, *, reduces: bool) -> None:
-        """Gradients that come from now on belong to `step`; `reduces`: see Gradients.begin_backward. A collective,
-        which is not waited for."""
+        """Take note that the gradients that come from now on belong to `step`. A collective, without waiting for it.
+
+        Args:
+            reduces: whether gradients are reduced in this backward pass; see Gradients.begin_backward.
+        """
         self.expect_forward()
         self._phases.enter(Verb.BEGIN_BACKWARD)
         self._trace = self._training
@@ -159,7 +199,7 @@ class UnitHooks:
         self._gather_for_backward(self._root)
 
     def finish_backward(self) -> None:
-        """Autograd is done. A collective."""
+        """Reduce what is left and release all units, because autograd is done. A collective."""
         for index in self._reduction_order.finish():
             self._reduce(index)
         self._end_uses(keep=True)
@@ -169,27 +209,30 @@ class UnitHooks:
         self._phases.enter(Verb.END_BACKWARD)
 
     def abort_backward(self) -> bool:
-        """Give the units' memory and leases back, without a collective, because autograd or a hook has failed. Returns
-        whether a backward pass was under way at all: it may have been refused."""
+        """Free the units' memory and release their leases, without a collective, because autograd or a hook has failed.
+        Return whether a backward pass was under way, which is not so if the phase did not allow it."""
         if self.phase is not Phase.BACKWARD:
             return False
         self._phases.enter(Verb.FAIL_BACKWARD)
         self._reduction_order.abandon()
-        # The caller reports why the backward failed: it is the cause of what the store refuses now.
+        # The caller reports why the backward failed. What the store refuses now only follows from that.
         with suppress(StoreError):
             self._end_uses(keep=False)
         return True
 
     def expect_forward(self) -> None:
-        """Take note that no forward is under way, and that the last one is not to be undone any more. A module that was
-        called directly may have been interrupted by what no hook of torch hears of (KeyboardInterrupt): it failed."""
+        """Take note that no forward is under way, and that the last one cannot be undone any more.
+
+        If a forward is still noted as running, it has failed: torch calls no hook when a module that the user called
+        directly is left by a KeyboardInterrupt.
+        """
         if self._running:
             self.fail_forward()
         self._before = None
 
     def fail_forward(self) -> None:
-        """Undo the outermost forward, which has failed: what it held is let go, and what it noted is forgotten, so that
-        the next one finds what this one found. Idempotent."""
+        """Undo the outermost forward, which has failed: release what it held and forget what it noted, so that the next
+        forward begins in the same state as this one. Idempotent."""
         self._running.clear()
         self._forget_records(0)
         before, self._before = self._before, None
@@ -202,7 +245,7 @@ class UnitHooks:
         self._residency.pause()
         if before.phase is Phase.IDLE:
             self._phases.enter(Verb.FAIL_FORWARD)
-        # The caller reports why the forward failed: it is the cause of what the store refuses now.
+        # The caller reports why the forward failed. What the store refuses now only follows from that.
         with suppress(StoreError):
             self._residency.go_back_to(before.holds)
 
@@ -211,13 +254,15 @@ class UnitHooks:
         self._phases.enter(Verb.FAIL_CHANGE)
 
     def forget_values(self) -> None:
-        """Somebody changes parameters between two steps: what stayed gathered is not what it was."""
+        """Release all gathered units, because the user changes parameters between two steps and gathered copies would
+        be stale."""
         self._residency.let_all_go()
-        # Those of resident units, which are not released; see flat_group.py [Note: autocast].
+        # Resident units are not released, so their autocast copies are dropped here; see flat_group.py
+        # [Note: autocast].
         torch.clear_autocast_cache()
 
     def begin_step(self) -> None:
-        """The parameters are about to change: nothing of them stays on the device, and no lease on them is held."""
+        """Release all units with their leases, because the step is about to change the parameters."""
         self.expect_forward()
         self._phases.enter(Verb.BEGIN_STEP)
         self._end_uses(keep=False)
@@ -227,8 +272,9 @@ class UnitHooks:
         self._used.clear()
 
     def finish_step(self) -> None:
-        """The parameters are updated: the next step begins, and with it the uses that the last one saw."""
-        # Those of resident units, which are not released; see flat_group.py [Note: autocast].
+        """Take note that the parameters are updated, and have the store fetch what the next step uses first."""
+        # Resident units are not released, so their autocast copies are dropped here; see flat_group.py
+        # [Note: autocast].
         torch.clear_autocast_cache()
         self._training.end()
         self._residency.pause()
@@ -244,7 +290,7 @@ class UnitHooks:
         before: Callable[[Any, Any], Any] | None,
         after: Callable[[_Frame, Any], None] | None,
     ) -> None:
-        """Has `before` and `after` called around the module's forward, which is noted as one of `unit`."""
+        """Have `before` and `after` called around the module's forward, and note it as a forward of `unit`."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
             self._enter(unit, module)
@@ -263,6 +309,7 @@ class UnitHooks:
         module.register_forward_hook(torch.compiler.disable(leave), always_call=True)
 
     def _enter(self, unit: Unit, module: nn.Module) -> None:
+        """Note a forward that begins, and gather its unit, unless a forward of the same unit surrounds it."""
         if self.phase in (Phase.STEP, Phase.FAILED):
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
         outermost = not self._running
@@ -288,7 +335,7 @@ class UnitHooks:
             self._hold(unit, Part.FORWARD, self._lent_always[unit.index])
 
     def _leave(self, module: nn.Module) -> None:
-        """The forward has ended, or raised; also if it was refused before it began."""
+        """Note that the forward of `module` has ended, has raised, or was refused before it began."""
         if not self._running or self._running[-1].module is not module:
             return
         frame = self._running.pop()
@@ -298,7 +345,7 @@ class UnitHooks:
             if not self._running and self.phase is not Phase.BACKWARD:
                 self.fail_forward()
                 return
-        # Where the forward failed, that is what its caller is told.
+        # If the forward has failed, its own error is raised, not that of a session which has ended meanwhile.
         with nullcontext() if frame.has_returned else suppress(SessionEndedError):
             if all(other.unit is not unit for other in self._running):
                 self._release_after_forward(unit, may_release=frame.may_release)
@@ -309,6 +356,8 @@ class UnitHooks:
                 self._residency.check()
 
     def _release_after_forward(self, unit: Unit, *, may_release: bool) -> None:
+        """Let go of the unit, except of the root in a forward with gradients. Without `may_release`, hold the unit for
+        its backward first."""
         if unit.is_root and self.phase is Phase.FORWARD:
             return
         if not may_release:
@@ -316,33 +365,37 @@ class UnitHooks:
         self._residency.let_go(Holder(unit.index, Part.FORWARD), self._trace)
 
     def _end_forward(self) -> None:
-        """The outermost forward has ended."""
+        """Note that the outermost forward has ended; after one without gradients, leave the phase INFERENCE."""
         self._recorder.compute(None)
         if self._trace is self._inference:
             self._inference.end()
         self._residency.pause()
         if self.phase is Phase.INFERENCE:
             self._residency.let_all_go(keep=True)
-            # Another forward of the kind, or training goes on: nobody knows.
+            # Another inference may follow, or training may go on, so the store prepares for both.
             self._residency.prefetch(self._training, self._inference)
             self._phases.enter(Verb.END_INFERENCE)
 
     def _before_root(self, args: Any, kwargs: Any) -> Any:
+        """Return the root's inputs in the compute dtype; None: they stay as they are."""
         if self.phase is Phase.BACKWARD or self._compute_dtype is None:
             return None
         return cast_floating_inputs((args, kwargs), self._compute_dtype)
 
     def _before_unit(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        # In a recomputation, the forward that made the graph has its record already, except under reentrant
-        # checkpointing, which ran it without gradients.
+        """Watch the unit's inputs, whose gradients will say when its backward is over."""
+        # In a recomputation, the forward that made the graph has its record already. Reentrant checkpointing is the
+        # exception, because it has run that forward without gradients.
         if torch.is_grad_enabled() and not (self.phase is Phase.BACKWARD and self._open[unit.index]):
             self._watch_inputs(unit, TensorTree.of((args, kwargs)))
 
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
+        """Watch the unit's outputs, whose gradients will say when its backward begins, and lend the unit to its caller
+        if it returns its own parameters."""
         tree = TensorTree.of(output)
         if torch.is_grad_enabled():
             watched = self._watch_outputs(unit, tree)
-            # Where nothing tells when the unit's backward begins it stays, unless it has none.
+            # If no output tells when the unit's backward begins, the unit stays gathered, unless it has no backward.
             has_none = bool(tree.tensors) and not tree.hides_some and not self._gradients.has_gradients(unit)
             frame.may_release = watched or has_none
         if any(group.holds_memory_of(tensor) for group in unit.groups for tensor in tree.tensors):
@@ -351,25 +404,28 @@ class UnitHooks:
     # Backward
 
     def _step_of_backward(self) -> int:
+        """Return the step that gradients belong to now. Raises PhaseError outside of `engine.backward`."""
         if self.phase is not Phase.BACKWARD:
             raise PhaseError("loss.backward() was called directly: call engine.backward(loss)")
         return self._step
 
     def _watch_outputs(self, unit: Unit, output: TensorTree) -> bool:
-        """Whether something in `output` will tell that the unit's backward begins."""
+        """Have the unit gathered when the gradient of an output comes. Return whether any output will have one."""
         tensors = [tensor for tensor in output.requiring_grad() if tensor.grad_fn is not None]
         for tensor in tensors:
             tensor.register_hook(partial(self._before_backward, unit))
         return bool(tensors)
 
     def _watch_inputs(self, unit: Unit, inputs: TensorTree) -> None:
+        """Record a forward of the unit, and have its backward end when the gradients of all `inputs` have come."""
         record = object()
         self._open[unit.index].add(record)
         self._records.append((unit.index, record))
         tensors = inputs.requiring_grad()
         if not tensors:
-            return  # nothing tells when its backward is over: the end of backward does
-        # Those of reentrant checkpointing: their gradients are accumulated among the parameters', in any order.
+            return  # No input tells when the unit's backward is over, so it lasts until the end of backward.
+        # The inputs of a reentrant checkpoint are leaves. Autograd accumulates their gradients among those of the
+        # parameters, in any order, so parameters may still miss theirs.
         has_leaves = any(tensor.is_leaf for tensor in tensors)
         handle: RemovableHandle
 
@@ -382,16 +438,18 @@ class UnitHooks:
         handle = register_multi_grad_hook(tensors, after_backward)
 
     def _forget_records(self, since: int) -> None:
-        """Expect no backward of forwards that have failed."""
+        """Expect no backward of the forwards recorded after the first `since`, because they have failed."""
         for index, record in self._records[since:]:
             self._open[index].discard(record)
         del self._records[since:]
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
+        """Begin the unit's backward, because the gradient of one of its outputs has come."""
         self._step_of_backward()
         self._gather_for_backward(unit)
 
     def _gather_for_backward(self, unit: Unit) -> None:
+        """Gather the unit for its backward, and ask for the memory of its gradients. Idempotent."""
         if unit.index in self._in_backward:
             return
         self._in_backward.add(unit.index)
@@ -399,10 +457,11 @@ class UnitHooks:
         self._hold(unit, Part.BACKWARD, self._lent[unit.index] | self._lent_always[unit.index])
 
     def _after_backward(self, unit: Unit, *, waits: bool) -> None:
-        """The gradients of all inputs of the unit are there.
+        """Release the unit and reduce what can be reduced now, because the gradients of all its inputs have come.
 
         Args:
-            waits: for gradients that are missing, until the end of backward if they do not come.
+            waits: whether to wait for parameter gradients that are missing. If they do not come, the unit's backward
+                lasts until the end of backward.
         """
         complete = self._gradients.unit_is_complete(unit)
         if waits and not complete:
@@ -411,42 +470,65 @@ class UnitHooks:
         over = self._reduction_order.unit_is_over(unit.index)
         if complete:
             self._recorder.compute("backward", self._root.fqn)
-            # First: the update that a reduction may begin works on what is in the store's host memory, if it is idle.
+            # The unit is released before the reduction, because the reduction may begin an early update, and the store
+            # works on the unit's bytes in its host memory only while no lease on them is held.
             self._in_backward.discard(unit.index)
             self._residency.let_go(Holder(unit.index, Part.BACKWARD), self._trace)
         for index in over:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
-        self._gradients.reduce_unit(self._units[index], self._step, self._trace.next_use(index))
+        """Reduce the unit's gradients, and have the store begin with the update of each group that is final."""
+        next_use = self._trace.next_use(index)
+        for gradient in self._gradients.of_unit(self._units[index]):
+            if self._gradients.reduce(gradient, self._step, next_use):
+                self._updates.begin_early(gradient)
 
-    def _after_gradient(self, index: int) -> None:
-        """A parameter of the unit has its gradient."""
-        if index not in self._almost_over or self._open[index]:
+    def _watch_gradients(self, unit: Unit) -> None:
+        """Have `_take_gradient` called as autograd finishes each gradient of the unit's parameters."""
+        for gradient in self._gradients.of_unit(unit):
+            for slot, parameter in enumerate(gradient.flat_group.parameters):
+                frozen = not parameter.tensor.requires_grad
+                # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
+                parameter.tensor.requires_grad_(True)
+                hook = partial(self._take_gradient, unit, gradient, slot)
+                parameter.tensor.register_post_accumulate_grad_hook(hook)
+                parameter.tensor.requires_grad_(not frozen)
+
+    def _take_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, _: torch.Tensor) -> None:
+        """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing."""
+        gradient.take(slot, self._step_of_backward())
+        if unit.index not in self._almost_over or self._open[unit.index]:
             return
-        if self._gradients.unit_is_complete(self._units[index]):
-            self._almost_over.discard(index)
-            self._after_backward(self._units[index], waits=False)
+        if self._gradients.unit_is_complete(unit):
+            self._almost_over.discard(unit.index)
+            self._after_backward(unit, waits=False)
 
     # Gather and lend
 
     def _hold(self, unit: Unit, part: Part, lent: set[int]) -> None:
-        """Gathers the unit, and what it borrows."""
+        """Gather the unit and the units that it borrows, and hold them for `part`."""
         self._recorder.compute(None)
         for index in (unit.index, *sorted(lent)):
             self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)
         self._recorder.compute(part.name.lower(), unit.fqn)
 
     def _hold_gathered(self, unit: Unit, part: Part) -> None:
+        """Hold the unit and the units that it borrows, all of which are gathered, for `part`."""
         for each in (unit, *(self._units[index] for index in self._lent[unit.index])):
             self._residency.share(each, Holder(unit.index, part))
 
     def _lend_on_use(self, lender: Unit, parameter: ModelParameter, function: str) -> None:
-        """Somebody has given a released parameter of `lender` to torch."""
+        """Gather `lender` for the unit that runs, because torch was given one of the lender's released parameters.
+
+        Raises:
+            ReleasedParameterError: no unit runs, so the user's code outside of the model has used the parameter.
+        """
         if self._running:
             borrower = self._running[-1].unit
         elif self.phase is Phase.BACKWARD:
-            # The backward of a function of the user's: of which unit, nobody knows. The root's lasts longest.
+            # The backward of a function of the user's has used the parameter. The hooks do not know in which unit, so
+            # the root borrows it, whose backward lasts longest.
             borrower = self._root
         else:
             raise ReleasedParameterError(parameter.fqn, function)
@@ -455,13 +537,14 @@ class UnitHooks:
         self._residency.hold(lender, Holder(borrower.index, part), self._trace)
 
     def _lend_to_caller(self, lender: Unit) -> None:
-        """What a unit returns are its parameters, or views of them, and its caller will use them."""
+        """Hold `lender` for the unit that has called it, because it returns its parameters, or views of them."""
         callers = [frame.unit for frame in self._running if frame.unit is not lender]
         if callers:
             self._lent[callers[-1].index].add(lender.index)
             self._residency.share(lender, Holder(callers[-1].index, Part.FORWARD))
 
     def _end_uses(self, *, keep: bool) -> None:
+        """Let go of all units. With `keep`, they may stay gathered within the limit of the residency."""
         self._running.clear()
         self._residency.let_all_go(keep=keep)
         self._in_backward.clear()

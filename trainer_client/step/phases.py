@@ -15,9 +15,9 @@
 | end_step       |           |           |          |          | IDLE |        |
 | fail_change    | FAILED    |           |          |          |      |        |
 
-An empty field is refused. An inference within FORWARD (an evaluation between a forward and its backward) leaves the
-phase alone. Forwards within BACKWARD are recomputations and no verb: they belong to the backward pass. A forward that
-fails leaves the phase that it began in: fail_forward is entered by one that began in IDLE.
+An empty field is refused. An inference within FORWARD (an evaluation between a forward and its backward) does not
+change the phase. Forwards within BACKWARD are recomputations, which belong to the backward pass and have no verb. A
+forward that fails restores the phase that it began in, so only one that began in IDLE enters fail_forward.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from trainer_client.errors import PhaseError
 
 
 class Phase(enum.Enum):
-    """The value says why a verb may be refused, and what to do."""
+    """The phases. The value of each says why a verb may be refused in it, and what the user can do."""
 
     IDLE = "nothing is under way"
-    """Between steps or micro-batches, or after an inference; no unit is in use."""
+    """The engine is between steps or micro-batches, or after an inference. No unit is in use."""
 
     INFERENCE = "a forward without gradients is under way: let it end first"
-    """In a forward without gradients."""
+    """The engine is in a forward without gradients."""
 
     FORWARD = "a forward is under way, or its backward is to come"
-    """In, or after, a forward with gradients; the root is in use."""
+    """The engine is in, or after, a forward with gradients. The root is in use."""
 
     BACKWARD = "a backward pass is under way: let engine.backward() return first"
-    """In `engine.backward`; forwards that run now are recomputations."""
+    """The engine is in `engine.backward`. Forwards that run now are recomputations."""
 
     STEP = "engine.step() is under way, or has failed: then restart the job, it resumes from the last commit"
-    """In `engine.step`, at an accumulation boundary: the parameters are about to change."""
+    """The engine is in `engine.step`, at an accumulation boundary: the parameters are about to change."""
 
     FAILED = "a backward pass or a change of states has failed: restart the job, it resumes from the last commit"
-    """A backward raised: the step's gradients are incomplete on this rank, and the step cannot be made any more. Or a
-    change of states by hand raised half-way: some of it would become a part of the next commit. All leases are given
-    back, and on several ranks the others are told."""
+    """A backward has raised, so the step's gradients are incomplete on this rank, and the step cannot be made any more.
+    Or a change of states by hand has raised half-way, so that a part of it would go into the next commit. All leases
+    are released, and with several ranks this rank has told the other ones."""
 
 
 class Verb(enum.Enum):
-    """The value is what the user sees of it."""
+    """The transitions. The value of each is its name in errors."""
 
     BEGIN_FORWARD = "the model's forward"
     BEGIN_INFERENCE = "the model's forward (without gradients)"
@@ -87,14 +87,17 @@ _TRANSITIONS: Mapping[tuple[Verb, Phase], Phase] = {
 
 
 class Phases:
-    """The phase of one engine. Raises PhaseError where the table has no transition."""
+    """The phase of one engine."""
 
     def __init__(self, entered: Callable[[str], None] = lambda _: None) -> None:
-        """`entered` is told the name of each phase that is entered, in lower case."""
+        """Args:
+        entered: called with the name of each phase that is entered, in lower case.
+        """
         self.current = Phase.IDLE
         self._entered = entered
 
     def enter(self, verb: Verb) -> None:
+        """Enter the phase that follows the present one by `verb`. Raises PhaseError if there is none."""
         following = _TRANSITIONS.get((verb, self.current))
         if following is None:
             raise PhaseError(f"{verb.value} was called where it cannot be: {self.current.value}")

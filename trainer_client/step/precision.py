@@ -1,6 +1,6 @@
-"""Number formats: what forward and backward compute with, and the loss scale that keeps fp16 gradients in range.
+"""Number formats: the dtypes of forward and backward, and the loss scale that keeps fp16 gradients in range.
 
-Owns the loss scale. Must never touch parameters or gradients: it says which dtype and which factor, others apply them.
+Owns the loss scale. Must never touch parameters or gradients: its callers apply the dtypes and the factor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPolicy:
-    """The dtypes of what forward and backward use; the optimizer's states are fp32, and so is the master weight.
+    """The dtypes of forward and backward. The optimizer's states and the master weights always are fp32.
 
     Attributes:
-        compute_dtype: of the parameters, and of the root's floating-point inputs; None: each parameter keeps its own.
-        accumulation_dtype: of gradients between micro-batches; None: of their parameter.
-        reduction_dtype: in which gradients are added over ranks; None: of their parameter.
+        compute_dtype: the dtype of the parameters, and of the root's floating-point inputs; None: each parameter keeps
+            its own, and inputs stay as they are.
+        accumulation_dtype: the dtype of gradients between micro-batches; None: that of their parameter.
+        reduction_dtype: the dtype in which gradients are added over ranks; None: that of their parameter.
     """
 
     compute_dtype: torch.dtype | None
@@ -35,6 +36,7 @@ class PrecisionPolicy:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> PrecisionPolicy:
+        """Return the policy of a config."""
         compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
         return cls(
             compute_dtype=compute_dtype,
@@ -43,7 +45,8 @@ class PrecisionPolicy:
         )
 
     def dtype_of(self, parameter: ModelParameter) -> torch.dtype:
-        """What a parameter is computed with. Raises ConfigError for one that cannot keep its own dtype."""
+        """Return the dtype in which a parameter is computed with. Raises ConfigError for one that cannot keep its own
+        dtype."""
         if self.compute_dtype is not None:
             return self.compute_dtype
         if (dtype := parameter.tensor.dtype) not in _DTYPES.values():
@@ -59,7 +62,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def cast_floating_inputs(inputs: Any, dtype: torch.dtype) -> Any:
-    """`inputs` (any pytree) with its floating-point tensors in `dtype`; complex and integer tensors stay."""
+    """Return `inputs` (any pytree) with its floating-point tensors in `dtype`; complex and integer tensors stay."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -68,10 +71,13 @@ def cast_floating_inputs(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 class LossScaler:
-    """DeepSpeed's loss scale for fp16: static, or halved on overflow and doubled after `window` good steps.
+    """DeepSpeed's loss scale for fp16: static, or halved on overflow and doubled after `loss_scale_window` good steps.
 
-    An overflow lowers `patience` first, and the scale only when it is used up; a doubling restores it. In bf16 and fp32
-    the scale is a static 1.
+    An overflow first uses up the patience (`hysteresis`), and only then halves the scale. A doubling restores the
+    patience. In bf16 and fp32 the scale is always 1.
+
+    Attributes:
+        scale: the factor of the loss.
     """
 
     def __init__(self, section: Fp16Section) -> None:
@@ -87,7 +93,7 @@ class LossScaler:
             self.scale = 2.0**section.initial_scale_power if self._dynamic else section.loss_scale
 
     def update(self, *, overflow: bool) -> None:
-        """Takes note of a step that was made, or skipped because its gradient was not finite."""
+        """Take note of a step that was made, or was skipped because its gradient was not finite (`overflow`)."""
         if not self._dynamic:
             return
         if overflow:
@@ -103,10 +109,11 @@ class LossScaler:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float | int]:
+        """Return the state, for a commit."""
         return {"scale": self.scale, "patience": self._patience, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the state over where the scale is dynamic; a static scale is the config's."""
+        """Take the state of a commit over if the scale is dynamic. A static scale stays as the config says."""
         if self._dynamic:
             self.scale = float(state["scale"])
             self._patience = int(state["patience"])

@@ -1,12 +1,13 @@
-"""In which order units' gradients are reduced before the end of backward, although ranks may run different units.
+"""The order in which units' gradients are reduced before the end of backward, although ranks may run different units.
 
 Owns the order of one backward pass. Must never let two ranks begin different reductions at one time.
 
 [Note: one order for all ranks] A reduction is a collective, and a unit's gradients are ready when its backward is over:
-at another time on each rank, and on some perhaps never. At the begin of a backward pass the ranks tell each other which
-units their forwards used, in which order. Units that all ranks used are reduced in one order, the reverse of rank 0's
-first uses: a unit waits for those before it, as a bucket of DDP does. Everything else is reduced at the end of
-backward, as agreed there. The exchange is under way while backward begins; the first unit that is over waits for it.
+at another time on each rank, and on some ranks perhaps never. When a backward pass begins, the ranks tell each other
+which units their forwards used, in which order. The units that all ranks used are reduced in one order, the reverse of
+the first uses on rank 0. A unit waits for the units before it in this order, as a bucket of DDP does. All other units
+are reduced at the end of backward, where the ranks agree on them. The exchange goes on while backward begins, and the
+first unit whose backward is over waits for it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from trainer_client.ranks.collectives import Collectives, PendingRows
 
 
 class ReductionOrder:
-    """Args:
-    units: how many there are.
+    """The order of one engine's reductions, one backward pass after the other.
+
+    Args:
+        units: how many units there are.
     """
 
     def __init__(self, units: int, collectives: Collectives) -> None:
@@ -30,15 +33,15 @@ class ReductionOrder:
         self._exchange: PendingRows | None = None
         self._plan: list[int] = []
         self._over: set[int] = set()
-        # What was used and yet not over by the end of the last backward (run without gradients, or no part of the loss)
-        # would hold up the others again.
+        # The units that were used and whose backward was not over by the end of the last backward pass, because they
+        # ran without gradients or are no part of the loss. They would hold up others again, so they leave the order.
         self._late: frozenset[int] = frozenset()
 
     def begin(self, used: Sequence[int]) -> None:
-        """Backward begins. A collective, which is not waited for.
+        """Begin to agree on the order of a backward pass. A collective, without waiting for it.
 
         Args:
-            used: units whose backward this rank expects, in the order of their first use.
+            used: the units whose backward this rank expects, in the order of their first use.
         """
         self._used = tuple(used)
         self._over = set()
@@ -51,7 +54,7 @@ class ReductionOrder:
         self._exchange = self._collectives.start_exchange(row, what="the agreement on an order of reductions")
 
     def unit_is_over(self, unit: int) -> list[int]:
-        """The unit's backward is over on this rank: the units to be reduced now, in this order."""
+        """Take note that the unit's backward is over on this rank. Return the units to be reduced now, in order."""
         self._over.add(unit)
         if self._collectives.world_size == 1:
             return [unit]
@@ -62,29 +65,37 @@ class ReductionOrder:
         return self._take(ready)
 
     def finish(self) -> list[int]:
-        """Backward is over: the units that other ranks have reduced, or will, and this one has not."""
+        """Return the units that are left in the order when backward is over. Other ranks have reduced them, or will."""
         self._agree()
         self._late = frozenset(self._used) - self._over
         return self._take(len(self._plan))
 
     def abandon(self) -> None:
-        """Backward has failed."""
+        """Forget the order, because backward has failed."""
         self._exchange = None
         self._plan = []
 
     def _agree(self) -> None:
+        """Wait for the exchange, and derive the order from it. Idempotent."""
         if self._exchange is None:
             return
         exchange, self._exchange = self._exchange, None
         self._plan = reverse_of_first_uses(exchange.wait().tolist())
 
     def _take(self, count: int) -> list[int]:
+        """Return the next units of the order, and remove them from it."""
         taken, self._plan = self._plan[:count], self._plan[count:]
         return taken
 
 
 def reverse_of_first_uses(rows: Iterable[Sequence[int]]) -> list[int]:
-    """Of each rank's row of orders (0: not used), the units that all ranks used, rank 0's last one first."""
+    """Return the units that all ranks used, first the one that rank 0 used last.
+
+        reverse_of_first_uses([[1, 2, 0], [2, 1, 3]]) == [1, 0]
+
+    Args:
+        rows: for each rank a row, with the place of each unit in the order of first uses from 1 on; 0: not used.
+    """
     first, *others = rows
     common = [unit for unit, order in enumerate(first) if order and all(row[unit] for row in others)]
     return sorted(common, key=lambda unit: -first[unit])

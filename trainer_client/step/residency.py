@@ -1,7 +1,7 @@
-"""Which units are gathered, and for whom: a unit stays as long as somebody holds it.
+"""Which units are gathered, and for whom: a unit stays gathered as long as it has a holder.
 
-Owns the holds, the look-ahead (leases for the next unit, the store's prefetch window) and the limit on what is gathered
-without being held. Must never decide who needs a unit: that is the hooks' business.
+Owns the holds, the look-ahead (leases for the next unit, the store's prefetch window) and the limit on units that stay
+gathered without a holder. Must never decide who needs a unit: the hooks do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trainer_client.step.trace import Trace
 from trainer_client.step.window import Window
 from trainer_client.transport.rank_store import RankStore
 
-# A grant of leases takes the store some milliseconds of a busy processor's time; a longer wait was one for the device.
+# To grant leases takes the store some milliseconds on a busy processor. A longer wait was one for its NVMe device.
 STALL_SECONDS = 0.005
 
 
 class Part(enum.Enum):
-    """Of a unit's life in a step."""
+    """A part of a unit's life in a step."""
 
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
@@ -35,23 +35,31 @@ class Part(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who needs a unit: itself, or another unit that uses its parameters."""
+    """A unit that needs a unit: itself, or another one whose parameters it uses.
 
-    user: int  # index of a unit
+    Attributes:
+        user: index of the unit that needs it.
+        part: how long it is needed.
+    """
+
+    user: int
     part: Part
 
 
 class Residency:
-    """Args:
-    prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
-    kept_elements: how much may stay gathered although nobody holds it, because it is used again in this step; what is
-        held counts too. None: nothing stays.
-    is_alone: no other rank uses the store. Ranks that are at different units, and hold leases on what only passes
-        through the store's host memory while they compute, could wait for each other's room.
-    recorder: is told what gathers take.
+    """The residency of all units of one engine.
+
+    Args:
+        prefetch_bytes: how much of this rank's shards the store shall hold ready ahead of their use.
+        kept_elements: how many elements may be gathered for a unit without a holder to stay, because it is used again
+            in this step; those of held units count too. None: no unit stays without a holder.
+        is_alone: whether no other rank uses the store. If others do, units that only pass through the store's host
+            memory are copied instead of shown: ranks that hold leases on different units while they compute could wait
+            for each other's room.
+        recorder: takes note of how long gathers take.
 
     Attributes:
-        counters: what the gathers of uses cost, for a step report.
+        counters: the cost of gathers since the last step, for the step report.
     """
 
     def __init__(
@@ -73,20 +81,27 @@ class Residency:
         self._holders: list[set[Holder]] = [set() for _ in units]
         self._held_by: dict[Holder, set[int]] = {}
         self.counters = GatherCounters([unit.fqn for unit in units])
-        self._passing: list[Unit] = []  # shown, and not at home in the store's host memory
-        self._ahead: Unit | None = None  # the one whose leases are asked for before its use
-        self._told: set[int] = set()  # units that the store was told of, and that were not used since
+        # The units that are shown, and whose parameters do not live in the store's host memory.
+        self._passing: list[Unit] = []
+        # The unit whose leases were asked for before its use.
+        self._ahead: Unit | None = None
+        # The units whose next use the store was told of, and that were not used since.
+        self._told: set[int] = set()
         self._was_gathered: set[int] = set()
         self._window = Window()
-        self._used_until: float | None = None  # when the last unit had been gathered, on time.perf_counter
+        # The time on time.perf_counter when the last unit was gathered. None: the time since does not count as compute.
+        self._used_until: float | None = None
         sizes = [unit.chunk_bytes for unit in units if unit.chunk_bytes]
         self._usual_bytes = int(median(sizes)) if sizes else 0
         self._leased_units = len(sizes)
         self._passes = any(unit.passing_bytes and unit.chunk_bytes for unit in units)
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
-        """Gathers the unit if nobody holds it, notes the use in `trace`, and asks for what is used next; keeps the unit
-        until `holder` lets go. A collective, unless gathers are one-sided."""
+        """Gather the unit and keep it until `holder` lets go. A collective, unless gathers are one-sided.
+
+        If the unit has no holder yet, this is a use: it is noted in `trace`, and the unit that is used next is asked
+        for.
+        """
         if self._holders[unit.index] and unit.state in (UnitState.GATHERED, UnitState.RESIDENT):
             self.share(unit, holder)
             return
@@ -100,30 +115,31 @@ class Residency:
         self.share(unit, holder)
         following = next(trace.upcoming(), None)
         if following is not None:
-            # The next unit's lease is asked for now, so that its bytes are there when it is used. Never beyond the end
-            # of the step: its version would be the one before the update.
+            # The leases of the next unit are asked for now, so that its bytes are there when it is used. `upcoming`
+            # ends with the step, because leases beyond it would be on the versions before the update.
             self._start_ahead(self._units[following[0]], following[1])
         self.prefetch(trace)
         self._used_until = time.perf_counter()
 
     def check(self) -> None:
-        """To be called before what was computed is used, while units are gathered.
+        """Check that the parameters of gathered units were right so far. Call this before their results are used.
 
         Raises:
-            SessionEndedError: the store has given this session up; shown parameters may have been somebody else's.
+            SessionEndedError: the store has given this session up, so the memory that was shown may have held other
+                bytes than the parameters.
         """
         self._store.check_leases()
         for unit in self._units:
             unit.check()
 
     def share(self, unit: Unit, holder: Holder) -> None:
-        """As `hold`, for a unit that is gathered."""
+        """Keep a unit that is gathered already until `holder` lets go."""
         self._holders[unit.index].add(holder)
         self._held_by.setdefault(holder, set()).add(unit.index)
 
     def let_go(self, holder: Holder, trace: Trace) -> None:
-        """What nobody else holds is put away; but not a unit whose forward is over and that is used again at once: the
-        last one of the forward is the first of the backward."""
+        """Put away the units that no other holder needs. A unit whose forward is over stays if it is used again at
+        once, because the last unit of the forward is the first one of the backward."""
         stays = holder.user if holder.part is Part.FORWARD and trace.next_unit() == holder.user else None
         for index in self._held_by.pop(holder, ()):
             self._holders[index].discard(holder)
@@ -131,12 +147,12 @@ class Residency:
                 self._put_away_if_idle(self._units[index], trace)
 
     def let_all_go(self, *, keep: bool = False) -> None:
-        """Nobody holds anything any more; what is gathered stays only with `keep`, and within the limit. Leases of
-        gathers that nobody waited for are given back."""
+        """End all holds, and release all units, also those whose gather was only begun. With `keep`, gathered units
+        stay within the limit."""
         self._held_by.clear()
         for holders in self._holders:
             holders.clear()
-        with ExitStack() as every:  # Also where the release of one of them raises.
+        with ExitStack() as every:  # If the release of one unit raises, the other units are released nevertheless.
             for unit in self._units:
                 if keep and unit.state is UnitState.GATHERED:
                     every.callback(self._put_away_if_idle, unit, None)
@@ -148,7 +164,7 @@ class Residency:
         return frozenset((holder, index) for holder, indices in self._held_by.items() for index in indices)
 
     def go_back_to(self, holds: Set[tuple[Holder, int]]) -> None:
-        """Let go of all that is held beyond `holds`, after a failure. What remains unheld is released, and so are the
+        """End all holds that are not in `holds`, after a failure. Release the units without a holder then, and the
         leases that were asked for ahead."""
         for holder, index in self.holds() - holds:
             self._held_by[holder].discard(index)
@@ -160,14 +176,14 @@ class Residency:
                     every.callback(unit.release)
 
     def prefetch(self, *traces: Trace) -> None:
-        """Tells the store what comes next in one of the traces, unless it knows."""
+        """Tell the store which units are used next in the traces, unless it was told."""
         if not self._passes and len(self._was_gathered) == self._leased_units:
-            return  # all that is leased is in the store's host memory for good
+            return  # All leased units are in the store's host memory for good.
         self._window.note_fetches(*self._store.fetched)
         ahead = self._window.resize(self._usual_bytes)
         wants: list[tuple[Unit, int]] = []
         budget = self._prefetch_bytes
-        # Twice as far as necessary: a message then serves for several units.
+        # The store is told of twice as many units as necessary, so that one message serves for several uses.
         for unit, position in islice(self._told_next(traces), 2 * ahead):
             budget -= unit.chunk_bytes
             if budget < 0:
@@ -178,22 +194,23 @@ class Residency:
             self._store.prefetch((slab, position) for unit, position in wants for slab in unit.slabs())
 
     def pause(self) -> None:
-        """What is computed until the next use is not a unit's."""
+        """Do not count the time from now to the next use as a unit's compute time."""
         self._used_until = None
 
     def _is_predicted(self, unit: Unit, trace: Trace) -> bool:
-        """Whether the store was told of the next use of the unit, or need not be: it has it in memory for good."""
+        """Return whether the store was told of this use of the unit, or need not be, because the unit is expected and
+        lives in its host memory."""
         if unit.state is UnitState.FETCHING or unit.index in self._told:
             return True
         return not unit.passing_bytes and unit.index in self._was_gathered and trace.expects(unit.index)
 
     def _gather(self, unit: Unit, position: int, next_use: int | None, *, predicted: bool) -> None:
-        """Makes the unit whole, and counts what that took."""
+        """Make the unit's parameters whole, and count the cost."""
         if unit.state in (UnitState.GATHERED, UnitState.SET_ASIDE, UnitState.RESIDENT):
             unit.wait_gather(next_use)
             return
         if self._ahead is not None and self._ahead is not unit:
-            # Another unit came first. There may be no room for the leases of both.
+            # Another unit is used first, and the store may have no room for the leases of both.
             self._ahead.release()
         self._ahead = None
         self._told.discard(unit.index)
@@ -220,13 +237,14 @@ class Residency:
             )
 
     def _start_ahead(self, unit: Unit, position: int) -> None:
+        """Ask for the leases of a unit before its use, unless it is gathered."""
         if unit.state is UnitState.SHARDED:
             unit.start_gather(position)
             self._ahead = unit
 
     def _make_room_in_store(self, unit: Unit) -> None:
-        """Returns leases so that those on `unit` can be granted. What lives in the store's host memory takes no room
-        there."""
+        """Copy a shown unit and release its leases, if without that the store may have no room for those of `unit`. A
+        unit that lives in the store's host memory needs no more room there."""
         self._passing = [other for other in self._passing if other.is_shown]
         if unit.passing_bytes and len(self._passing) >= UNITS_SHOWN_AT_ONCE:
             smallest = min(self._passing, key=lambda other: other.passing_bytes)
@@ -234,13 +252,14 @@ class Residency:
             self.counters.note(smallest.index, UnitGathers(copied_bytes=smallest.leased_bytes))
 
     def _put_away_if_idle(self, unit: Unit, trace: Trace | None) -> None:
+        """Put the unit away, unless it has a holder or fits into the limit."""
         if not self._holders[unit.index] and not (
             self._kept_elements is not None and self._gathered_elements() <= self._kept_elements
         ):
             self._put_away(unit, trace)
 
     def _put_away(self, unit: Unit, trace: Trace | None) -> None:
-        """Releases the unit, or sets it aside: what takes no memory, if it is used again in this repetition of the
+        """Release the unit. Set it aside instead if it takes no memory and is used again in this repetition of the
         trace."""
         if trace is not None and unit.takes_no_memory and trace.expects(unit.index):
             unit.set_aside()
@@ -248,8 +267,8 @@ class Residency:
             unit.release()
 
     def _make_room(self, unit: Unit, trace: Trace) -> None:
-        """Puts away what is idle, the last needed first, until `unit` fits. What is held stays: one unit that is larger
-        than the limit is admitted, alone with what is held."""
+        """Put away units without a holder until `unit` fits into the limit, first the one that is needed last. Held
+        units stay, so a unit that is larger than the limit is admitted, alone with the held ones."""
         if unit.state in (UnitState.GATHERED, UnitState.SET_ASIDE):
             return
         limit = (self._kept_elements or 0) - unit.elements
@@ -259,10 +278,11 @@ class Residency:
             self._put_away(idle.pop(), trace)
 
     def _gathered_elements(self) -> int:
+        """Return how many elements are gathered, without those of resident units."""
         return sum(unit.elements for unit in self._units if unit.state is UnitState.GATHERED)
 
     def _told_next(self, traces: Sequence[Trace]) -> Iterator[tuple[Unit, int]]:
-        """What the traces use next, in turn, each unit once: what the store can make ready."""
+        """Yield the units that the traces use next and that the store can make ready, each once, the traces in turn."""
         seen: set[int] = set()
         for following in zip_longest(*map(self._following, traces)):
             for unit, position in filter(None, following):
@@ -271,7 +291,8 @@ class Residency:
                     yield unit, position
 
     def _following(self, trace: Trace) -> Iterator[tuple[Unit, int]]:
-        """The rest of the sequence, then its next repetition, but for what an update is about to replace."""
+        """Yield the uses in the rest of the sequence, then those in its next repetition, without units that an update
+        is about to replace."""
         for index, position in trace.upcoming():
             if self._can_be_made_ready(self._units[index]):
                 yield self._units[index], position
@@ -282,6 +303,7 @@ class Residency:
                 yield unit, position
 
     def _can_be_made_ready(self, unit: Unit) -> bool:
-        # What lives in the store's host memory is there for good once it was used.
+        """Return whether the store can fetch bytes of the unit ahead of its use."""
+        # A unit that lives in the store's host memory is there for good once it was used.
         is_elsewhere = unit.passing_bytes > 0 or unit.index not in self._was_gathered
         return unit.state is UnitState.SHARDED and unit.chunk_bytes > 0 and is_elsewhere

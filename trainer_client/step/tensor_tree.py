@@ -1,4 +1,4 @@
-"""The tensors in what a module takes and gives back. Pure functions."""
+"""The tensors in a module's inputs and outputs. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dt
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTree:
-    """Attributes:
-    tensors: all that were found: in containers that torch's pytrees know, and in dataclasses, at any depth.
-    hides_some: whether there are objects among them that may hold more.
+    """The tensors in a value.
+
+    Attributes:
+        tensors: all tensors that were found, in containers that torch's pytrees know and in dataclasses, at any depth.
+        hides_some: whether the value holds objects of other types, which may hold more tensors.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -25,19 +27,22 @@ class TensorTree:
 
     @classmethod
     def of(cls, values: Any) -> TensorTree:
+        """Return the tensors in `values`."""
         leaves = list(_leaves(values))
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         hides_some = any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves)
         return cls(tensors=tensors, hides_some=hides_some)
 
     def requiring_grad(self) -> list[torch.Tensor]:
+        """Return the tensors that require a gradient."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
 
 def _leaves(values: Any) -> Iterator[Any]:
+    """Yield the leaves of a pytree, and those of the dataclasses in it."""
     for leaf in tree_leaves(values):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            # One by one: a dataclass may be built without all of its fields.
+            # The fields are read one by one, because a dataclass may be built without all of its fields.
             for field in dataclasses.fields(leaf):
                 yield from _leaves(getattr(leaf, field.name, None))
         else:

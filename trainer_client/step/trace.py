@@ -1,8 +1,8 @@
-"""The order in which a step uses its units: recorded, it tells what comes next and when a unit is needed again.
+"""The order in which a step uses its units. Once recorded, it tells which unit comes next and when one is needed.
 
 Owns the recorded order. Must never raise or lose its knowledge because a step deviates from the last one: a unit that
-is skipped, repeated or new only shifts the cursor, and what was really used becomes the expectation of the next step. A
-unit that was not used at all keeps its place for a while: experts and conditional layers come back.
+is skipped, repeated or new only moves the cursor, and the uses of this step become the expectation of the next one. A
+unit that was not used at all keeps its place for a while, because experts and conditional layers come back.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 
-# After so many repetitions in a row without a use, a unit is not expected any more.
+# A unit is not expected any more after so many repetitions in a row without a use.
 FORGOTTEN_AFTER = 8
 
 
 class Clock:
-    """Counts uses over the life of a job; positions of all traces are readings of one clock."""
+    """A count of uses over the life of a job. The positions of all traces are readings of one clock."""
 
     def __init__(self, now: int = 0) -> None:
+        self.now = now
+
+    def go_on_from(self, now: int) -> None:
+        """Take the reading over that a commit carried."""
         self.now = now
 
 
@@ -26,28 +30,34 @@ class Trace:
     """The uses of a repeating sequence (a training step, an inference forward), as indices of units.
 
     Attributes:
-        ends_in_update: whether trainable parameters are other ones in the next repetition.
+        ends_in_update: whether the sequence ends in an update of the trainable parameters.
     """
 
     def __init__(self, clock: Clock, *, amid: Trace | None = None) -> None:
-        """`amid`: of a sequence that changes nothing, the one that goes on when it is over."""
+        """Args:
+        amid: for a sequence that does not end in an update, the sequence that goes on when it is over.
+        """
         self.ends_in_update = amid is None
         self._amid = amid
         self._clock = clock
         self._expected: list[int] = []
-        self._places: dict[int, list[int]] = {}  # unit -> its indices in _expected, ascending
-        self._cursor = 0  # index of the next expected use
+        # For each expected unit its indices in _expected, ascending.
+        self._places: dict[int, list[int]] = {}
+        # The index of the next expected use.
+        self._cursor = 0
         self._used: list[int] = []
-        self._missed: dict[int, int] = {}  # expected unit -> repetitions in a row without a use
+        # For each expected unit that was missing, the number of repetitions in a row without a use.
+        self._missed: dict[int, int] = {}
 
     def use(self, unit: int) -> int:
-        """Takes note that a unit is used now; its position."""
+        """Take note that a unit is used now. Return the position of the use."""
         self._clock.now += 1
         self._used.append(unit)
         places = self._places.get(unit, [])
         following = bisect_left(places, self._cursor)
         if following < len(places):
-            # Uses in between were skipped in this step. A unit that is not expected any more leaves the cursor alone.
+            # The uses in between were skipped in this step. A unit that is not expected from here on leaves the cursor
+            # where it is.
             self._cursor = places[following] + 1
         return self._clock.now
 
@@ -61,28 +71,28 @@ class Trace:
         del self._used[used:]
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
-        """The expected rest of the sequence as (unit, position). Ends where the sequence ends."""
+        """Yield the expected rest of the sequence as (unit, position). Ends where the sequence ends."""
         for index in range(self._cursor, len(self._expected)):
             yield self._expected[index], self._clock.now + 1 + index - self._cursor
 
     def after_end(self) -> Iterator[tuple[int, int]]:
-        """The next repetition, once the expected rest of this one is over, as (unit, position)."""
+        """Yield the uses of the next repetition as (unit, position), which come after the expected rest of this one."""
         rest = len(self._expected) - self._cursor
         for distance, unit in enumerate(self._expected, start=rest + 1):
             yield unit, self._clock.now + distance
 
     def next_unit(self) -> int | None:
-        """The unit expected next in this sequence, if any."""
+        """Return the unit that is expected next in this sequence; None: the expected rest is over."""
         return self._expected[self._cursor] if self._cursor < len(self._expected) else None
 
     def expects(self, unit: int) -> bool:
-        """Whether a unit is used in the expected rest of the sequence."""
+        """Return whether a unit is used in the expected rest of the sequence."""
         places = self._places.get(unit, [])
         return bool(places) and places[-1] >= self._cursor
 
     def next_use(self, unit: int) -> int | None:
-        """The position at which a unit is expected next: in this sequence, in its next repetition, or in the one that
-        goes on afterwards."""
+        """Return the position at which a unit is expected next: in this sequence, in its next repetition, or in the
+        sequence that goes on afterwards. None: the unit is not expected."""
         uses = [self._own_next_use(unit), self._amid.next_use(unit) if self._amid is not None else None]
         return min((use for use in uses if use is not None), default=None)
 
@@ -98,8 +108,8 @@ class Trace:
         return self._clock.now + distance + 1
 
     def end(self) -> None:
-        """The sequence is over: what was used is what the next repetition is expected to use, with what was not used
-        this time at its place."""
+        """End the sequence. The next repetition is expected to use the same units, and those that were expected and not
+        used this time, at their old places."""
         used, self._used = self._used, []
         self._cursor = 0
         if not used or used == self._expected:
@@ -113,13 +123,17 @@ class Trace:
 
 
 def _with_missed(missed: Set[int], expected: Sequence[int], used: Sequence[int]) -> list[int]:
-    """The uses, with the `missed` units after those that they were expected after."""
+    """Return the uses, and each of the `missed` units after the use that it was expected after.
+
+    _with_missed({7}, expected=[0, 7, 1], used=[0, 1, 2]) == [0, 7, 1, 2]
+    """
     if not missed:
         return list(used)
     uses = Counter(used)
     seen: Counter[int] = Counter()
-    after: dict[tuple[int, int], list[int]] = {}  # (unit, its how manieth use) -> missed units
-    place = (-1, 0)  # before all uses
+    # Missed units by the use that they come after: (unit, 1-based number of its use in the step).
+    after: dict[tuple[int, int], list[int]] = {}
+    place = (-1, 0)  # This place is before all uses.
     for unit in expected:
         if unit in missed:
             after.setdefault(place, []).append(unit)

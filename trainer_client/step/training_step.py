@@ -1,6 +1,6 @@
 """The arithmetic of one step: norm, clipping, loss scale, and the optimizer's update of everything that has a gradient.
 
-Owns the counts of updates and of skipped steps. Must never commit: whether and when a step is kept is the engine's.
+Owns the counts of updates and of skipped steps. Must never commit: the engine decides whether and when a step is kept.
 """
 
 from __future__ import annotations
@@ -20,29 +20,42 @@ from trainer_client.store_optimizer import StoreOptimizer
 
 log = logging.getLogger(__name__)
 
-# torch.nn.utils.clip_grad_norm_'s.
+# The same as in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipping:
-    """At most one of the two; `norm` 0 and `value` None mean none."""
+    """The clipping of gradients, by their norm or by the value of each element, but not by both.
+
+    Attributes:
+        norm: the largest 2-norm; 0: no clipping by norm.
+        value: the largest magnitude of an element; None: no clipping by value.
+    """
 
     norm: float = 0.0
     value: float | None = None
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor:
-        """What clipping by norm multiplies gradients with, in the fp32 arithmetic of `clip_grad_norm_`."""
+        """Return the factor by which clipping by norm multiplies gradients of this norm, 0-D fp32, computed as in
+        `clip_grad_norm_`."""
         if self.norm > 0:
             return torch.clamp(self.norm / (norm + _CLIP_EPSILON), max=1.0)
         return torch.ones((), dtype=torch.float32)
 
 
 class TrainingStep:
-    """Attributes:
-    update_counts: by parameter of the model, its updates so far.
-    skipped, skipped_in_row: steps that were not made because the gradient was not finite.
-    gradient_norm: the last step's, over all ranks, before clipping; None before the first.
+    """The training steps of one engine, one at a time.
+
+    Args:
+        early_updates: whether the store may begin with updates in the backward pass.
+        parameters: how many parameters the model has.
+
+    Attributes:
+        update_counts: for each parameter of the model, how often it was updated so far.
+        skipped: how many steps were skipped because the gradient was not finite.
+        skipped_in_row: how many of them since the last step that was made.
+        gradient_norm: the norm of the last step's gradient over all ranks, before clipping; None before the first step.
     """
 
     def __init__(
@@ -66,14 +79,20 @@ class TrainingStep:
         self._scaler = scaler
         self._clipping = clipping
         self._early_updates = early_updates
-        self._clips = clipping.norm > 0  # whether the last step's gradient was clipped by its norm
-        gradients.on_final = updates.begin_early
+        # Whether the last step's gradient was clipped by its norm. If so, the next one's scale cannot be foreseen.
+        self._clips = clipping.norm > 0
+
+    def go_on_from(self, *, update_counts: Sequence[int], skipped: int, skipped_in_row: int) -> None:
+        """Take the counts over that a commit carried."""
+        self.update_counts = list(update_counts)
+        self.skipped = skipped
+        self.skipped_in_row = skipped_in_row
 
     def begin_backward(self, step: int, *, is_last: bool) -> None:
-        """A backward pass begins.
+        """Foresee the update of `step`, because a backward pass of it begins.
 
         Args:
-            is_last: of the step; its gradients are reduced as units end.
+            is_last: whether it is the last one of the step, and reduces gradients as the backwards of units end.
         """
         rule = None
         if is_last and self._early_updates and not self._clips:
@@ -82,8 +101,8 @@ class TrainingStep:
         self._updates.foresee(step, rule)
 
     def make(self, step: int) -> bool:
-        """Updates the states to version `step`, or discards the gradients; whether it was made. A collective: the ranks
-        decide alike."""
+        """Update the states to version `step`, or discard the gradients if they are not finite. A collective, in which
+        all ranks decide alike. Return whether the step was made."""
         self._gradients.complete(step)
         norm = self._gradients.norm()
         unscaled = norm.total / self._scaler.scale
@@ -96,7 +115,6 @@ class TrainingStep:
                 self._optimizer.step()
             self.skipped_in_row = 0
         else:
-            self._updates.withdraw(self._gradients.updated_early)
             self._gradients.discard()
             self.skipped += 1
             self.skipped_in_row += 1
@@ -104,27 +122,29 @@ class TrainingStep:
         return finite
 
     def abandon(self, *, is_voted_for: bool = False) -> None:
-        """Give back all that the step holds, after a failure that the caller reports; see Updates.abandon."""
+        """Release all that the step holds, after a failure that the caller reports; see Updates.abandon."""
         self._updates.abandon(is_voted_for=is_voted_for)
         self._gradients.abandon()
 
     def refresh(self) -> None:
-        """Makes the parameters on this rank's device those of the step. A collective, after the ranks' votes for it."""
+        """Bring the parameters on this rank's device up to date with the step, after all ranks have voted for it. A
+        collective."""
         self._updates.refresh()
 
     def _update(self, step: int, scale: float, present: Sequence[bool]) -> None:
+        """Count and apply the update of the parameters that are `present`."""
         rule = self._rule(scale, self._optimizer.groups_of_parameters(), present)
         for index, is_updated in enumerate(rule.updated):
             self.update_counts[index] += is_updated
         self._updates.apply(step, self._gradients.hand_over(rule.updated), rule)
 
     def _scale(self, factor: torch.Tensor) -> float:
-        """What gradients are multiplied by: clipping by norm and unscaling in one, rounded to fp32."""
+        """Return the factor of all gradients: clipping by norm and unscaling in one, rounded to fp32."""
         return float(factor / self._scaler.scale)
 
     def _rule(self, scale: float, group_of: Mapping[int, int], present: Sequence[bool]) -> UpdateRule:
-        """The next update of the parameters that are `present`."""
-        # What is in no parameter group has a gradient, which counts for the norm, and stays as it is.
+        """Return the rule of the next update, for the parameters that are `present`, which have a gradient."""
+        # A parameter in no parameter group may have a gradient, which counts for the norm, but it is not updated.
         updated = [is_present and index in group_of for index, is_present in enumerate(present)]
         counts = [count + is_updated for count, is_updated in zip(self.update_counts, updated, strict=True)]
         table = HyperParameterTable(group_of, self._optimizer.row, counts)

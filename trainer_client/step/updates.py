@@ -1,13 +1,14 @@
-"""What the optimizer's step does to each flat group: in the store, or on this rank's device, with the same bits.
+"""The optimizer's update of each flat group: in the store, or on this rank's device, with the same bits.
 
-Owns the updates that began before the step. Must never decide what a step is: the scale and the hyper-parameters are
-given.
+Owns the rule that is foreseen for the next step. Must never decide what a step is: its callers give the scale and the
+hyper-parameters.
 
-[Note: early updates] What the store updates it may begin with in the backward pass, as soon as a group's gradient is
-final: on the assumption that the step will be made, with the scale and the hyper-parameters foreseen. The store keeps
-the committed versions, and the gradients stay leased until the step is voted for. What turns out otherwise (a gradient
-that is not finite, or was changed; clipping; another learning rate) is withdrawn, and made again as it should be: the
-bits are those of the update after the norm. Until the step is made, reads see the parameters as they were.
+[Note: early updates] The store may begin with the update of a group in the backward pass already, as soon as the
+group's gradient is final. It does so on the assumption that the step will be made, with the scale and the
+hyper-parameters that are foreseen. It keeps the committed versions meanwhile, and the gradients stay leased until the
+rank votes for the step. If the assumption was wrong (a gradient is not finite or was changed, gradients are clipped,
+the learning rate is another one), the update is withdrawn and made again as the step says, so that the bits are always
+those of an update after the norm. Until the step is made, reads see the parameters as they were.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.step.early_update import EarlyUpdate
+from trainer_client.step.early_updates import EarlyUpdate, EarlyUpdates
 from trainer_client.step.gradients import GradientGroup
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import GroupUpdate, RankStore
@@ -37,11 +38,11 @@ from trainer_client.transport.rank_store import GroupUpdate, RankStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
-    """A step's arithmetic, for all groups.
+    """The arithmetic of a step, for all groups.
 
     Attributes:
-        scale: what gradients are multiplied by, in fp32: unscaling and clipping by norm in one.
-        clip_value: the limit of each element after that; None: no limit.
+        scale: the factor of all gradients, in fp32: unscaling and clipping by norm in one.
+        clip_value: the limit of each element's magnitude after that; None: no limit.
         updated: for each parameter of the model, whether it is updated in this step.
         table: the hyper-parameters.
     """
@@ -52,54 +53,58 @@ class UpdateRule:
     table: HyperParameterTable
 
     def rows(self, group: FlatGroup, shards: Iterable[ShardRange]) -> list[int]:
-        """For each shard the row of the table, or -1 if it stays as it is."""
+        """Return for each shard its row in the table, or -1 if the shard stays as it is."""
         indices = [group.parameters[shard.slot].index for shard in shards]
         return [self.table.row_of(index) if self.updated[index] else -1 for index in indices]
 
     def rows_of(self, update: GroupUpdate) -> list[HyperParameters | None]:
-        """The hyper-parameters of an update by this rule, for each shard; None: it stays as it is."""
+        """Return for each shard of an update by this rule its hyper-parameters; None: the shard stays as it is."""
         return [self.table.rows[row] if row >= 0 else None for row in update.hyper_parameters_of_shard]
 
     def only(self, gradient: GradientGroup) -> UpdateRule:
-        """The rule for what has a gradient, in one group."""
+        """Return the rule for one group, in which only parameters with a gradient are updated."""
         parameters = gradient.flat_group.parameters
         present = {parameters[slot].index for slot in gradient.present}
         return replace(self, updated=[is_updated and i in present for i, is_updated in enumerate(self.updated)])
 
 
 class Updates:
-    """Attributes:
-    begun_early, withdrawn: early updates so far, and those of them that were undone.
+    """The updates of all groups.
 
     Args:
-    states: of all groups, in forward order.
+        states: the states of all groups, in forward order.
+        early: the early updates, the same object that Gradients withdraws from.
     """
 
-    def __init__(self, states: Sequence[PlacedStates], store: RankStore, collectives: Collectives) -> None:
-        self.begun_early = 0
-        self.withdrawn = 0
+    def __init__(
+        self, states: Sequence[PlacedStates], early: EarlyUpdates, store: RankStore, collectives: Collectives
+    ) -> None:
+        self._early = early
         self._states = {state.group.name: state for state in states}
         self._store = store
         self._collectives = collectives
         self._updated: list[PlacedStates] = []
-        # Early updates that are part of the step which `apply` has made. The commit consumes their leases.
+        # The early updates that have become part of the step which `apply` has made. The commit consumes their leases.
         self._accepted: list[EarlyUpdate] = []
         self._foreseen: tuple[int, UpdateRule] | None = None
 
     def foresee(self, step: int, rule: UpdateRule | None) -> None:
-        """A backward pass begins, after which the `step` will most probably be made by this rule. None: none will, or
-        nobody knows."""
+        """Take note of the rule by which the `step` will most probably be made after the backward pass that begins.
+        None: no step follows it, or the rule is not known."""
         self._foreseen = None if rule is None else (step, rule)
 
     def begin_early(self, gradient: GradientGroup) -> None:
-        """The gradient of a group is final, as far as anybody knows: begins with its update, if the rule is foreseen
-        and the store has what it needs. Does not wait."""
+        """Have the store begin with the update of a group whose gradient is expected to be final. Does not wait.
+
+        Does nothing if no rule is foreseen, if the group is updated on the device, or if the gradient is not in the
+        store's memory.
+        """
         group = gradient.flat_group
         if self._foreseen is None or self._states[group.name].placement.optimizer is Home.DEVICE:
             return
         _, norms = gradient.norms()
         if not bool(norms.isfinite().all()):
-            # There will be no such step.
+            # A step with such a gradient is skipped, so no other group needs to begin early either.
             self._foreseen = None
             return
         leased = gradient.memory.leased
@@ -108,30 +113,13 @@ class Updates:
         step, rule = self._foreseen
         rule = rule.only(gradient)
         update = self._describe(gradient, leased, rule)
-        gradient.early = EarlyUpdate(
-            step=step,
-            update=update,
-            rows=rule.rows_of(update),
-            accepted=self._store.start_apply_gradients(step, list(rule.table.rows), [update]),
-            undo=self._undo,
-        )
-        self.begun_early += 1
-
-    def _undo(self, early: EarlyUpdate) -> None:
-        if early.accepted.wait():
-            self._store.withdraw_updates(early.step, [early.update.group])
-        self.withdrawn += 1
-
-    def withdraw(self, gradients: Iterable[GradientGroup]) -> None:
-        """Undoes the updates that have begun, for a step that is not made."""
-        for gradient in gradients:
-            gradient.begin_change()
+        self._early.begin(step, update, rule.table.rows, rule.rows_of(update))
 
     def apply(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
-        """Updates the groups that have gradients, which are done with afterwards.
+        """Update the groups that have gradients, and finish the gradients. A collective if states are replicated.
 
-        What the store updates is handed over first: it works on that while this rank works on its own. A collective
-        where states are replicated.
+        The groups that the store updates are handed over first, so that it works on them while this rank updates those
+        on its device.
         """
         self._updated = []
         self._accepted = []
@@ -151,16 +139,18 @@ class Updates:
                     self._accepted.append(early)
                     begun.append(self._describe(gradient, leased, rule))
                 else:
-                    # The daemon was lost in this moment: its successor has granted other memory.
+                    # The daemon was lost since the answer, and its successor has granted other memory, which it knows
+                    # nothing of: the update is handed over again.
                     self._hand_over(step, rule, [(gradient, leased)])
                 continue
             if state.placement.gradients is Home.DEVICE:
-                # One at a time: the store's memory need not hold more of them than it works on.
+                # These gradients are handed over one at a time, so that the store's memory need not hold more of them
+                # than it works on.
                 self._hand_over(step, rule, [(gradient, None)])
             else:
                 stored.append(gradient)
         if begun:
-            # The commit consumes the leases.
+            # No lease is given back here, because the commit consumes the leases of early updates.
             self._store.apply_gradients(step, rule.table.rows, begun, begun=True)
         if stored:
             self._hand_over(step, rule, [(gradient, None) for gradient in stored])
@@ -170,8 +160,12 @@ class Updates:
     def _hand_over(
         self, step: int, rule: UpdateRule, gradients: Iterable[tuple[GradientGroup, LeasedBytes | None]]
     ) -> None:
-        """Have the store update groups, each with its lease; None: it is taken here. The leases are the store's once it
-        has accepted them."""
+        """Have the store update groups.
+
+        Args:
+            gradients: each with its lease; None: the lease is taken here. The store owns the leases once it has
+                accepted the updates; if it does not, they are given back.
+        """
         leases: list[LeasedBytes] = []
         updates: list[GroupUpdate] = []
         try:
@@ -187,23 +181,24 @@ class Updates:
         """Give back what the step under way holds, after a failure that the caller reports.
 
         Args:
-            is_voted_for: this rank has voted for the step, whose commit consumes the gradients of early updates.
+            is_voted_for: whether this rank has voted for the step, whose commit consumes the gradients of early
+                updates.
         """
         for state in self._states.values():
             state.forgo_parameters()
         accepted, self._accepted = self._accepted, []
         for early in () if is_voted_for else accepted:
             with suppress(StoreError):
-                early.withdraw()
+                self._early.undo(early)
             self._store.give_back([early.update.gradient])
 
     def refresh(self) -> None:
-        """Brings what this rank keeps of the parameters up to date with the step that `apply` made and all ranks have
-        voted for. A collective, for what is resident."""
+        """Bring the parameters on this rank's device up to date with the step that `apply` made, after all ranks have
+        voted for it. A collective for resident parameters."""
         updated, self._updated = self._updated, []
         self._accepted = []
         for index, state in enumerate(updated):
-            # One ahead: the store reads the next group while this rank copies and gathers.
+            # The next group is asked for too, so that the store reads it while this rank copies and gathers this one.
             for ahead in updated[index : index + 2]:
                 ahead.start_load_parameters()
             state.load_parameters()
@@ -211,10 +206,9 @@ class Updates:
                 state.refill()
 
     def _begun(self, gradient: GradientGroup, rule: UpdateRule) -> EarlyUpdate | None:
-        """The update that has begun early, if it is as the rule says; one that is otherwise is undone."""
-        early = gradient.early
-        if early is None or not early.accepted.wait():
-            gradient.early = None
+        """Return the early update of a group if it is as the rule says. Withdraw it if not, and return None."""
+        early = self._early.find(gradient.flat_group.name)
+        if early is None:
             return None
         update = self._describe(gradient, early.update.gradient, rule)
         if not early.is_as(update, rule.rows_of(update)):
@@ -223,6 +217,7 @@ class Updates:
         return early
 
     def _describe(self, gradient: GradientGroup, leased: LeasedBytes, rule: UpdateRule) -> GroupUpdate:
+        """Return a group's update by the rule, with the gradient in `leased`, as the store is to make it."""
         group = gradient.flat_group
         return GroupUpdate(
             group=group.name,
@@ -235,8 +230,8 @@ class Updates:
 
     @torch.no_grad()
     def _update_on_device(self, state: PlacedStates, gradient: GradientGroup, rule: UpdateRule) -> None:
-        """Update a group whose states live on the device: this rank's chunk, or the whole group where states are
-        replicated. The store's optimizer kernel gives the same bits."""
+        """Update a group as the store's optimizer kernel does. If its states are replicated, update the whole group. A
+        collective then."""
         group = state.group
         replicated = state.placement.residence is Residence.REPLICATED
         values = gradient.chunk.to(group.device)
@@ -244,7 +239,7 @@ class Updates:
             whole = torch.empty(group.layout.numel, dtype=values.dtype, device=group.device)
             self._collectives.all_gather_flat(whole, values)
             values = whole
-        # In place where it has that type already: the gradient is done with.
+        # A gradient that is fp32 already is scaled in place, because it is not needed any more.
         scratch = values.float()
         weight = state.held.get(group.weight_kind)
         if weight is None:

@@ -20,6 +20,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
 from trainer_client.model.layout import round_up
 from trainer_client.store_client.types import Placement, TensorSpec, durability_to_proto, kind_spec
+from trainer_client.transport.shard_group_name import ShardGroupName
 
 # The largest size of a pack. To put one small tensor, its whole pack is written. The store verifies and writes at least
 # so many bytes at once anyway.
@@ -110,7 +111,8 @@ class JobLayout:
         if length <= 0:
             raise ConfigError(f"shard_bytes {self.shard_bytes} must hold {ELEMENT_ALIGNMENT} elements of {spec.dtype}")
         ends = [*range(length, spec.numel, length), spec.numel]
-        return [(f"{fqn}[{start}:{end}]", start, end) for start, end in itertools.pairwise([0, *ends])]
+        ranges = itertools.pairwise([0, *ends])
+        return [(str(ShardGroupName(unit=fqn, start=start, stop=end)), start, end) for start, end in ranges]
 
     def register_requests(self, *, packed: bool) -> Iterator[pb.RegisterShardsRequest]:
         """Yield requests that declare all groups, each with a limited number of shards.

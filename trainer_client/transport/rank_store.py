@@ -24,7 +24,6 @@ from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
-from trainer_client.transport.group_names import unit_of
 from trainer_client.transport.journal import (
     Applied,
     GroupUpdate,
@@ -38,6 +37,7 @@ from trainer_client.transport.journal import (
 )
 from trainer_client.transport.lasting import Commit, Lasting, Provisional
 from trainer_client.transport.planes import LeasedBytes, Plane, check
+from trainer_client.transport.shard_group_name import ShardGroupName
 
 __all__ = ["GroupUpdate", "RankStore", "Slab", "Value"]
 
@@ -46,7 +46,6 @@ class RankStore:
     """One rank's connection to the store, which outlives restarts of the daemon after `survive_restarts`.
 
     Attributes:
-        as_of_step: reads see the bytes as this step leaves them, and nothing of later steps; None: the newest bytes.
         fetched: two totals of the job: bytes that the store has fetched into its host memory, and the seconds that
             these fetches took, summed.
 
@@ -71,7 +70,7 @@ class RankStore:
         prefer_streams: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        self.as_of_step: int | None = None
+        self._as_of_step: int | None = None  # None: reads see the newest version, committed or not
         self.address = address
         self.credentials = credentials
         self.fetched: tuple[int, float] = 0, 0.0
@@ -183,11 +182,18 @@ class RankStore:
     def _note_fetched(self, response: pb.PrefetchResponse) -> None:
         self.fetched = response.fetched_bytes, response.fetch_seconds
 
+    def read_as_of(self, step: int) -> None:
+        """Have reads see the versions of the committed `step`, and nothing later, until the next `commit`."""
+        self._as_of_step = step
+
     def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
-        """Request read leases on the versions of `as_of_step`, all or none; the result has the order of `slabs`."""
+        """Request read leases, all or none; the result has the order of `slabs`.
+
+        The leases show the versions of the step that the last `read_as_of` or `commit` has named.
+        """
         wants = [
             pb.AcquireLeasesRequest.Want(
-                slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position, as_of_step=self.as_of_step
+                slab=slab.to_proto(), mode=pb.LEASE_MODE_READ, position=position, as_of_step=self._as_of_step
             )
             for slab in slabs
         ]
@@ -289,7 +295,7 @@ class RankStore:
     def put(self, values: Sequence[Value], step: int) -> None:
         """Stage values as the versions of `step` of their slabs. They must not change until `step` is committed."""
         entry, began = Put(step=step, values=values), time.monotonic()
-        with self._recorder.waiting(Cause.COMMIT, unit_of(values[0].slab.group) if values else ""):
+        with self._recorder.waiting(Cause.COMMIT, ShardGroupName.unit_of(values[0].slab.group) if values else ""):
             self._hand_over(step, entry)
         nbytes = sum(value.values.numel() * value.dtype.itemsize for value in values)
         self._recorder.moved(Link.TO_STORE, "", nbytes, began)
@@ -401,6 +407,8 @@ class RankStore:
     def commit(self, step: int, client_state: bytes, settled_step: int) -> Pending[None]:
         """Vote for the commit of `step`; the result is there when the step is committed.
 
+        From now on reads see the bytes as this step leaves them.
+
         Args:
             step: the step to commit.
             client_state: bytes that are stored with the commit and returned when the job is opened again.
@@ -411,6 +419,7 @@ class RankStore:
             at = self._attachments.current
             vote = self._attachments.journal.begin_vote(at, step, client_state, settled_step)
         vote.call.add_done_callback(partial(self._note_commit, step))
+        self._as_of_step = step
         return Commit(self._attachments, vote, self._recorder)
 
     def _note_commit(self, step: int, call: Any) -> None:
@@ -447,8 +456,8 @@ def _return_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:
     """Return the unit that a request is for; the name of a group is the unit's name and a range in brackets."""
-    return unit_of(wants[0].slab.group) if wants else ""
+    return ShardGroupName.unit_of(wants[0].slab.group) if wants else ""
 
 
 def _units_of(updates: Sequence[GroupUpdate]) -> str:
-    return unit_of(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"
+    return ShardGroupName.unit_of(updates[0].group) if len(updates) == 1 else f"{len(updates)} groups"

@@ -1,0 +1,69 @@
+"""An early update is undone once, and forgotten when its step takes it or the store has lost it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from trainer_client.step.early_updates import EarlyUpdates
+from trainer_client.transport.rank_store import GroupUpdate, RankStore
+
+
+class Accepted:
+    def __init__(self, answer: bool) -> None:
+        self._answer = answer
+
+    def wait(self) -> bool:
+        return self._answer
+
+
+class Store:
+    """A store that takes each gradient, or has lost it since, and remembers what is withdrawn."""
+
+    def __init__(self, *, accepts: bool) -> None:
+        self.withdrawn: list[tuple[int, list[str]]] = []
+        self._accepts = accepts
+
+    def start_apply_gradients(self, step: int, table: Any, updates: Any) -> Accepted:
+        return Accepted(self._accepts)
+
+    def withdraw_updates(self, step: int, groups: list[str]) -> None:
+        self.withdrawn.append((step, groups))
+
+
+def begin(store: Store) -> EarlyUpdates:
+    early = EarlyUpdates(cast(RankStore, store))
+    update = GroupUpdate(group="a[0:8]", gradient=cast(Any, None), scale=1.0, hyper_parameters_of_shard=[-1])
+    early.begin(3, update, [], [None])
+    return early
+
+
+def test_a_withdrawal_reaches_the_store_once() -> None:
+    early = begin(store := Store(accepts=True))
+    early.withdraw("b[0:8]")
+    assert store.withdrawn == []
+
+    early.withdraw("a[0:8]")
+    early.withdraw("a[0:8]")
+    assert store.withdrawn == [(3, ["a[0:8]"])]
+    assert early.find("a[0:8]") is None
+    assert (early.begun, early.withdrawn) == (1, 1)
+
+
+def test_a_forgotten_update_is_not_withdrawn() -> None:
+    early = begin(store := Store(accepts=True))
+    assert early.find("a[0:8]") is not None
+    early.forget("a[0:8]")
+    early.withdraw("a[0:8]")
+    assert store.withdrawn == []
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_update_that_the_store_has_lost_is_no_longer_there(asks: bool) -> None:
+    early = begin(store := Store(accepts=False))
+    if asks:
+        assert early.find("a[0:8]") is None
+    early.withdraw("a[0:8]")
+    assert store.withdrawn == [], "the next daemon knows nothing of it"
+    assert early.find("a[0:8]") is None

@@ -1,0 +1,194 @@
+"""The assembly of an engine: from an opened job to an engine at its newest step.
+
+Owns the order in which the engine's parts are made, which is the order of their first calls to the store. Must never
+leave an engine behind after an error.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from trainer_client.access import StateAccess
+from trainer_client.config.training_config import BatchSizes
+from trainer_client.engine import Engine, EngineParts
+from trainer_client.report.reporter import Reporter
+from trainer_client.report.step_report import Part
+from trainer_client.report.step_trace import StepTrace
+from trainer_client.run.commits import Commits
+from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.job import Job
+from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.run.run_state import RunState
+from trainer_client.step.early_updates import EarlyUpdates
+from trainer_client.step.gradients import Gradients, ReductionSchedule
+from trainer_client.step.hooks import UnitHooks
+from trainer_client.step.precision import LossScaler, PrecisionPolicy
+from trainer_client.step.reduction_order import ReductionOrder
+from trainer_client.step.residency import Residency
+from trainer_client.step.trace import Clock
+from trainer_client.step.training_step import Clipping, TrainingStep
+from trainer_client.step.updates import Updates
+from trainer_client.transport.attachments import Survival
+
+# All ranks together have the store fill at most 1 / _PREFETCH_SHARE of its host tier ahead of use.
+_PREFETCH_SHARE = 4
+
+
+def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, resources: ExitStack) -> Engine:
+    """Return an engine at the job's newest step, or at step 0 of a new job. A collective.
+
+    Args:
+        resources: closed when the engine leaves. The engine takes all of them over.
+    """
+    parts = _make_parts(user, rank, job, sizes, resources)
+    engine = Engine(user, rank, parts, resources.pop_all())
+    try:
+        if job.resumed_state is not None:
+            engine.take_over(job.resumed_state)
+        if job.staged_step is not None:
+            engine.commit_initial_state()
+        _survive_restarts(rank, job, parts.commits)
+    except BaseException:
+        engine.leave()
+        raise
+    return engine
+
+
+def _make_parts(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, resources: ExitStack) -> EngineParts:
+    """Make the parts of an engine, and install the hooks on the model. The trace and then the reporter call the store
+    when they are made."""
+    clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
+    early = EarlyUpdates(rank.store)
+    gradients = _make_gradients(rank, job, early, clipping)
+    updates = Updates(job.states, early, rank.store, rank.collectives)
+    scaler = LossScaler(rank.settings.fp16)
+    step = TrainingStep(
+        gradients=gradients,
+        updates=updates,
+        optimizer=user.optimizer,
+        scaler=scaler,
+        clipping=clipping,
+        early_updates=rank.settings.paramserver.early_updates,
+        parameters=len(user.parameters),
+    )
+    trace = _make_trace(rank, resources)
+    clock = Clock()
+    residency = _make_residency(rank, job)
+    for unit in job.units:
+        # The units unmap shared memory before the session ends, because memory that a unit still shows cannot be
+        # freed.
+        resources.callback(unit.abandon)
+    hooks = UnitHooks(
+        units=job.units,
+        gradients=gradients,
+        updates=updates,
+        residency=residency,
+        reduction_order=ReductionOrder(len(job.units), rank.collectives),
+        compute_dtype=PrecisionPolicy.of(rank.settings).compute_dtype,
+        clock=clock,
+        recorder=rank.recorder,
+    )
+    hooks.install()
+    commits = Commits(
+        rank.store,
+        job.states,
+        rank.settings.paramserver.durability,
+        newest=job.resumed_step,
+        staged=job.staged_step,
+    )
+    return EngineParts(
+        states=job.states,
+        gather=job.gather,
+        micro_batches=MicroBatches(sizes, ReductionSchedule.of(rank.settings), user.data),
+        hooks=hooks,
+        step=step,
+        scaler=scaler,
+        access=_make_access(user, rank, job, gradients, scaler),
+        commits=commits,
+        run_state=_make_run_state(user, rank, sizes, step, scaler, clock),
+        reporter=_make_reporter(user, rank, job, residency, trace),
+    )
+
+
+def _make_gradients(rank: RankContext, job: Job, early: EarlyUpdates, clipping: Clipping) -> Gradients:
+    return Gradients(
+        job.units,
+        job.states,
+        early,
+        rank.store,
+        rank.collectives,
+        reduction_dtype=PrecisionPolicy.of(rank.settings).reduction_dtype,
+        exact_norms=clipping.norm > 0,
+    )
+
+
+def _make_trace(rank: RankContext, resources: ExitStack) -> StepTrace | None:
+    section = rank.settings.paramserver.trace
+    if section is None:
+        return None
+    trace = StepTrace(section, rank.recorder, rank.store, rank.collectives.rank)
+    resources.callback(trace.close)
+    return trace
+
+
+def _make_residency(rank: RankContext, job: Job) -> Residency:
+    return Residency(
+        job.units,
+        rank.store,
+        prefetch_bytes=rank.store.arena_bytes // (_PREFETCH_SHARE * job.sharers),
+        kept_elements=rank.settings.zero_optimization.stage3_max_live_parameters,
+        is_alone=job.sharers == 1,
+        recorder=rank.recorder,
+    )
+
+
+def _make_access(
+    user: UserObjects, rank: RankContext, job: Job, gradients: Gradients, scaler: LossScaler
+) -> StateAccess:
+    return StateAccess(
+        model=user.module,
+        units=job.units,
+        states=job.states,
+        gradients=gradients,
+        scaler=scaler,
+        collectives=rank.collectives,
+    )
+
+
+def _make_run_state(
+    user: UserObjects, rank: RankContext, sizes: BatchSizes, step: TrainingStep, scaler: LossScaler, clock: Clock
+) -> RunState:
+    return RunState(
+        step=step,
+        scaler=scaler,
+        optimizer=user.optimizer,
+        lr_scheduler=user.lr_scheduler,
+        clock=clock,
+        batch=sizes,
+        data=user.data,
+        device=rank.collectives.device,
+    )
+
+
+def _make_reporter(
+    user: UserObjects, rank: RankContext, job: Job, residency: Residency, trace: StepTrace | None
+) -> Reporter:
+    part = Part(
+        parameters=sum(parameter.shape.numel() for parameter in user.parameters),
+        world_size=rank.collectives.world_size,
+        sharers=job.sharers,
+        data_plane=rank.store.plane.name,
+    )
+    return Reporter(rank.recorder, residency.counters, rank.store, part, trace)
+
+
+def _survive_restarts(rank: RankContext, job: Job, commits: Commits) -> None:
+    """Have the rank outlive restarts of its daemon, if the config allows time for them."""
+    section = rank.settings.paramserver
+    if section.reattach_timeout_seconds:
+        survival = Survival(
+            timeout_seconds=section.reattach_timeout_seconds,
+            kept_bytes=int(section.kept_gradients),
+            is_loud=rank.collectives.rank == 0,
+        )
+        rank.store.survive_restarts(survival, layout=job.layout, newest=commits.newest)

@@ -1,0 +1,47 @@
+"""Two records that `initialize` makes before there is an engine: the user's objects, and this rank's connections.
+
+Owns nothing. Must never do anything: the job and the assembly of the engine read these records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.recorder import Recorder
+from trainer_client.run.data_loader import TrainingLoader
+from trainer_client.run.run_state import Scheduler
+from trainer_client.store_optimizer import StoreOptimizer
+from trainer_client.transport.rank_store import RankStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserObjects:
+    """What the user has passed to `initialize`, or what `initialize` has made of it.
+
+    Attributes:
+        parameters: the parameters of `module`, in the model's order.
+        data: the loader whose cursor is in every commit; None: the user loads data without the engine.
+    """
+
+    module: nn.Module
+    parameters: Sequence[ModelParameter]
+    optimizer: StoreOptimizer
+    lr_scheduler: Scheduler | None
+    data: TrainingLoader | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What this rank is, and how it reaches the store and the other ranks."""
+
+    settings: TrainingConfig
+    local_rank: int
+    collectives: Collectives
+    store: RankStore
+    recorder: Recorder

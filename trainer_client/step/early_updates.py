@@ -1,0 +1,93 @@
+"""The updates that the store has begun with before the step is made; see updates.py [Note: early updates].
+
+Owns which flat groups have one. Must never begin one on its own: Updates does, which knows the step's rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from trainer_client.transport.channel import Pending
+from trainer_client.transport.rank_store import GroupUpdate, RankStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyUpdate:
+    """One flat group's update before its step.
+
+    Attributes:
+        step: the step that the update is for.
+        rows: the hyper-parameters of each shard; None: the shard stays as it is.
+        accepted: the store's answer, whether it has taken the gradient. False: its daemon was restarted since.
+    """
+
+    step: int
+    update: GroupUpdate
+    rows: Sequence[HyperParameters | None]
+    accepted: Pending[bool]
+
+    def is_as(self, update: GroupUpdate, rows: Sequence[HyperParameters | None]) -> bool:
+        """Return whether the step turned out to update the group in the same way."""
+        same = self.update.scale == update.scale and self.update.clip_value == update.clip_value
+        return same and self.rows == rows
+
+
+class EarlyUpdates:
+    """The early updates of the step under way, by the name of their flat group.
+
+    A gradient must be withdrawn from the store before it changes, so `Gradients` calls `withdraw` before each change.
+
+    Attributes:
+        begun: number of early updates so far, in all steps.
+        withdrawn: how many of them were undone.
+    """
+
+    def __init__(self, store: RankStore) -> None:
+        self.begun = 0
+        self.withdrawn = 0
+        self._store = store
+        self._of_group: dict[str, EarlyUpdate] = {}
+
+    def begin(
+        self,
+        step: int,
+        update: GroupUpdate,
+        table: Sequence[HyperParameters],
+        rows: Sequence[HyperParameters | None],
+    ) -> None:
+        """Have the store begin with a group's update, without waiting for its answer.
+
+        Args:
+            table: the hyper-parameters that `update` names by number.
+            rows: those of each shard; None: the shard stays as it is.
+        """
+        accepted = self._store.start_apply_gradients(step, list(table), [update])
+        self._of_group[update.group] = EarlyUpdate(step=step, update=update, rows=rows, accepted=accepted)
+        self.begun += 1
+
+    def find(self, group: str) -> EarlyUpdate | None:
+        """Return the early update of a group in this step, if there is one that the store has taken."""
+        early = self._of_group.get(group)
+        if early is None or early.accepted.wait():
+            return early
+        self.forget(group)
+        return None
+
+    def forget(self, group: str) -> None:
+        """Take note that the group's update is part of a step, or that the gradient is given up. Idempotent."""
+        self._of_group.pop(group, None)
+
+    def withdraw(self, group: str) -> None:
+        """Have the store undo the group's early update, if there is one, because its gradient or its rule changes."""
+        early = self._of_group.get(group)
+        if early is not None:
+            self.undo(early)
+            self.forget(group)
+
+    def undo(self, early: EarlyUpdate) -> None:
+        """Have the store undo an update. The lease on its gradient stays."""
+        if early.accepted.wait():
+            self._store.withdraw_updates(early.step, [early.update.group])
+        self.withdrawn += 1
