@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from paramserver.contract.address import is_loopback
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.sockets import check_path
 from paramserver.errors import ConfigError
@@ -227,14 +227,3 @@ def _explain(location: tuple[str, ...], kind: str, message: str, value: object) 
     if not key:
         return message.removeprefix("Value error, ")
     return f"{key} = {value!r}: {message}"
-
-
-def is_loopback(listen: str) -> bool:
-    """Return whether `listen` (HOST:PORT) is an address that only this machine can reach."""
-    host = listen.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,56 +1,50 @@
-"""The optimizer as a kernel on tiles: unscales and clips the gradient, updates each parameter, rounds the weight."""
+"""The optimizer as a kernel that the storage engine runs on tiles of a group.
+
+The kernel unscales and clips the gradient, updates weight and states of each shard, and rounds the new weight to the
+parameter's type. Must never know where the bytes of a tile come from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paramserver.contract import update_rules
-from paramserver.v1 import parameter_store_pb2 as pb
-from storage.shard import Kind, Shard
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.update import update_shards
+from paramserver.vocabulary import KIND_TO_WIRE
+from storage.shard import OPTIMIZER_STATES, Kind, Shard
 from storage.transform import Tile
-
-_STATES: Mapping[Kind, pb.Kind] = {
-    Kind.EXP_AVG: pb.KIND_EXP_AVG,
-    Kind.EXP_AVG_SQ: pb.KIND_EXP_AVG_SQ,
-    Kind.MOMENTUM_BUFFER: pb.KIND_MOMENTUM_BUFFER,
-    Kind.SUM: pb.KIND_SUM,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUpdate:
-    """The update of one group. `hyper_parameters` has one entry per shard; None leaves the shard as it is.
+    """The update of one group in one step.
 
-    The gradient is converted to fp32 and multiplied by `grad_scale` first, then clamped to +-`clip_value` if given.
+    Attributes:
+        shards: those of the group, by position.
+        hyper_parameters: one entry per shard; None leaves the shard as it is.
+        grad_scale, clip_value: see `update_shards`, which gets the gradient converted to fp32.
     """
 
     shards: Sequence[Shard]
-    hyper_parameters: Sequence[update_rules.HyperParameters | None]
+    hyper_parameters: Sequence[HyperParameters | None]
     grad_scale: float
     clip_value: float | None = None
 
     def __call__(self, tile: Tile) -> None:
-        """Updates weight and states of the tile in place, and the low-precision parameter from the master weight."""
+        """Update weight and states of a tile in place, and the low-precision parameter from the master weight."""
         gradient = tile.scratch
         gradient.copy_(tile.gradient)
-        if self.grad_scale != 1.0:
-            gradient.mul_(self.grad_scale)
-        if self.clip_value is not None:
-            gradient.clamp_(-self.clip_value, self.clip_value)
         low_precision = Kind.MASTER in tile.tensors
         weight = tile.tensors[Kind.MASTER if low_precision else Kind.PARAM]
-        end = tile.start + tile.numel
-        # Not the tile as a whole: kernels round the last elements of a call differently (see ELEMENT_ALIGNMENT), so
-        # each parameter must end where the unsharded one ends.
-        for shard, hyper in zip(self.shards, self.hyper_parameters, strict=True):
-            first, last = max(shard.position, tile.start), min(shard.position + shard.numel, end)
-            if hyper is None or first >= last:
-                continue
-            part = slice(first - tile.start, last - tile.start)
-            states = {
-                wire_kind: tile.tensors[kind][part] for kind, wire_kind in _STATES.items() if kind in tile.tensors
-            }
-            update_rules.apply(hyper, weight[part], gradient[part], states)
+        update_shards(
+            zip(self.shards, self.hyper_parameters, strict=True),
+            weight,
+            gradient,
+            {KIND_TO_WIRE[kind]: state for kind, state in tile.tensors.items() if kind in OPTIMIZER_STATES},
+            grad_scale=self.grad_scale,
+            clip_value=self.clip_value,
+            start=tile.start,
+        )
         if low_precision:
             tile.tensors[Kind.PARAM].copy_(weight)

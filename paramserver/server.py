@@ -16,7 +16,9 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from paramserver import __version__
-from paramserver.config import DaemonConfig, is_loopback
+from paramserver.config import DaemonConfig
+from paramserver.contract.address import is_loopback
+from paramserver.contract.limits import MAX_FRAME_BYTES, UNITS_SHOWN_AT_ONCE
 from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaDoor, clear_socket
 from paramserver.dataplane.chunk_budget import Transfers
@@ -49,9 +51,6 @@ log = logging.getLogger(__name__)
 # This limits control messages; the largest of them describes a layout of some ten thousand parameters. Tensor bytes are
 # sent in chunks.
 MAX_MESSAGE_BYTES = 16 << 20
-# HTTP/2 frames are 16 KiB by default and would split each 1 MiB chunk into 64. With the largest frame size a chunk is
-# one frame.
-MAX_FRAME_BYTES = (1 << 24) - 1
 # A client's machine or network may fail silently. Its session ends when its heartbeats stop, long before these pings
 # fail; the pings then close its connection, too. The last option is the shortest interval at which a client may ping.
 KEEPALIVE = (
@@ -119,6 +118,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             huge_pages=config.huge_pages,
             lock_memory=config.lock_memory,
             weight_of=lambda job: quotas.of(job).weight,
+            units_of_a_rank_alone=UNITS_SHOWN_AT_ONCE,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:

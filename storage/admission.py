@@ -39,9 +39,7 @@ class Limit:
     counts_readers: bool = False
 
 
-# A rank alone shows its units in place: the root, the one in use and the one before or after it. Ranks that share the
-# store copy, and lease the unit that they copy and the next one.
-_UNITS_OF_A_RANK_ALONE = 3
+# Ranks that share the store copy their units out of it: each leases the unit that it copies and the next one.
 _UNITS_OF_A_RANK = 2
 
 
@@ -71,14 +69,18 @@ class HostNeed:
 class Admission:
     """Admits what jobs and readers need, or raises BudgetExceededError."""
 
-    def __init__(self, jobs: JobTable, host: HostTier, backing: BackingTiers, tile_bytes: int) -> None:
-        """`tile_bytes`: what the optimizer's buffers take of the host budget."""
+    def __init__(
+        self, jobs: JobTable, host: HostTier, backing: BackingTiers, tile_bytes: int, units_of_a_rank_alone: int
+    ) -> None:
+        """`tile_bytes`: what the optimizer's buffers take of the host budget. `units_of_a_rank_alone`: how many units a
+        rank maps in place at once, and so leases, where it is the only one of its job."""
         # Readers that were closed, and that no session refers to, leave by themselves.
         self.readers: WeakSet[StepReader] = WeakSet()
         self._jobs = jobs
         self._host = host
         self._backing = backing
         self._tile_bytes = tile_bytes
+        self._units_of_a_rank_alone = units_of_a_rank_alone
 
     def reserve(self) -> None:
         """Make sure that the next steps of all jobs find room on the backing tiers, or raise BudgetExceededError."""
@@ -116,7 +118,7 @@ class Admission:
         names = [name for name in self._jobs.by_name if limit.covers(name)]
         layouts = [layout for name in names for layout in self._jobs.layouts(name)]
         active = [layout for layout in layouts if layout is job or layout.spec.local_ranks]
-        host = _host_need([layout for layout in layouts if layout in active or _has_copies(layout)])
+        host = self._host_need([layout for layout in layouts if layout in active or _has_copies(layout)])
         durable = self._backing.durable
         nvme = sum(_need(layout, durable) for layout in active)
         nvme += sum(layout.tally.version_bytes(durable.name) for layout in layouts)
@@ -154,7 +156,7 @@ class Admission:
         """What cannot be dropped at the worst moment of a step must fit, of all jobs together, with the optimizer's
         buffers. `job` is the one that asks: the others are named to nobody."""
         jobs = [j for j in self._jobs if j.spec.local_ranks or _has_copies(j)]
-        need = _host_need(jobs)
+        need = self._host_need(jobs)
         others = self._host.arena.header_bytes + need.total
         if others + self._tile_bytes > self._host.budget_bytes:
             names = {j.spec.name for j in jobs}
@@ -165,6 +167,22 @@ class Admission:
                 "place less on the host, or use more nodes"
             )
 
+    def _host_need(self, jobs: Sequence[Job]) -> HostNeed:
+        leased = [nbytes for job in jobs for nbytes in self._largest_units(job)]
+        return HostNeed(
+            home_bytes=sum(job.tally.home_bytes for job in jobs),
+            gradient_bytes=sum(job.tally.gradient_bytes for job in jobs if job.spec.local_ranks),
+            units=len(leased),
+            units_bytes=sum(leased),
+        )
+
+    def _largest_units(self, job: Job) -> list[int]:
+        """Bytes of the largest parts of units that the ranks of a job can have leased at once, of those that only pass
+        through the host tier."""
+        ranks = job.spec.local_ranks
+        count = self._units_of_a_rank_alone if ranks == 1 else _UNITS_OF_A_RANK * ranks
+        return job.tally.passing[-count:] if count else []
+
 
 def _need(job: Job, tier: BackingTier[Any]) -> int:
     """Bytes of a tier that the slabs of a job will need besides the versions they have there: for the committed version
@@ -173,24 +191,6 @@ def _need(job: Job, tier: BackingTier[Any]) -> int:
     settling = 1 if job.spec.local_ranks < job.spec.world_size else 0
     snapshots = 2 if tier.is_durable and job.spec.durability.every_steps > 1 else 0
     return job.tally.missing_bytes(tier.name, lambda backing: (2 + settling if backing is tier.name else 0) + snapshots)
-
-
-def _host_need(jobs: Sequence[Job]) -> HostNeed:
-    leased = [nbytes for job in jobs for nbytes in _largest_units(job)]
-    return HostNeed(
-        home_bytes=sum(job.tally.home_bytes for job in jobs),
-        gradient_bytes=sum(job.tally.gradient_bytes for job in jobs if job.spec.local_ranks),
-        units=len(leased),
-        units_bytes=sum(leased),
-    )
-
-
-def _largest_units(job: Job) -> list[int]:
-    """Bytes of the largest parts of units that the ranks of a job can have leased at once, of those that only pass
-    through the host tier."""
-    ranks = job.spec.local_ranks
-    count = _UNITS_OF_A_RANK_ALONE if ranks == 1 else _UNITS_OF_A_RANK * ranks
-    return job.tally.passing[-count:] if count else []
 
 
 def _has_copies(job: Job) -> bool:

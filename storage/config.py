@@ -40,3 +40,5 @@ class EngineConfig:
     lock_memory: bool = False
     # Gives the weight of a job, by its name, against the other jobs in prefetching. By default all weigh the same.
     weight_of: Callable[[str], float] = lambda _: 1.0
+    # The most units of a model that a client maps in place at once where it is the only rank of its job here.
+    units_of_a_rank_alone: int = 3

@@ -101,7 +101,9 @@ class Engine:
         self._fixed_bytes = self.host.arena.header_bytes + tiles.nbytes
         self.reader = RangeReader(self.host, self.backing, tiles)
         self._jobs = jobs
-        self._job_registry = JobRegistry(jobs, self.host, self.backing, self.host_cache, tiles.nbytes)
+        self._job_registry = JobRegistry(
+            jobs, self.host, self.backing, self.host_cache, tiles.nbytes, config.units_of_a_rank_alone
+        )
         self._compute = ThreadPoolExecutor(
             config.optimizer_threads, "optimizer", initializer=_begin_to_compute, initargs=(config.worker_nice,)
         )

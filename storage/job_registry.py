@@ -29,14 +29,20 @@ class JobRegistry:
     """Opens, lays out, registers and deletes the jobs of one store."""
 
     def __init__(
-        self, jobs: JobTable, host: HostTier, backing: BackingTiers, host_cache: HostCache, tile_bytes: int
+        self,
+        jobs: JobTable,
+        host: HostTier,
+        backing: BackingTiers,
+        host_cache: HostCache,
+        tile_bytes: int,
+        units_of_a_rank_alone: int,
     ) -> None:
-        """`tile_bytes`: what the optimizer's buffers take of the host budget."""
+        """`tile_bytes` and `units_of_a_rank_alone` are for the Admission, which explains them."""
         self._jobs = jobs
         self._host = host
         self._backing = backing
         self._host_cache = host_cache
-        self.admission = Admission(jobs, host, backing, tile_bytes)
+        self.admission = Admission(jobs, host, backing, tile_bytes, units_of_a_rank_alone)
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:

@@ -38,7 +38,7 @@ class Kind(enum.StrEnum):
 
 
 # The kinds that an optimizer keeps of a parameter besides its weight. They are fp32, and zeros until they are written.
-OPTIMIZER_STATES = frozenset({Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM_BUFFER, Kind.SUM})
+OPTIMIZER_STATES = frozenset(Kind) - {Kind.PARAM, Kind.MASTER, Kind.GRAD}
 # The most optimizer states that one group may have, because a tile of the update has room for this many.
 MAX_OPTIMIZER_STATES = 2
 
@@ -52,20 +52,14 @@ class DType(enum.StrEnum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The corresponding torch dtype."""
-        return _TORCH_DTYPES[self]
+        """The torch dtype, which has the same name."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
 
     @property
     def itemsize(self) -> int:
         """The size of one element in bytes."""
         return self.torch.itemsize
-
-
-_TORCH_DTYPES = {
-    DType.FLOAT32: torch.float32,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT16: torch.float16,
-}
 
 
 class TierName(enum.StrEnum):

@@ -41,7 +41,6 @@ from trainer_client.errors import (
 )
 from trainer_client.initialization import initialize
 from trainer_client.optimizers.lion import Lion
-from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.store_client.client import StoreClient, StoreReader, StoreWriter
@@ -49,6 +48,7 @@ from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.reader import StoreReaderSync
 from trainer_client.store_client.types import Commit, Kind, Placement, StoredJob, StoredTensor, TensorSpec
 from trainer_client.store_client.writer import StoreWriterSync
+from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.credentials import Credentials
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.contract.kinds import MASTER, PARAM, Kind, kind_name
 from trainer_client.errors import ConfigError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.layout import ShardRange
@@ -82,7 +82,7 @@ class Change:
     """New values [n] of this rank's part of one kind of a parameter."""
 
     place: _Place
-    kind: pb.Kind
+    kind: Kind
     values: torch.Tensor
 
 
@@ -243,7 +243,7 @@ class StateAccess:
     def parameters_before(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's part of each parameter, for `stage_changed`."""
         reader = _Reader()
-        return [reader.part(self._place_of(tensor), pb.KIND_PARAM) for tensor in parameters]
+        return [reader.part(self._place_of(tensor), PARAM) for tensor in parameters]
 
     @torch.no_grad()
     def stage_changed(
@@ -266,10 +266,10 @@ class StateAccess:
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)
             new = whole.reshape(-1)[place.part].cpu()
-            changes.append(Change(place=place, kind=pb.KIND_PARAM, values=new))
+            changes.append(Change(place=place, kind=PARAM, values=new))
             if place.state.group.has_master:
-                master = torch.where(new == old, masters.part(place, pb.KIND_MASTER), new.float())
-                changes.append(Change(place=place, kind=pb.KIND_MASTER, values=master))
+                master = torch.where(new == old, masters.part(place, MASTER), new.float())
+                changes.append(Change(place=place, kind=MASTER, values=master))
         self.stage(changes, step)
 
     @torch.no_grad()
@@ -281,7 +281,7 @@ class StateAccess:
             by_state.setdefault(id(change.place.state), []).append(change)
         for state in self._states:
             mine = by_state.get(id(state), [])
-            chunks: dict[pb.Kind, torch.Tensor] = {}
+            chunks: dict[Kind, torch.Tensor] = {}
             for change in mine:
                 if change.place.shard is not None:
                     if change.kind not in chunks:
@@ -299,8 +299,7 @@ class StateAccess:
             return [Change(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
         # Parameter and master weight are one weight: the low-precision one always is the rounded master weight.
         weight = part.to(group.dtype) if kind == _PARAM else part
-        kinds = (pb.KIND_PARAM, pb.KIND_MASTER) if group.has_master else (pb.KIND_PARAM,)
-        return [Change(place=place, kind=each, values=weight) for each in kinds]
+        return [Change(place=place, kind=each, values=weight) for each in group.weight_kinds]
 
     def _checked(self, place: _Place, kind: str, value: torch.Tensor, *, local: bool) -> torch.Tensor:
         """Return this rank's part [n] of a value that the user gives."""
@@ -370,7 +369,7 @@ class _Reader:
         self._state: GroupStates | None = None
         self._chunk = torch.empty(0)
 
-    def part(self, place: _Place, kind: pb.Kind) -> torch.Tensor:
+    def part(self, place: _Place, kind: Kind) -> torch.Tensor:
         """Return this rank's part [n] of one kind of a parameter. The kind must be the same in all calls."""
         if self._state is not place.state:
             self._state, self._chunk = place.state, place.state.read(kind)
@@ -384,16 +383,16 @@ def _range(shard: ShardRange | None) -> slice:
 
 def _has(group: FlatGroup, kind: str) -> bool:
     """Return whether the parameters of the group have a kind that the user names."""
-    return kind in (_PARAM, _MASTER) or any(pb.Kind.Name(k) == f"KIND_{kind.upper()}" for k in group.kinds)
+    return kind in (_PARAM, _MASTER) or any(kind_name(k) == kind.lower() for k in group.kinds)
 
 
-def _kind_of(group: FlatGroup, kind: str, fqn: str) -> pb.Kind:
+def _kind_of(group: FlatGroup, kind: str, fqn: str) -> Kind:
     """Return the kind that the user names as torch names the state. "master" is the fp32 weight, which is the parameter
     itself if that is fp32."""
     if kind == _MASTER:
         return group.weight_kind
     for candidate in group.kinds:
-        if pb.Kind.Name(candidate) == f"KIND_{kind.upper()}":
+        if kind_name(candidate) == kind.lower():
             return candidate
-    known = [_PARAM, _MASTER, _GRAD, *(pb.Kind.Name(k).removeprefix("KIND_").lower() for k in group.state_kinds)]
+    known = [_PARAM, _MASTER, _GRAD, *map(kind_name, group.state_kinds)]
     raise ConfigError(f"parameter {fqn} has no state {kind!r}: write one of {', '.join(known)}")

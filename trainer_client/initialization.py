@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from trainer_client.assembly import make_engine
-from trainer_client.config.section import Agreement
 from trainer_client.config.training_config import TrainingConfig, load_config, resolve_batch_sizes
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
@@ -29,7 +28,6 @@ from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
 from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import UnitPolicy, choose_policy
-from trainer_client.optimizers.optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.ranks.agreement import Declaration, require_agreement
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
@@ -38,6 +36,8 @@ from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.job import Job
 from trainer_client.run.local_daemon import LocalDaemon, local_address
 from trainer_client.run.run_state import Scheduler
+from trainer_client.section import Agreement
+from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.transport.channel import wait_until_serving
 from trainer_client.transport.credentials import NO_CREDENTIALS
 from trainer_client.transport.rank_store import RankStore

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 # The limit of spans in a trace, which is then some 50 MB of JSON. Later spans are left out, and the log says so.
 MAX_SPANS = 300_000
 
-# The root unit's name in reports and traces; job.py uses the same name.
-ROOT = "(root)"
+# The name of the root unit and the root module, which have no FQN: in the store, in traces and in messages.
+ROOT_NAME = "(root)"
 
 PHASES_ROW = "phases"
 COMPUTE_ROW = "compute"
@@ -145,7 +145,7 @@ class Recorder:
         """
         if self._spans is None:
             return
-        now, name = time.monotonic(), None if part is None else f"{part} {unit or ROOT}"
+        now, name = time.monotonic(), None if part is None else f"{part} {unit or ROOT_NAME}"
         if self._computing is not None:
             if self._computing[0] == name:
                 return
@@ -177,7 +177,7 @@ class Recorder:
         finally:
             ended = time.monotonic()
             self._sums.gather_seconds[self._phase] += ended - began - (self._stalled_ever - stalled)
-            self._note(GATHERS_ROW, unit or ROOT, began, ended)
+            self._note(GATHERS_ROW, unit or ROOT_NAME, began, ended)
 
     def moved(self, link: Link, where: str, nbytes: int, began: float) -> None:
         """Add bytes that were moved from `began` until now; on any thread."""

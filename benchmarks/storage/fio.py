@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.common.measure import BenchmarkError, Sample
+from storage.tiers.base import round_up
 
 FioMode = Literal["read", "write", "randread", "randwrite"]
 
@@ -44,7 +45,7 @@ class FioJob:
     def arguments(self) -> list[str]:
         """Return the job's arguments on fio's command line."""
         block = max(self.block_sizes)
-        part, moved = (_round_up(-(-n // self.threads), block) for n in (self.file_bytes or self.nbytes, self.nbytes))
+        part, moved = (round_up(-(-n // self.threads), block) for n in (self.file_bytes or self.nbytes, self.nbytes))
         percents = _equal_percents(len(self.block_sizes))
         split = ":".join(f"{size}/{percent}" for size, percent in zip(self.block_sizes, percents, strict=True))
         return [
@@ -118,7 +119,3 @@ def _sample(groups: Sequence[dict[str, Any]]) -> Sample:
 def _equal_percents(count: int) -> list[int]:
     """Return `count` whole numbers that add up to 100 and differ by at most 1."""
     return [100 * (i + 1) // count - 100 * i // count for i in range(count)]
-
-
-def _round_up(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit

@@ -13,13 +13,12 @@ from typing import Annotated, NoReturn
 import grpc
 import typer
 
-from paramserver.config import is_loopback
-from paramserver.contract.channel import TlsFiles, channel_to, is_socket
+from paramserver.contract.address import ADDRESS_VARIABLE, is_loopback, is_socket
+from paramserver.contract.channel import TlsFiles, channel_to
 from paramserver.contract.printable import printable
 from paramserver.contract.sockets import with_real_paths
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 
-ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEADLINE_SECONDS = 10.0
 # A deletion waits for the commit under way, which may wait for a device until device_timeout_seconds.
 DELETION_DEADLINE_SECONDS = 600.0

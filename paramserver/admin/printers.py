@@ -19,7 +19,11 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from paramserver.contract.durability import durability_text
+from paramserver.contract.kinds import kind_name
 from paramserver.contract.printable import printable
+from paramserver.contract.tiers import tier_name
+from paramserver.contract.words import word_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
@@ -101,7 +105,7 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
             str(job.world_size),
             str(job.sessions),
             f"{job.parameters:,}",
-            _durability(job.durability),
+            durability_text(job.durability),
             str(job.committed_step) if job.HasField("committed_step") else "-",
             str(job.durable_step) if job.HasField("durable_step") else "-",
             f"{max(0.0, time.time() - committed_at):.0f} s" if job.HasField("committed_at_unix_seconds") else "-",
@@ -151,10 +155,10 @@ def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
         _add_row(
             table,
             shard.fqn,
-            pb.Kind.Name(shard.kind).removeprefix("KIND_").lower(),
+            kind_name(shard.kind),
             str(shard.offset),
             str(shard.numel),
-            pb.DType.Name(shard.dtype).removeprefix("DTYPE_").lower(),
+            word_of(pb.DType, shard.dtype),
             str(shard.version) if shard.HasField("version") else "-",
             tier_name(shard.placement),
             " ".join(tier_name(tier) for tier in shard.tiers) or "-",
@@ -177,11 +181,6 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=200)
 
 
-def tier_name(tier: pb.Tier) -> str:
-    """Return a tier's name for people, for example "host" or "nvme"."""
-    return pb.Tier.Name(tier).removeprefix("TIER_").lower()
-
-
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
     table = Table(title=text(title, "table.title"), title_justify="left", header_style="bold")
     for column in columns:
@@ -195,12 +194,6 @@ def _add_row(table: Table, *cells: str | Text) -> None:
 
 def _rate(nbytes: int, seconds: float) -> str:
     return f"({decimal(int(nbytes / seconds))}/s)" if seconds else ""
-
-
-def _durability(durability: pb.Durability) -> str:
-    if durability.WhichOneof("class") == "snapshot":
-        return f"snapshot:{durability.snapshot.every_steps}"
-    return durability.WhichOneof("class") or "-"
 
 
 def _numbers(value: object) -> object:

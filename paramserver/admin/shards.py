@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -11,19 +10,9 @@ import typer
 
 from paramserver.admin import printers
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, connect
+from paramserver.contract.kinds import KINDS, StoredKind
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
-
-
-class KindName(enum.StrEnum):
-    """The kinds of state that `--kind` accepts."""
-
-    PARAM = "param"
-    MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-    MOMENTUM_BUFFER = "momentum_buffer"
-    SUM = "sum"
 
 
 def shards(
@@ -31,14 +20,14 @@ def shards(
     address: Address = None,
     as_json: AsJson = False,
     prefix: Annotated[str, typer.Option(help="Only parameters whose name begins with this.")] = "",
-    kind: Annotated[KindName | None, typer.Option(help="Only this kind of state.")] = None,
+    kind: Annotated[StoredKind | None, typer.Option(help="Only this kind of state.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Most rows of the table; 0: all. JSON has all of them.")] = 1000,
 ) -> None:
     """Show every shard of a job: its range, its version and the tiers that hold it."""
     request = admin_pb.ListShardsRequest(
         job=job,
         fqn_prefix=prefix,
-        kind=pb.KIND_UNSPECIFIED if kind is None else f"KIND_{kind.name}",
+        kind=pb.KIND_UNSPECIFIED if kind is None else KINDS[kind],
     )
     with connect(address) as store:
         pages = _pages(store, request)

@@ -1,2 +1,5 @@
-"""What the daemon and its clients share beside the generated messages: how bytes, names, tokens and updates are treated
-at both ends. Imports nothing of the daemon and nothing of storage."""
+"""The parts of the contract that the daemon and its clients share beside the generated messages.
+
+Owns the words, limits, addresses, optimizers and the wire form of chunks, each of which both ends must treat alike.
+Must never import anything of the daemon or of storage.
+"""

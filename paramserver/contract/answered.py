@@ -1,6 +1,7 @@
-"""Tells a daemon that answers UNAVAILABLE from one that does not answer: gRPC has one status for both.
+"""The mark by which a client tells a daemon that answers UNAVAILABLE from a daemon that does not answer.
 
-The daemon puts this mark beside its own answers; what gRPC says by itself, of a connection that failed, lacks it.
+gRPC has one status for both. The daemon adds the mark to the trailing metadata of its own answers; the status that gRPC
+makes itself when a connection fails has no mark.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a token travels: in the metadata of every call, as the contract says. For whoever calls a daemon."""
+"""The interceptor with which a client sends its token: in the metadata of every call, as the contract says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 
 
 class _CallDetails(NamedTuple):
-    """What an interceptor passes on."""
+    """The description of a call, as gRPC's interceptors pass it on."""
 
     method: str
     timeout: float | None
@@ -25,7 +25,7 @@ class TokenBearer(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the token to the metadata of every call."""
+    """An interceptor that adds the token to the metadata of every call."""
 
     def __init__(self, token: str) -> None:
         self._added = ("authorization", f"Bearer {token}")

@@ -7,51 +7,30 @@ would send what is for another node's daemon through that proxy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import grpc
 
+from paramserver.contract.address import is_socket, socket_path
 from paramserver.contract.bearer import TokenBearer
-from paramserver.contract.sockets import check_path, grpc_target
+from paramserver.contract.sockets import grpc_target
 
 Options = Sequence[tuple[str, int | str]]
 
-# For channels that cannot be made here, such as those of grpc.aio.
+# The options for channels that cannot be made here, such as those of grpc.aio.
 NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
-
-_UNIX = "unix:"
 
 
 class TlsFiles(NamedTuple):
-    """PEM bytes: the authorities of the daemon's certificate, the client's private key and its certificate."""
+    """The PEM bytes of the authorities of the daemon's certificate, of the client's private key and its certificate."""
 
     authorities: bytes
     key: bytes
     certificate: bytes
 
 
-def is_socket(address: str) -> bool:
-    """Return whether the address is that of a UNIX socket."""
-    return address.startswith(_UNIX)
-
-
-def socket_path(address: str) -> Path:
-    """Return the absolute path in `unix:/path` or `unix:///path`.
-
-    Raises:
-        ValueError: no socket can be there; the message says why.
-    """
-    path = address.removeprefix(_UNIX)
-    if not path.startswith("/"):
-        raise ValueError("write the absolute path of the socket after 'unix:'")
-    absolute = Path("/" + path.lstrip("/"))
-    check_path(absolute)
-    return absolute
-
-
 def target_of(address: str) -> str:
-    """Return what gRPC calls the address, in this process.
+    """Return gRPC's name of the address in this process.
 
     Raises:
         ValueError: no socket can be at the address.
@@ -67,8 +46,8 @@ def channel_to(
 
     Args:
         options: gRPC's channel arguments besides the proxy's.
-        tls: for TCP; a UNIX socket has its mode instead.
-        token: added to every call.
+        tls: used for TCP. A UNIX socket needs none, because the mode of its file says who may connect.
+        token: added to the metadata of every call.
 
     Raises:
         ValueError, OSError: see `target_of`.

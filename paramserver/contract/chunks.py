@@ -5,8 +5,9 @@ bytes in both directions:
 
     12 <varint: length of the chunk>  09 <checksum: fixed64>  10 <first_byte: varint>  1a <varint: length> <data>
 
-Written is only this form. Read is any that protobuf allows; this one, in which the data is the end of the message, by
-looking at its first few bytes. Must never interpret the data, nor import anything of the daemon.
+`encode` writes only this form, in which the data is the end of the message. `decode` reads every form that protobuf
+allows, and this one without protobuf, by its first few bytes. Must never interpret the data, nor import anything of the
+daemon.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from paramserver.v1 import parameter_store_pb2 as pb
 
-# Of data, in one message.
+# The most bytes of data in one message.
 MAX_CHUNK_BYTES = 1 << 20
 
 _CHUNK_TAG = 0x12
@@ -28,19 +29,19 @@ _CHECKSUM_TAG = 0x09
 _FIRST_BYTE_TAG = 0x10
 _DATA_TAG = 0x1A
 _CHECKSUM = struct.Struct("<BQ")
-# Of a uint64, seven bits a byte.
+# A uint64 takes at most so many bytes, because each byte holds seven bits.
 _MAX_VARINT_BYTES = 10
 
 MessageT = TypeVar("MessageT", pb.ReadResponse, pb.WriteRequest)
 
 
 class MalformedMessageError(ValueError):
-    """Bytes that are no message of the contract."""
+    """The error for bytes that are no message of the contract."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes of a source from `first_byte` on, as they came."""
+    """Bytes of a source from `first_byte` on, as they arrived, with the checksum that the sender computed."""
 
     checksum: int
     first_byte: int
@@ -48,17 +49,17 @@ class Chunk:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the data has the checksum that was sent with it."""
+        """Whether the data still has the checksum that was sent with it."""
         return self.checksum == checksum(self.first_byte, self.data)
 
 
 def checksum(first_byte: int, data: memoryview | bytes) -> int:
-    """XXH3-64 of the data, seeded with its place: good bytes at a wrong place are as wrong as damaged ones."""
+    """Return XXH3-64 of the data, seeded with its place: good bytes at a wrong place are as wrong as damaged ones."""
     return xxhash.xxh3_64_intdigest(data, seed=first_byte)
 
 
 def encode(first_byte: int, data: memoryview | bytes) -> bytes:
-    """The message that carries a chunk. Copies the data once."""
+    """Return the message that carries a chunk. The data is copied once."""
     head = b"".join(
         (
             _CHECKSUM.pack(_CHECKSUM_TAG, checksum(first_byte, data)),
@@ -72,10 +73,12 @@ def encode(first_byte: int, data: memoryview | bytes) -> bytes:
 
 
 def decode(message: bytes, kind: type[MessageT]) -> Chunk | MessageT:
-    """The chunk that a message carries, over the message's own memory; or the message, if it carries something else.
+    """Return the chunk that a message carries, or the parsed message if it carries something else.
+
+    The data of the chunk is a view of the message's own memory.
 
     Raises:
-        MalformedMessageError: it is no message of this kind.
+        MalformedMessageError: the bytes are no message of this kind.
     """
     if (chunk := _decode_chunk(message)) is not None:
         return chunk
@@ -89,7 +92,10 @@ def decode(message: bytes, kind: type[MessageT]) -> Chunk | MessageT:
 
 
 def _decode_chunk(message: bytes) -> Chunk | None:
-    """The chunk, if the message has the form that `encode` gives; None: it may still be a valid message."""
+    """Return the chunk if the message has the form that `encode` writes.
+
+    Returns None for other bytes, which may still be a valid message.
+    """
     try:
         if message[0] != _CHUNK_TAG:
             return None
@@ -118,7 +124,11 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """The value and where it ends; IndexError where protobuf, too, finds no uint64."""
+    """Return a varint's value and the index after its last byte.
+
+    Raises:
+        IndexError: there is no uint64, by protobuf's rules, too.
+    """
     value = 0
     for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
         byte = message[at]

@@ -1,5 +1,7 @@
-"""The allocator's settings that suit a process which moves chunks, at either end of the wire. They are the process's to
-make: a daemon at its start, a client when it chooses streams."""
+"""The settings of glibc's allocator that suit a process which moves chunks, at either end of the wire.
+
+They change the whole process, so a daemon makes them at its start, and a client only when it chooses streams.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,22 @@ import logging
 
 log = logging.getLogger(__name__)
 
-# From malloc.h.
+# The numbers of the parameters in malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
-# Larger than a chunk in any wrapping: such buffers come from the heap.
+# Buffers of up to this size come from the heap. A chunk with its message around it is smaller.
 _FROM_HEAP_BYTES = 4 << 20
-# What stays of the heap's free end.
+# The allocator keeps so many free bytes at the end of the heap, instead of giving them back to the kernel.
 _KEPT_BYTES = 16 << 20
 
 
 def keep_chunk_buffers() -> None:
-    """Lets glibc keep the memory of chunks from one to the next one; elsewhere, does nothing.
+    """Let glibc keep the memory of one chunk for the next one. With another C library this does nothing.
 
-    gRPC and Python take and free a few buffers for each chunk. By default each of them is mapped, zeroed page by page
-    and unmapped again, or cut from the end of the heap and given back: that took longer than moving the bytes.
+    gRPC and Python allocate and free a few buffers for each chunk. By default, glibc maps each of them, so that the
+    kernel zeroes it page by page, and unmaps it again; or glibc cuts it from the end of the heap and trims the heap
+    afterwards. That took longer than moving the bytes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,6 +1,7 @@
-"""Text that can be shown to a person, whoever wrote it: names that clients choose, and messages that quote them.
+"""Text that can be shown to a person although a stranger wrote it: the names that clients choose, and their quotes.
 
-Both ends print such text, so both import this. Must never be used on what a program reads: JSON has escapes of its own.
+Both ends print such text, so both import this. Must never be used on what a program reads, because JSON has escapes of
+its own.
 """
 
 from __future__ import annotations

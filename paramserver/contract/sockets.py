@@ -17,10 +17,10 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
-# sun_path, without the closing zero.
+# The size of sun_path without the zero byte that ends the path.
 _MAX_PATH_BYTES = 107
 _DESCRIPTORS = "/proc/self/fd"
-# What is left of sun_path for the name where the number of the descriptor has its most digits.
+# The bytes of sun_path that are left for the socket's name where the number of the descriptor has its most digits.
 MAX_NAME_BYTES = _MAX_PATH_BYTES - len(f"{_DESCRIPTORS}/{(1 << 31) - 1}/")
 
 _descriptors: dict[str, int] = {}
@@ -58,7 +58,8 @@ def system_path(path: Path) -> str:
 def grpc_target(path: Path) -> str:
     """Return gRPC's name of the socket at the absolute `path`, for a server or a channel of this process.
 
-    gRPC reads the name as a URI: in a path that is not quoted it takes `%`, `?` and `#` for something else.
+    gRPC reads the name as a URI, so the path is quoted: otherwise `%`, `?` and `#` in it would have a meaning of their
+    own.
 
     Raises:
         OSError: see `system_path`.

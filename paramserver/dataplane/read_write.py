@@ -23,6 +23,7 @@ from paramserver.rpc.status import answer
 from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.session import Session
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.vocabulary import DTYPE_TO_WIRE
 from storage.engine import Engine
 from storage.errors import ConflictError, DataLossError, InvalidRequestError, StorageError
 
@@ -59,9 +60,7 @@ class Streams:
             raise InvalidRequestError(f"first_byte {opened.first_byte} is behind the end, {source.size_bytes}")
         if not opened.credit_bytes:
             raise InvalidRequestError("credit_bytes is 0; the first credit must allow to send something")
-        header = pb.ReadHeader(
-            size_bytes=source.size_bytes, version=source.version, dtype=convert.DTYPE_TO_WIRE[source.dtype]
-        )
+        header = pb.ReadHeader(size_bytes=source.size_bytes, version=source.version, dtype=DTYPE_TO_WIRE[source.dtype])
         credit = _Credit(opened.credit_bytes)
         with self._transfers.open(session.session_id, source.job, urgency) as transfer:
             # The session may have ended while the source was opened, when its end could not end this transfer yet. If

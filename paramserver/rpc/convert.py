@@ -1,16 +1,21 @@
-"""Between the wire's messages and the engine's types. Everything that comes in is checked here; names are only data."""
+"""The border between the wire's messages and the storage engine's types.
+
+Owns the checks of what clients send and the limits of requests. Must never use a name from a client for anything but
+data: no name becomes a path or a part of one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from paramserver.contract.hyper_parameter_ranges import find_problem
-from paramserver.contract.update_rules import HyperParameters, state_kinds
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.optimizers.registry import find_problem, state_kinds
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc.urgency import Urgency
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.vocabulary import DTYPE_FROM_WIRE, DTYPE_TO_WIRE, KIND_FROM_WIRE, TIER_FROM_WIRE
 from storage.errors import InvalidRequestError
 from storage.gathering import TensorRange
 from storage.shard import (
@@ -23,51 +28,35 @@ from storage.shard import (
     ParameterSpec,
     Shard,
     SlabSpec,
-    TierName,
 )
 
 MAX_NAME_BYTES = 1024
-# Above this a signed 64-bit offset overflows somewhere below; no tensor is that large.
+# No tensor is that large. With more elements, the byte offsets that the engine computes could overflow 64 bits.
 MAX_ELEMENTS = 1 << 48
-# torch's own limit.
+# torch's tensors have at most so many dimensions.
 MAX_DIMENSIONS = 64
-# Steps and positions are also floating-point numbers and JSON's: beyond this two of them would be one.
+# Steps and positions are also kept as floating-point numbers, by the prefetch queue and in JSON. Beyond this limit, two
+# different integers would be the same floating-point number.
 MAX_STEP = (1 << 53) - 1
 # The largest models have some ten thousand parameters, mixtures of experts with a parameter per expert ten times that,
 # and stores of small tensors twice as many again.
 MAX_PARAMETERS = 1 << 18
-# Of one rank. A shard is at most a parameter of a unit, and padding makes none.
+# The limits of one rank's groups and shards. A rank that trains has at most one shard of each parameter; padding is no
+# shard.
 MAX_GROUPS = 1 << 16
 MAX_SHARDS = 1 << 18
-# Leases, wants, releases or updates in one request, which is for a unit or a few: all of a large model's fit.
+# Leases, wants, releases or updates in one request. A request is for one unit or a few, and even those of all units of
+# a large model fit.
 MAX_BATCH = 1 << 14
-# Random states, a schedule, a data cursor. OpenJob sends those of all retained steps in one message.
+# A client state has random states, a schedule and a data cursor. OpenJob answers with the states of all retained steps
+# in one message, so a single one must be small.
 MAX_CLIENT_STATE_BYTES = 2 << 20
 
-_KINDS = {
-    pb.KIND_PARAM: Kind.PARAM,
-    pb.KIND_MASTER: Kind.MASTER,
-    pb.KIND_EXP_AVG: Kind.EXP_AVG,
-    pb.KIND_EXP_AVG_SQ: Kind.EXP_AVG_SQ,
-    pb.KIND_MOMENTUM_BUFFER: Kind.MOMENTUM_BUFFER,
-    pb.KIND_SUM: Kind.SUM,
-    pb.KIND_GRAD: Kind.GRAD,
-}
-_DTYPES = {
-    pb.DTYPE_FLOAT32: DType.FLOAT32,
-    pb.DTYPE_BFLOAT16: DType.BFLOAT16,
-    pb.DTYPE_FLOAT16: DType.FLOAT16,
-}
 _URGENCIES = {
     pb.URGENCY_UNSPECIFIED: Urgency.DEMAND,
     pb.URGENCY_DEMAND: Urgency.DEMAND,
     pb.URGENCY_PREFETCH: Urgency.PREFETCH,
 }
-_TIERS: dict[pb.Tier, TierName] = {getattr(pb, f"TIER_{tier.name}"): tier for tier in TierName}
-
-KIND_TO_WIRE = {value: key for key, value in _KINDS.items()}
-DTYPE_TO_WIRE = {value: key for key, value in _DTYPES.items()}
-TIER_TO_WIRE = {value: key for key, value in _TIERS.items()}
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -75,17 +64,21 @@ ItemT = TypeVar("ItemT")
 
 
 def kind(value: pb.Kind) -> Kind:
-    """Raises InvalidRequestError for a value that is no kind."""
-    return _lookup(_KINDS, value, "kind")
+    """Return the engine's kind. Raises InvalidRequestError for a value that is no kind."""
+    return _lookup(KIND_FROM_WIRE, value, "kind")
 
 
 def urgency(value: pb.Urgency) -> Urgency:
-    """Raises InvalidRequestError for a value that is no urgency."""
+    """Return the urgency of a transfer. Raises InvalidRequestError for a value that is no urgency."""
     return _lookup(_URGENCIES, value, "urgency")
 
 
 def name(value: str, field: str) -> str:
-    """A name that people and logs can bear: not empty, bounded, printable."""
+    """Return a name that can stand in a message or a log: not empty, not too long, printable.
+
+    Raises:
+        InvalidRequestError: the name is none of that kind.
+    """
     if not value or len(value.encode()) > MAX_NAME_BYTES or not value.isprintable():
         raise InvalidRequestError(
             f"{field} must be 1 to {MAX_NAME_BYTES} bytes of printable text; it is {value[:80]!r}"
@@ -94,17 +87,17 @@ def name(value: str, field: str) -> str:
 
 
 def step(value: int, field: str) -> int:
-    """Raises InvalidRequestError for a number that no step can have."""
+    """Return a step's number. Raises InvalidRequestError for a number that no step can have."""
     return _at_most(value, MAX_STEP, field)
 
 
 def position(value: int, field: str) -> float:
-    """A position in the trace; raises InvalidRequestError for one that is not exact as a floating-point number."""
+    """Return a position in the trace. Raises InvalidRequestError where it is not exact as a floating-point number."""
     return float(_at_most(value, MAX_STEP, field))
 
 
 def batch(items: Sequence[ItemT], field: str, limit: int = MAX_BATCH) -> Sequence[ItemT]:
-    """Raises InvalidRequestError where there are more items than one request may have."""
+    """Return the items of a request. Raises InvalidRequestError where there are more than one request may have."""
     if len(items) > limit:
         raise InvalidRequestError(
             f"{field} has {len(items)} entries; at most {limit} are allowed: send several requests"
@@ -113,7 +106,7 @@ def batch(items: Sequence[ItemT], field: str, limit: int = MAX_BATCH) -> Sequenc
 
 
 def client_state(value: bytes) -> bytes:
-    """Raises InvalidRequestError for more bytes than a commit may carry."""
+    """Return a rank's client state. Raises InvalidRequestError for more bytes than a commit may carry."""
     if len(value) > MAX_CLIENT_STATE_BYTES:
         raise InvalidRequestError(
             f"client_state has {len(value)} bytes; at most {MAX_CLIENT_STATE_BYTES} are allowed: keep large things in "
@@ -123,7 +116,7 @@ def client_state(value: bytes) -> bytes:
 
 
 def job_spec(request: pb.OpenJobRequest) -> JobSpec:
-    """The job that a client wants to open."""
+    """Return the job that a client wants to open. Raises InvalidRequestError, naming the field that is wrong."""
     if not 0 < request.world_size < 1 << 20 or not 0 < request.attached_ranks <= request.world_size:
         raise InvalidRequestError(
             f"world_size {request.world_size} and attached_ranks {request.attached_ranks} must be positive, "
@@ -135,7 +128,7 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
         ParameterSpec(
             fqn=name(p.fqn, "parameters.fqn"),
             shape=_shape(p),
-            dtype=_lookup(_DTYPES, p.dtype, f"dtype of parameter {p.fqn!r}"),
+            dtype=_lookup(DTYPE_FROM_WIRE, p.dtype, f"dtype of parameter {p.fqn!r}"),
             trainable=p.trainable,
         )
         for p in batch(request.parameters, "parameters", MAX_PARAMETERS)
@@ -150,13 +143,14 @@ def job_spec(request: pb.OpenJobRequest) -> JobSpec:
         durability=durability(request.durability),
         layout=name(request.layout, "layout") if request.layout else "",
     )
-    # Made here, on the caller's thread: the event loop is to find them.
+    # Both are computed once and take 0.2 s for 100,000 parameters. This function runs on a worker thread, so the event
+    # loop finds them computed.
     _ = spec.model.digest, spec.model.by_name
     return spec
 
 
 def parameter_to_wire(parameter: ParameterSpec) -> pb.Parameter:
-    """A parameter as a client declared it."""
+    """Return a parameter as a client declared it."""
     return pb.Parameter(
         fqn=parameter.fqn,
         shape=parameter.shape,
@@ -166,13 +160,13 @@ def parameter_to_wire(parameter: ParameterSpec) -> pb.Parameter:
 
 
 def tensor_range(message: pb.TensorRange) -> TensorRange:
-    """Raises InvalidRequestError for a range that no tensor can have."""
+    """Return a range of a tensor. Raises InvalidRequestError for a range that no tensor can have."""
     check_range(message)
     return TensorRange(message.fqn, kind(message.kind), message.offset, message.numel)
 
 
 def check_range(message: pb.TensorRange) -> None:
-    """Raises InvalidRequestError for one that no tensor can have."""
+    """Check a range. Raises InvalidRequestError for a range that no tensor can have."""
     if message.numel == 0 or max(message.offset, message.numel) > MAX_ELEMENTS:
         raise InvalidRequestError(
             f"range of {message.fqn!r}: offset {message.offset}, numel {message.numel} is no range"
@@ -180,7 +174,7 @@ def check_range(message: pb.TensorRange) -> None:
 
 
 def durability(message: pb.Durability) -> Durability:
-    """Raises InvalidRequestError unless exactly one class is set."""
+    """Return the durability class of a job. Raises InvalidRequestError unless exactly one class is set."""
     match message.WhichOneof("class"):
         case "step":
             return Durability(every_steps=1)
@@ -195,7 +189,7 @@ def durability(message: pb.Durability) -> Durability:
 
 
 def durability_to_wire(value: Durability) -> pb.Durability:
-    """The inverse of `durability`."""
+    """Return the message for a durability class, as the inverse of `durability`."""
     if value.every_steps == 0:
         return pb.Durability(none=pb.Durability.Volatile())
     if value.every_steps == 1:
@@ -204,7 +198,11 @@ def durability_to_wire(value: Durability) -> pb.Durability:
 
 
 def group_specs(job: JobSpec, groups: Sequence[pb.ShardGroup]) -> list[GroupSpec]:
-    """The shard groups of a request, which must lie inside the parameters of the job."""
+    """Return the shard groups of a request.
+
+    Raises:
+        InvalidRequestError: a group is malformed, or leaves the parameters of the job.
+    """
     batch(groups, "groups", MAX_GROUPS)
     if (shards := sum(len(group.shards) for group in groups)) > MAX_SHARDS:
         raise InvalidRequestError(f"groups have {shards} shards; at most {MAX_SHARDS} are allowed")
@@ -225,7 +223,7 @@ def group_specs(job: JobSpec, groups: Sequence[pb.ShardGroup]) -> list[GroupSpec
 
 
 def group_spec(message: pb.ShardGroup) -> GroupSpec:
-    """A shard group as the client declares it; its geometry is checked."""
+    """Return a shard group as a client declares it. Raises InvalidRequestError where its shards overlap or leave it."""
     name(message.name, "groups.name")
     if message.numel > MAX_ELEMENTS:
         raise InvalidRequestError(f"group {message.name!r}: numel {message.numel} is above {MAX_ELEMENTS}")
@@ -250,7 +248,7 @@ def group_spec(message: pb.ShardGroup) -> GroupSpec:
 
 
 def _check_kinds(group: GroupSpec) -> None:
-    """Raises InvalidRequestError unless the group can be updated by an optimizer, or is frozen."""
+    """Check that an optimizer can update the group, or that it is frozen. Raises InvalidRequestError otherwise."""
     kinds = group.slab_of_kind
     full_precision = kinds[Kind.PARAM].dtype is DType.FLOAT32
     if full_precision and Kind.MASTER in kinds:
@@ -263,9 +261,11 @@ def _check_kinds(group: GroupSpec) -> None:
 
 
 def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
-    tier = _lookup(_TIERS, message.placement, f"placement of group {group!r}")
+    tier = _lookup(TIER_FROM_WIRE, message.placement, f"placement of group {group!r}")
     slab = SlabSpec(
-        kind=kind(message.kind), dtype=_lookup(_DTYPES, message.dtype, f"dtype of group {group!r}"), placement=tier
+        kind=kind(message.kind),
+        dtype=_lookup(DTYPE_FROM_WIRE, message.dtype, f"dtype of group {group!r}"),
+        placement=tier,
     )
     if slab.kind in OPTIMIZER_STATES | {Kind.MASTER} and slab.dtype is not DType.FLOAT32:
         raise InvalidRequestError(f"group {group!r}: kind {slab.kind.value} must be float32, not {slab.dtype.value}")
@@ -275,7 +275,7 @@ def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
 def optimizer_update(
     group: GroupSpec, update: pb.ApplyGradientsRequest.GroupUpdate, hyper_parameters: Sequence[HyperParameters]
 ) -> OptimizerUpdate:
-    """The kernel for one group; raises InvalidRequestError where the request does not fit the group."""
+    """Return the kernel that updates one group. Raises InvalidRequestError where the request does not fit the group."""
     indexes = update.hyper_parameters_of_shard
     if len(indexes) != len(group.shards):
         raise InvalidRequestError(
@@ -301,7 +301,7 @@ def optimizer_update(
 
 
 def _check_states(group: GroupSpec, row: HyperParameters) -> None:
-    needed = {_KINDS[kind] for kind in state_kinds(row)}
+    needed = {KIND_FROM_WIRE[kind] for kind in state_kinds(row)}
     if missing := sorted(kind.value for kind in needed - group.slab_of_kind.keys()):
         raise InvalidRequestError(
             f"group {group.name!r} cannot be updated by {row.WhichOneof('optimizer')}: it was registered without "
@@ -310,7 +310,11 @@ def _check_states(group: GroupSpec, row: HyperParameters) -> None:
 
 
 def hyper_parameters(message: HyperParameters) -> HyperParameters:
-    """Raises InvalidRequestError, naming the field, for values that the optimizer's class in torch would refuse."""
+    """Return a row of hyper-parameters.
+
+    Raises:
+        InvalidRequestError: torch's class would refuse a value; the message names the field.
+    """
     if problem := find_problem(message):
         raise InvalidRequestError(problem)
     return message
@@ -331,7 +335,7 @@ def _at_most(value: int, limit: int, field: str) -> int:
     return value
 
 
-def _lookup(table: dict[KeyT, ValueT], value: KeyT, field: str) -> ValueT:
+def _lookup(table: Mapping[KeyT, ValueT], value: KeyT, field: str) -> ValueT:
     if value not in table:
         raise InvalidRequestError(f"{field} has the value {value!r}, which this store does not know")
     return table[value]

@@ -19,6 +19,7 @@ from paramserver.sessions.leases import Lease
 from paramserver.sessions.session import Session
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE
 from storage.engine import Engine
 from storage.errors import InvalidRequestError, NotFoundError
 from storage.gathering import Gathering
@@ -206,7 +207,7 @@ def _describe_tensor(parameter: ParameterSpec, placed: Sequence[Placed]) -> pb.S
     return pb.StoredTensor(
         parameter=convert.parameter_to_wire(parameter),
         kinds=[
-            pb.StoredTensor.KindDType(kind=convert.KIND_TO_WIRE[slab.kind], dtype=convert.DTYPE_TO_WIRE[slab.dtype])
+            pb.StoredTensor.KindDType(kind=KIND_TO_WIRE[slab.kind], dtype=DTYPE_TO_WIRE[slab.dtype])
             for slab in placed[0].group.spec.slabs
             if slab.kind is not Kind.GRAD
         ],

@@ -23,6 +23,7 @@ from paramserver.sessions.session import Session, SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
 from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -92,7 +93,7 @@ class StoreAdmin:
     @needs(Right.ADMIN)
     async def ListShards(self, request: admin_pb.ListShardsRequest) -> admin_pb.ListShardsResponse:
         job = self._job(request.job)
-        kinds = list(convert.KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
+        kinds = list(KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
         size, start = page_size(request.page_size), Place.of_token(request.page_token)
         listed: list[admin_pb.ShardInfo] = []
         async for place, slab, shard in in_slices(_shards_from(job, start, request.fqn_prefix, kinds)):
@@ -151,7 +152,7 @@ class StoreAdmin:
     def _describe_tier(self, tier: Tier) -> admin_pb.TierInfo:
         engine = self._engine
         info = admin_pb.TierInfo(
-            tier=convert.TIER_TO_WIRE[tier.name],
+            tier=TIER_TO_WIRE[tier.name],
             budget_bytes=tier.budget_bytes,
             used_bytes=tier.used_bytes,
             queue_depth=tier.queue_depth,
@@ -204,10 +205,7 @@ class StoreAdmin:
             durability=convert.durability_to_wire(job.spec.durability),
             committed_step=newest,
             durable_step=durable,
-            bytes=[
-                admin_pb.JobInfo.TierBytes(tier=convert.TIER_TO_WIRE[tier], bytes=nbytes)
-                for tier, nbytes in size.items()
-            ],
+            bytes=[admin_pb.JobInfo.TierBytes(tier=TIER_TO_WIRE[tier], bytes=nbytes) for tier, nbytes in size.items()],
             created_at_unix_seconds=job.created_at,
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
         )
@@ -215,7 +213,7 @@ class StoreAdmin:
 
 def _describe_account(account: TierAccount) -> admin_pb.TierAccount:
     return admin_pb.TierAccount(
-        tier=convert.TIER_TO_WIRE[account.tier],
+        tier=TIER_TO_WIRE[account.tier],
         used_bytes=account.used_bytes,
         holdings=[
             admin_pb.TierAccount.Holding(holder=holder, bytes=account.held_bytes[holder])
@@ -249,7 +247,7 @@ def _shards_from(
 
     The slab is None if the shard's group has no slab of that kind.
     """
-    numbered = sorted((convert.KIND_TO_WIRE[kind], kind) for kind in kinds)
+    numbered = sorted((KIND_TO_WIRE[kind], kind) for kind in kinds)
     for fqn in job.index.names_from(start.fqn, prefix):
         first = start if fqn == start.fqn else Place(fqn)
         placed = job.index.of(fqn)
@@ -268,14 +266,14 @@ def _describe_shard(slab: Slab, shard: Shard) -> admin_pb.ShardInfo:
         tiers.append(region.tier.name)
     return admin_pb.ShardInfo(
         fqn=shard.fqn,
-        kind=convert.KIND_TO_WIRE[slab.key.kind],
+        kind=KIND_TO_WIRE[slab.key.kind],
         offset=shard.offset,
         numel=shard.numel,
-        dtype=convert.DTYPE_TO_WIRE[slab.spec.dtype],
+        dtype=DTYPE_TO_WIRE[slab.spec.dtype],
         group=slab.key.group,
         version=slab.latest,
-        tiers=[convert.TIER_TO_WIRE[tier] for tier in tiers],
-        placement=convert.TIER_TO_WIRE[slab.spec.placement],
+        tiers=[TIER_TO_WIRE[tier] for tier in tiers],
+        placement=TIER_TO_WIRE[slab.spec.placement],
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.vocabulary import TIER_TO_WIRE
 from storage.engine import Engine
 from storage.tiers.contract import Tier
 from storage.tracing import Span, Tracer
@@ -82,7 +82,7 @@ def read_counters(engine: Engine) -> pb.ReadCountersResponse:
 def _counters(tier: Tier) -> pb.ReadCountersResponse.TierCounters:
     counters = tier.counters
     return pb.ReadCountersResponse.TierCounters(
-        tier=convert.TIER_TO_WIRE[tier.name],
+        tier=TIER_TO_WIRE[tier.name],
         bytes_read=counters.bytes_read,
         bytes_written=counters.bytes_written,
         read_seconds=counters.reading.seconds,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paramserver.rpc import convert
 from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.vocabulary import TIER_TO_WIRE
 from storage.engine import Engine
 from storage.tiers.contract import Tier
 
@@ -43,7 +43,7 @@ class NoticeBoard:
         """Yield a notice for each trouble that has begun or ended since the last look."""
         for tier in self._engine.tiers:
             yield from self._compare(
-                convert.TIER_TO_WIRE[tier.name],
+                TIER_TO_WIRE[tier.name],
                 self._degraded(tier),
                 Response.EVENT_TIER_RECOVERED,
                 f"the {tier.name} tier works again",
@@ -72,7 +72,7 @@ class NoticeBoard:
             or "some of what it stores is damaged, or was not confirmed by its device"
         )
         text = f"the {tier.name} tier is degraded: {why} (`paramserver-admin tiers` says more)"
-        return Notice(text=text, event=Response.EVENT_TIER_DEGRADED, tier=convert.TIER_TO_WIRE[tier.name])
+        return Notice(text=text, event=Response.EVENT_TIER_DEGRADED, tier=TIER_TO_WIRE[tier.name])
 
     def _pressure(self) -> Notice | None:
         host = self._engine.host

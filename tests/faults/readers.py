@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 import torch
 
-from paramserver.rpc import convert
+from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import Kind, TierName
 from tests.faults.fuzz import QUIET_SECONDS, leaks
@@ -148,7 +148,7 @@ class Storm:
         group, index = rng.choice(layout.groups), rng.randrange(len(layout.numels))
         kind, fqn = Kind.PARAM, f"{group}.weight.{index}"
         source = pb.TensorRange(
-            fqn=fqn, kind=convert.KIND_TO_WIRE[kind], numel=layout.numels[index], reader_id=opened.reader_id
+            fqn=fqn, kind=vocabulary.KIND_TO_WIRE[kind], numel=layout.numels[index], reader_id=opened.reader_id
         )
         want = pb.AcquireLeasesRequest.Want(range=source, mode=pb.LEASE_MODE_READ)
         (lease,) = client.call("AcquireLeases", wants=[want]).leases

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paramserver.rpc import convert
+from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import Kind
 from tests.integration.support.store_client import group_to_wire, job_fields
@@ -79,7 +79,7 @@ class RemoteRank:
         """Check that the newest bytes are those of torch after `step`."""
         for group in self.layout.groups:
             for kind in self.layout.kinds:
-                (leased,) = self.store.acquire_read([Slab(group=group, kind=convert.KIND_TO_WIRE[kind])], 0).wait()
+                (leased,) = self.store.acquire_read([Slab(group=group, kind=vocabulary.KIND_TO_WIRE[kind])], 0).wait()
                 assert leased.version == step
                 stored = leased.data.view(self.layout.dtype(kind).torch)
                 for shard in self.layout.group(group).shards:
@@ -88,7 +88,7 @@ class RemoteRank:
                 self.store.release([leased]).wait()
 
     def _lease(self, group: str, kind: Kind, *, step: int) -> LeasedBytes:
-        slab = Slab(group=group, kind=convert.KIND_TO_WIRE[kind])
+        slab = Slab(group=group, kind=vocabulary.KIND_TO_WIRE[kind])
         (leased,) = self.store.acquire_write([slab], step).wait()
         leased.data.zero_()
         return leased

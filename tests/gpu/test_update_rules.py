@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramserver.contract import update_rules
-from paramserver.rpc.convert import KIND_TO_WIRE
+from paramserver.contract.optimizers.registry import apply
+from paramserver.vocabulary import KIND_TO_WIRE
 from tests.optimizer_cases import CASES
 
 pytestmark = [
@@ -29,7 +29,7 @@ def test_rules_on_a_cuda_device_equal_torch_bit_for_bit(name: str) -> None:
         gradient = torch.randn(NUMEL, generator=generator, device="cuda")
         reference.grad = gradient.clone()
         optimizer.step()
-        update_rules.apply(case.row(step), weight, gradient, states)
+        apply(case.row(step), weight, gradient, states)
 
     assert torch.equal(weight, reference.detach())
     for kind, state in case.states.items():

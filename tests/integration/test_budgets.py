@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paramserver.rpc import convert
+from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import TierName
 from tests.integration.support.daemon import MIB, Daemon, tiers
@@ -76,7 +76,7 @@ def test_a_lease_that_others_leave_no_room_for_is_refused_in_time_and_granted_on
         leased = tiers(daemon.address)[0].leased_bytes
         wants = [
             pb.AcquireLeasesRequest.Want(
-                slab=pb.SlabName(group=group, kind=convert.KIND_TO_WIRE[kind]), mode=pb.LEASE_MODE_READ
+                slab=pb.SlabName(group=group, kind=vocabulary.KIND_TO_WIRE[kind]), mode=pb.LEASE_MODE_READ
             )
             for group, kind in (slabs[0], slabs[len(leases)])
         ]

@@ -10,7 +10,7 @@ import grpc
 import pytest
 import torch
 
-from paramserver.rpc import convert
+from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from storage.shard import DType, Kind
@@ -27,7 +27,7 @@ def layout_of(job: str) -> Layout:
 
 
 def tensor_range(fqn: str, kind: Kind, reader_id: int, *, offset: int = 0, numel: int) -> pb.TensorRange:
-    return pb.TensorRange(fqn=fqn, kind=convert.KIND_TO_WIRE[kind], offset=offset, numel=numel, reader_id=reader_id)
+    return pb.TensorRange(fqn=fqn, kind=vocabulary.KIND_TO_WIRE[kind], offset=offset, numel=numel, reader_id=reader_id)
 
 
 def lease_range(client: Client, source: pb.TensorRange, mode: pb.LeaseMode = pb.LEASE_MODE_READ) -> pb.Lease:

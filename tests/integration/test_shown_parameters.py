@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import trainer_client
+from paramserver.contract.limits import UNITS_SHOWN_AT_ONCE
 from storage.tiers.arena import NAME as ARENA
 from tests.integration.support.daemon import MIB, Daemon, tiers
 from tests.integration.support.gathers import count_gathers
@@ -20,7 +21,6 @@ from tests.integration.support.ranks import run_ranks
 from tests.integration.support.waiting import wait_until
 from trainer_client import Engine
 from trainer_client.errors import SessionEndedError
-from trainer_client.step.residency import SHOWN_AT_ONCE
 
 WIDTH = 128
 BLOCKS = 6
@@ -215,7 +215,7 @@ def test_units_that_stay_gathered_take_no_room_from_those_that_pass(daemon: Daem
             train(engine, 2)
             counted = counters.snapshot().total
             # What lives on the host is shown; of the others three at most, and the rest copied when others come.
-            copied = counted.fetched_bytes * (BLOCKS + 1 - SHOWN_AT_ONCE) // (BLOCKS + 1)
+            copied = counted.fetched_bytes * (BLOCKS + 1 - UNITS_SHOWN_AT_ONCE) // (BLOCKS + 1)
             assert (counted.gathers, counted.copied_bytes) == (2 * (BLOCKS + 1), copied if home == "nvme" else 0)
 
 

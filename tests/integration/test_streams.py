@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import torch
 
-from paramserver.rpc import convert
+from paramserver import vocabulary
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.shard import DType, Kind
 from tests.integration.support.store_client import Clients, Rank, refused
@@ -56,9 +56,9 @@ def test_a_run_over_streams_alone_has_the_bits_of_torch(clients: Clients, job: s
         rank.apply(step, lease, group="a")
         rank.commit(step)
     for kind in layout.kinds:
-        source = pb.TensorRange(fqn="a.weight.0", kind=convert.KIND_TO_WIRE[kind], offset=0, numel=300_001)
+        source = pb.TensorRange(fqn="a.weight.0", kind=vocabulary.KIND_TO_WIRE[kind], offset=0, numel=300_001)
         header, data = read(rank, range=source)
-        assert (header.version, header.dtype) == (2, convert.DTYPE_TO_WIRE[layout.dtype(kind)])
+        assert (header.version, header.dtype) == (2, vocabulary.DTYPE_TO_WIRE[layout.dtype(kind)])
         assert data == raw(rank.reference.states(2)["a", "a.weight.0", kind])
 
 

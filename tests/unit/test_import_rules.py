@@ -34,6 +34,7 @@ FLOORS = {
     "paramserver": (
         "__init__ errors v1",
         "contract",
+        "vocabulary",
         "optimizer_kernel process",
         "security",
         "config rpc",
@@ -45,11 +46,11 @@ FLOORS = {
         "__main__",
     ),
     "trainer_client": (
-        "errors own_packages recorder",
-        "ranks transport",
+        "errors own_packages recorder section",
+        "optimizers ranks transport",
         "config",
         "model",
-        "initial optimizers store_client",
+        "initial store_client store_optimizer",
         "step",
         "access report run",
         "engine",

@@ -1,8 +1,8 @@
-"""The training config: the part of DeepSpeed's that this version honours, and the section `paramserver`.
+"""The training config: the part of DeepSpeed's config that this version honours, and the section `paramserver`.
 
-Owns the names, types and defaults of the keys, and the messages for those that are refused. A key is honoured with
-DeepSpeed's meaning or refused by its full dotted name: nothing is parsed and ignored. Must never read the environment
-on its own: who needs it gets it as an argument.
+Owns the names, types and defaults of the keys, and the messages for keys that are refused. A key is honoured with
+DeepSpeed's meaning or refused by its full dotted name: no key is parsed and ignored. Must never read the environment on
+its own: functions that depend on the environment take it as an argument.
 """
 
 from __future__ import annotations
@@ -27,36 +27,38 @@ from pydantic import (
 )
 from pydantic import ValidationError as PydanticError
 
-from trainer_client.config.optimizer_sections import OPTIMIZERS, OptimizerSection
-from trainer_client.config.section import Agreement, Section
-from trainer_client.config.supported_optimizers import HONOURED, why_refused
+from paramserver.contract.address import ADDRESS_VARIABLE
+from paramserver.contract.durability import DURABILITY_PATTERN
+from trainer_client.config.home import Home
 from trainer_client.errors import ConfigError
+from trainer_client.optimizers.registry import OPTIMIZERS, AnyOptimizerSection, why_refused
+from trainer_client.section import Agreement, Section
 from trainer_client.transport.credentials import Credentials
 
-ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 DEFAULT_STATE_DIR = "paramserver-state"
 
-# Keys that belong to the daemon's own config as soon as it is not this job's child.
+# These keys are for a daemon that the job starts. Any other daemon has them in its own config.
 _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
-# And these are for a daemon that is not.
+# These keys are for a daemon that the job does not start.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
-# Where "auto" is a value of ours, not of a tool that fills configs in.
+# The keys of which "auto" is a value. Elsewhere "auto" is a placeholder that some tool was to replace.
 _AUTO_KEYS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-HomeName = Literal["device", "gpu", "host", "nvme"]
-# "nvme" is short for {"nvme": 1.0}.
-HomeShares = Annotated[dict[HomeName, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
+# The config may write "nvme" instead of {"nvme": 1.0}.
+HomeShares = Annotated[dict[Home, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
 DTypeName = Literal["fp32", "bf16", "fp16"]
 
 
 class Bf16Section(Section):
+    """Training with parameters in bf16."""
+
     enabled: bool = False
 
 
 class Fp16Section(Section):
-    """DeepSpeed's loss scaling; `loss_scale` 0 means dynamic."""
+    """DeepSpeed's loss scaling. A `loss_scale` of 0 chooses dynamic scaling."""
 
     enabled: bool = False
     loss_scale: NonNegativeFloat = 0.0
@@ -67,19 +69,24 @@ class Fp16Section(Section):
 
 
 class OffloadSection(Section):
+    """The offload of one kind of state, to host memory ("cpu") or NVMe."""
+
     device: Literal["none", "cpu", "nvme"]
-    # The state directory that follows from it is compared: see `TrainingConfig.daemon_values`.
+    # The ranks compare the state directory that follows from this path: see `TrainingConfig.daemon_values`.
     nvme_path: Annotated[Path | None, Agreement.NONE] = None
 
 
 class OffloadOptimizerSection(OffloadSection):
-    """`ratio` is the part of the optimizer's states that is offloaded; the rest stays on the device."""
+    """The offload of optimizer states. `ratio` is the part that is offloaded; the rest stays on the device."""
 
     ratio: Fraction = 1.0
 
 
 class ZeroSection(Section):
-    """Without an offload section, or with device "none", its state stays on the device."""
+    """DeepSpeed's ZeRO.
+
+    Parameters and optimizer states without an offload section, or with the device "none", stay on the trainer's device.
+    """
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_param: OffloadSection | None = None
@@ -88,7 +95,7 @@ class ZeroSection(Section):
 
 
 class PlacementSection(Section):
-    """Where each kind of state lives: one home, or the fraction of each; see PlacementPolicy."""
+    """The home of each kind of state, or the fraction that each home has of it; see PlacementPolicy."""
 
     parameters: HomeShares | None = None
     gradients: HomeShares | None = None
@@ -96,13 +103,13 @@ class PlacementSection(Section):
 
 
 class DataTypesSection(Section):
-    """`grad_accum_dtype`: of gradients between micro-batches; null: of the parameter."""
+    """`grad_accum_dtype` is the type of gradients between two micro-batches; null stands for the parameter's type."""
 
     grad_accum_dtype: DTypeName | None = None
 
 
 class TlsSection(Section):
-    """PEM files for a daemon that has `tls_certificate`: all three, or none."""
+    """The PEM files for a daemon that has `tls_certificate`: all three are given, or none."""
 
     ca: Path | None = None
     certificate: Path | None = None
@@ -110,7 +117,10 @@ class TlsSection(Section):
 
 
 class UnitsSection(Section):
-    """What is gathered and released together; see unit_policy.py. Neither key: the repeated blocks of the model."""
+    """The units, which are gathered and released as a whole; see unit_policy.py.
+
+    Without either key, the units are the repeated blocks of the model.
+    """
 
     classes: tuple[str, ...] = ()
     max_parameters: PositiveInt | None = None
@@ -126,18 +136,24 @@ class UnitsSection(Section):
 
 
 class DataSection(Section):
-    """Of the loader that `initialize(training_data=...)` returns: the order of the samples follows from `seed` and the
-    epoch; without `shuffle` it is the dataset's. `workers`: processes that load ahead; 0: the loop itself loads."""
+    """The loader that `initialize(training_data=...)` returns.
+
+    The order of the samples follows from `seed` and the epoch; without `shuffle` it is the dataset's. `workers` is the
+    number of processes that load ahead; with 0 the training loop itself loads.
+    """
 
     seed: NonNegativeInt = 0
     shuffle: bool = True
-    # Nodes have different processors, and the order of the samples does not depend on it.
+    # Ranks may differ, because nodes have different processors and the order of the samples does not depend on workers.
     workers: Annotated[NonNegativeInt, Agreement.NONE] = 0
 
 
 class TraceSection(Section):
-    """Of a trace of `steps` steps from the `first_step`-th of this run on (from 1); by default the first ones, which
-    are like no others, are left out. `file` is rank 0's; the others' have their number before the suffix."""
+    """A trace of `steps` steps of this run, from its `first_step`-th step on (counted from 1).
+
+    The default leaves out the first two steps, which are unlike all others. `file` is rank 0's; the files of the other
+    ranks have the rank's number before the suffix.
+    """
 
     file: Path
     first_step: PositiveInt = 3
@@ -150,26 +166,31 @@ class TraceSection(Section):
 
 
 class ParamserverSection(Section):
-    """Where the store is and how the job uses it.
+    """The store and how the job uses it.
 
-    `address` is `unix:/path` or `host:port` of a daemon that an operator runs. Without it (and without
-    $PARAMSERVER_ADDRESS) the job starts its own daemon under `state_dir` (default: `nvme_path`, else
-    ./paramserver-state) with these budgets per node. Credentials are for the former only; see Credentials. `peers` are
-    further stores that have parts of the job and no rank of this run: they are only read.
-    `reattach_timeout_seconds` is how long a run outlives its daemon, 0: not at all; see transport/attachments.py.
-    `may_thaw` has patterns of FQNs: of parameters that are frozen, and in no parameter group, and may be trained later.
+    Attributes:
+        address: `unix:/path` or `host:port` of a daemon that an operator runs. Without it (and without
+            $PARAMSERVER_ADDRESS) the job starts a daemon of its own.
+        token_file, tls, insecure: only for a daemon that an operator runs; see Credentials.
+        state_dir: the directory of the job's own daemon; by default `nvme_path`, else ./paramserver-state.
+        host_budget, nvme_budget: the budgets of the job's own daemon on each node.
+        peers: further stores that have parts of the job and no rank of this run. The run only reads them.
+        reattach_timeout_seconds: how long a run waits for the next daemon after it has lost its daemon; with 0 the run
+            fails at once. See transport/attachments.py.
+        may_thaw: patterns for the FQNs of parameters that are frozen and in no parameter group, and may be trained
+            later.
     """
 
-    # Each node has a daemon of its own, and may have several. Whether there is an address at all is compared: see
-    # `TrainingConfig.daemon_values`. Credentials belong to the address, and what is in
-    # their files must not leave the rank.
+    # Ranks may have different addresses, because each node has a daemon of its own, or several. The ranks only compare
+    # whether there is an address: see `TrainingConfig.daemon_values`. Credentials belong to the address, and the
+    # contents of their files must not leave the rank.
     address: Annotated[str | None, Agreement.NONE] = None
     token_file: Annotated[Path | None, Agreement.NONE] = None
     tls: Annotated[TlsSection, Agreement.NONE] = TlsSection()
     insecure: Annotated[bool, Agreement.NONE] = False
     job: Annotated[str, Field(min_length=1)] = "default"
     peers: tuple[str, ...] = ()
-    # As `nvme_path`.
+    # As with `nvme_path`, the ranks compare the directory that follows.
     state_dir: Annotated[Path | None, Agreement.NONE] = None
     host_budget: Annotated[ByteSize, Agreement.NODE] = ByteSize(1 << 30)
     nvme_budget: Annotated[ByteSize, Agreement.NODE] = ByteSize(64 << 30)
@@ -180,46 +201,54 @@ class ParamserverSection(Section):
     reattach_timeout_seconds: NonNegativeFloat = 300.0
     kept_gradients: ByteSize = ByteSize(1 << 30)
     data: DataSection = DataSection()
-    durability: Annotated[str, Field(pattern=r"^(step|none|snapshot:[1-9][0-9]*)$")] = "step"
+    durability: Annotated[str, Field(pattern=DURABILITY_PATTERN)] = "step"
     may_thaw: tuple[str, ...] = ()
     placement: PlacementSection = PlacementSection()
     gradient_reduction: Literal["auto", "micro_batch", "boundary"] = "auto"
     gradient_clipping_value: PositiveFloat | None = None
     max_consecutive_skipped_steps: PositiveInt | None = None
     early_updates: bool = True
-    # A rank writes its trace on its own.
+    # Each rank writes its trace on its own, so ranks may differ.
     trace: Annotated[TraceSection | None, Agreement.NONE] = None
 
 
 class TrainingConfig(Section):
+    """The whole config."""
+
     train_batch_size: PositiveInt | None = None
     train_micro_batch_size_per_gpu: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None
     gradient_clipping: NonNegativeFloat = 0.0
-    # Rank 0 alone prints.
+    # Ranks may differ, because only rank 0 prints.
     steps_per_print: Annotated[PositiveInt | None, Agreement.NONE] = 10
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
     data_types: DataTypesSection = DataTypesSection()
     communication_data_type: DTypeName | None = None
-    optimizer: OptimizerSection | None = Field(default=None, discriminator="type")
+    optimizer: AnyOptimizerSection | None = Field(default=None, discriminator="type")
     zero_optimization: ZeroSection = ZeroSection()
     paramserver: ParamserverSection = ParamserverSection()
 
     def store_address(self, environ: Mapping[str, str]) -> str | None:
-        """The address of a daemon that is not ours to start; None: start one for the job."""
+        """Return the address of a daemon that an operator runs, or None if the job has to start one."""
         return self.paramserver.address or environ.get(ADDRESS_VARIABLE) or None
 
     def daemon_values(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return what the ranks of a node must agree on, because one of them starts a daemon that all of them use: the
-        values as JSON, by key."""
+        """Return the values on which the ranks of a node must agree, as JSON by key.
+
+        They must agree because one of these ranks starts a daemon that all of them use.
+        """
         if self.store_address(environ) is not None:
             return {f"paramserver.address (or ${ADDRESS_VARIABLE})": json.dumps("given")}
         directory = {"paramserver.state_dir (or nvme_path)": json.dumps(str(self.state_dir().absolute()))}
         return dict(self.values(Agreement.NODE)) | directory
 
     def credentials(self, environ: Mapping[str, str]) -> Credentials:
-        """What to show to that daemon; the config goes before the environment. Raises ConfigError for half of TLS."""
+        """Return the credentials for a daemon that an operator runs; a key of the config overrides the environment.
+
+        Raises:
+            ConfigError: only some of the three TLS files are given.
+        """
         section, fallback = self.paramserver, Credentials.from_environment(environ)
         return Credentials(
             token_file=section.token_file or fallback.token_file,
@@ -230,12 +259,12 @@ class TrainingConfig(Section):
         )
 
     def state_dir(self) -> Path:
-        """The state directory of the job's own daemon."""
+        """Return the state directory of the job's own daemon."""
         nvme_path = next(iter(self.nvme_paths().values()), None)
         return self.paramserver.state_dir or nvme_path or Path(DEFAULT_STATE_DIR)
 
     def nvme_paths(self) -> dict[str, Path]:
-        """DeepSpeed's keys for the state directory, as far as they are given."""
+        """Return those of DeepSpeed's keys for the state directory that are given, with their paths."""
         zero = self.zero_optimization
         sections = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
         return {
@@ -247,7 +276,7 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """`train = micro * accumulation * world size`."""
+    """DeepSpeed's three batch sizes, of which `train = micro * accumulation * world size`."""
 
     train: int
     micro: int
@@ -255,14 +284,14 @@ class BatchSizes:
 
 
 def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, str]) -> TrainingConfig:
-    """Validates a config.
+    """Return the config, after it was read and checked.
 
     Args:
         source: the config as a dict, or the path of a JSON file.
-        environ: the process environment (the variables of PARAMSERVER_ matter).
+        environ: the environment of the process, of which only the PARAMSERVER_ variables are read.
 
     Raises:
-        ConfigError: names each refused key in full, its value, and what to write instead.
+        ConfigError: the message names each refused key in full, its value, and what to write instead.
     """
     raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
     problems = [f'{path} is "auto": write the value itself' for path in _auto_keys(raw) if path not in _AUTO_KEYS]
@@ -277,7 +306,13 @@ def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, st
 
 
 def resolve_batch_sizes(config: TrainingConfig, world_size: int) -> BatchSizes:
-    """Completes DeepSpeed's triple: any one of micro and train batch size, or any two of the three, give the rest."""
+    """Return DeepSpeed's three batch sizes.
+
+    The micro or the train batch size alone, or any two of the three, determine the others.
+
+    Raises:
+        ConfigError: they do not fit together.
+    """
     train = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
@@ -322,12 +357,12 @@ def _auto_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _explain(detail: Any) -> str:
-    """One error of pydantic's as a sentence about a dotted key."""
+    """Return a sentence about a dotted key for one of pydantic's errors."""
     path = ".".join(_keys_of(detail["loc"]))
     value = detail["input"]
     if detail["type"].startswith("union_tag"):
         if detail["type"].endswith("not_found"):
-            reason = f"is missing: write one of {', '.join(HONOURED)}"
+            reason = f"is missing: write one of {', '.join(OPTIMIZERS)}"
         else:
             given = detail["ctx"]["tag"]
             reason = f"= {given!r} is refused: {why_refused(given)}"
@@ -343,16 +378,16 @@ def _explain(detail: Any) -> str:
 
 
 def _keys_of(location: tuple[int | str, ...]) -> list[str]:
-    """pydantic's location without the optimizer's name, which is the value of a key."""
+    """Return pydantic's location as keys. In it the optimizer's name, which is a value and not a key, is left out."""
     return [str(part) for index, part in enumerate(location) if not (index == 1 and part in OPTIMIZERS)]
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
-    """The honoured keys of the section that holds `location`."""
+    """Return the honoured keys of the section that holds the key at `location`."""
     section: type[BaseModel] = TrainingConfig
     for part in location[:-1]:
         if part in OPTIMIZERS:
-            section = OPTIMIZERS[str(part)]
+            section = OPTIMIZERS[str(part)].section
             continue
         annotation = section.model_fields[str(part)].annotation
         candidates = (annotation, *get_args(annotation))
@@ -361,7 +396,7 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
-    """What no single key can tell."""
+    """Check the keys that restrict each other. Raises ConfigError, naming the keys and the remedy."""
     if config.bf16.enabled and config.fp16.enabled:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: choose one")
     if config.gradient_clipping and config.paramserver.gradient_clipping_value is not None:

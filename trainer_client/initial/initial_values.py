@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import nn
 
-from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
 from trainer_client.initial.deferred_init import Recorder, recipe_of, replay
 from trainer_client.initial.loading import FileTensor, Found, Weights
@@ -100,8 +99,7 @@ class InitialValues:
             for state in states:
                 group = state.group
                 chunk = self.chunk(group)
-                kinds = (pb.KIND_PARAM, pb.KIND_MASTER) if group.has_master else (pb.KIND_PARAM,)
-                state.stage(dict.fromkeys(kinds, chunk), step=0)
+                state.stage(dict.fromkeys(group.weight_kinds, chunk), step=0)
                 state.refill()
                 group.take_over()
                 progress.advance(task, group.layout.numel * torch.float32.itemsize)

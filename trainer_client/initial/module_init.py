@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from trainer_client.errors import ConfigError
+from trainer_client.recorder import ROOT_NAME
 
 ParamInitFn: TypeAlias = Callable[[nn.Module], None]
 
@@ -101,7 +102,7 @@ class ModuleInit:
         return found
 
     def _described(self, fqn: str, module: nn.Module) -> str:
-        return f"module {fqn or '(root)'} ({type(module).__name__})"
+        return f"module {fqn or ROOT_NAME} ({type(module).__name__})"
 
 
 def _unset(tensor: torch.Tensor) -> torch.Tensor:

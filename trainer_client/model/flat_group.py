@@ -25,26 +25,24 @@ from functools import partial
 import torch
 from torch import nn
 
+from paramserver.contract import tiers
+from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.kinds import GRAD, MASTER, PARAM, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config.home import Home
 from trainer_client.errors import ReleasedParameterError
 from trainer_client.model.flat_memory import FlatMemory
 from trainer_client.model.layout import ShardRange, flat_layout
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.placement import GroupPlacement, Home, Residence
+from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.model.released import release, restore
 from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import Slab
 from trainer_client.transport.shard_group_name import ShardGroupName
 
-PROTO_DTYPES = {
-    torch.float32: pb.DTYPE_FLOAT32,
-    torch.bfloat16: pb.DTYPE_BFLOAT16,
-    torch.float16: pb.DTYPE_FLOAT16,
-}
-
 # The tier where the store keeps each kind. Kinds that live on the device are written to the store only for commits, so
 # NVMe is enough for them.
-_TIERS = {Home.DEVICE: pb.TIER_NVME, Home.GPU: pb.TIER_GPU, Home.HOST: pb.TIER_HOST, Home.NVME: pb.TIER_NVME}
+_TIERS = {home: tiers.NVME if home is Home.DEVICE else tiers.TIERS[home.value] for home in Home}
 
 
 class FlatGroup:
@@ -76,7 +74,7 @@ class FlatGroup:
         parameters: Sequence[ModelParameter],
         dtype: torch.dtype,
         trainable: bool,
-        state_kinds: Sequence[pb.Kind],
+        state_kinds: Sequence[Kind],
         rank: int,
         world_size: int,
         device: torch.device,
@@ -111,15 +109,19 @@ class FlatGroup:
         return self.trainable and self.dtype != torch.float32
 
     @property
-    def weight_kind(self) -> pb.Kind:
-        """The kind of the weight that the optimizer updates: KIND_MASTER, or KIND_PARAM for fp32 parameters."""
-        return pb.KIND_MASTER if self.has_master else pb.KIND_PARAM
+    def weight_kinds(self) -> tuple[Kind, ...]:
+        """The kinds that hold the weight: KIND_PARAM, and KIND_MASTER if there is one."""
+        return (PARAM, MASTER) if self.has_master else (PARAM,)
 
     @property
-    def kinds(self) -> tuple[pb.Kind, ...]:
-        """The kinds that outlast a step: KIND_PARAM, KIND_MASTER if there is one, and the optimizer's states."""
-        master = (pb.KIND_MASTER,) if self.has_master else ()
-        return (pb.KIND_PARAM, *master, *self.state_kinds)
+    def weight_kind(self) -> Kind:
+        """The kind of the weight that the optimizer updates: KIND_MASTER, or KIND_PARAM for fp32 parameters."""
+        return self.weight_kinds[-1]
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds that outlast a step: those of the weight, and the optimizer's states."""
+        return (*self.weight_kinds, *self.state_kinds)
 
     @property
     def chunk_bytes(self) -> int:
@@ -131,10 +133,10 @@ class FlatGroup:
         """Bytes of the flat buffer while it is gathered."""
         return self.layout.numel * self.dtype.itemsize
 
-    def dtype_of(self, kind: pb.Kind) -> torch.dtype:
-        if kind == pb.KIND_GRAD:
+    def dtype_of(self, kind: Kind) -> torch.dtype:
+        if kind == GRAD:
             return self.gradient_dtype
-        return self.dtype if kind == pb.KIND_PARAM else torch.float32
+        return self.dtype if kind == PARAM else torch.float32
 
     def name_of(self, rank: int) -> str:
         """Return the name of a rank's shard group in the store."""
@@ -145,7 +147,7 @@ class FlatGroup:
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
         return self.layout.shards_of(rank)
 
-    def slab(self, kind: pb.Kind, rank: int | None = None) -> Slab:
+    def slab(self, kind: Kind, rank: int | None = None) -> Slab:
         """Return the name of the slab with one kind of a rank's chunk; None: this rank's."""
         return Slab(group=self.name if rank is None else self.name_of(rank), kind=kind)
 
@@ -159,14 +161,14 @@ class FlatGroup:
         kinds = [
             pb.KindSpec(
                 kind=kind,
-                dtype=PROTO_DTYPES[self.dtype_of(kind)],
-                placement=param if kind == pb.KIND_PARAM else optimizer,
+                dtype=WIRE_DTYPES[self.dtype_of(kind)],
+                placement=param if kind == PARAM else optimizer,
             )
             for kind in self.kinds
         ]
         if self.trainable:
-            dtype = PROTO_DTYPES[self.dtype_of(pb.KIND_GRAD)]
-            kinds.append(pb.KindSpec(kind=pb.KIND_GRAD, dtype=dtype, placement=pb.TIER_HOST))
+            dtype = WIRE_DTYPES[self.dtype_of(GRAD)]
+            kinds.append(pb.KindSpec(kind=GRAD, dtype=dtype, placement=tiers.HOST))
         shards = [pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.position) for s in self.shards]
         return pb.ShardGroup(name=self.name, numel=self.layout.chunk, shards=shards, kinds=kinds)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.contract.kinds import PARAM
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.ranks.lockstep import Lockstep
@@ -69,7 +69,7 @@ class CollectiveGather:
         self._lockstep = Lockstep(collectives)
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
-        return [group.slab(pb.KIND_PARAM) for group in groups if group.chunk is None]
+        return [group.slab(PARAM) for group in groups if group.chunk is None]
 
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
         return sum(group.chunk_bytes for group in groups if group.chunk is None)
@@ -115,7 +115,7 @@ class OneSidedGather:
         self._world_size = world_size
 
     def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
-        return [group.slab(pb.KIND_PARAM, rank) for group in groups for rank in range(self._world_size)]
+        return [group.slab(PARAM, rank) for group in groups for rank in range(self._world_size)]
 
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
         return sum(group.whole_bytes for group in groups)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 16
+from paramserver.contract.limits import ELEMENT_ALIGNMENT
 
 # PAGE_ELEMENTS fill whole pages of 4 KiB: one with 16-bit elements, two with 32-bit ones. A chunk of at least
 # PAGED_CHUNK elements is rounded up to a multiple of PAGE_ELEMENTS.
@@ -107,9 +107,9 @@ def flat_layout(sizes: Sequence[tuple[str, int]], world_size: int) -> FlatLayout
     position = 0
     for fqn, numel in sizes:
         slots.append(Slot(fqn=fqn, position=position, numel=numel))
-        position += round_up(numel, ALIGNMENT)
-    # A chunk has at least ALIGNMENT elements, because a unit may have only parameters without elements.
-    chunk = max(round_up(position, ALIGNMENT * world_size) // world_size, ALIGNMENT)
+        position += round_up(numel, ELEMENT_ALIGNMENT)
+    # A chunk has at least ELEMENT_ALIGNMENT elements, because a unit may have only parameters without elements.
+    chunk = max(round_up(position, ELEMENT_ALIGNMENT * world_size) // world_size, ELEMENT_ALIGNMENT)
     if world_size > 1 and chunk >= PAGED_CHUNK:
         chunk = round_up(chunk, PAGE_ELEMENTS)
     return FlatLayout(slots=tuple(slots), chunk=chunk, world_size=world_size)

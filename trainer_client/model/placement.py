@@ -16,24 +16,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer_client.config.training_config import HomeName, TrainingConfig
+from trainer_client.config.home import Home
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
-
-
-class Home(enum.Enum):
-    """The place where a kind of state lives."""
-
-    DEVICE = "device"
-    """The trainer's own memory, on the engine's device."""
-
-    GPU = "gpu"
-    """The store's GPU tier, which no daemon has yet."""
-
-    HOST = "host"
-    """The store's shared memory."""
-
-    NVME = "nvme"
-    """The store's files, and its shared memory while the state is in use."""
 
 
 class Residence(enum.Enum):
@@ -152,12 +137,13 @@ def spread(shares: Shares, sizes: Sequence[int]) -> list[Home]:
     return homes
 
 
-def _shares(kind: str, given: Mapping[HomeName, float]) -> Shares:
+def _shares(kind: str, given: Shares) -> Shares:
     key = f"paramserver.placement.{kind}"
     total = sum(given.values())
     if not math.isclose(total, 1.0, abs_tol=1e-6):
-        raise ConfigError(f"the fractions of {key} = {dict(given)} sum to {total:g}: they must sum to 1")
-    shares = _without_zeros({Home(name): share for name, share in given.items()})
+        fractions = {home.value: share for home, share in given.items()}
+        raise ConfigError(f"the fractions of {key} = {fractions} sum to {total:g}: they must sum to 1")
+    shares = _without_zeros(given)
     if Home.GPU in shares:
         raise ConfigError(
             f'{key} is "gpu": the daemons of this version have no GPU tier; write "device" for the trainer\'s own GPU '

@@ -12,9 +12,10 @@ from typing import Protocol
 
 import torch
 
-from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.contract.kinds import PARAM, Kind
+from trainer_client.config.home import Home
 from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.placement import GroupPlacement, Home, Residence
+from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
@@ -27,10 +28,10 @@ class GroupStates(Protocol):
     @property
     def group(self) -> FlatGroup: ...
 
-    def read(self, kind: pb.Kind) -> torch.Tensor:
+    def read(self, kind: Kind) -> torch.Tensor:
         """Return a copy on the CPU of the newest values: [layout.chunk], of dtype `group.dtype_of(kind)`."""
 
-    def stage(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
+    def stage(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
         """Stage `values` [layout.chunk] of some kinds as the version of the uncommitted `step`, converting the dtype.
 
         A state that was never staged or updated is zero. Every rank has to call `refill` afterwards.
@@ -52,18 +53,18 @@ class PlacedStates:
     def __init__(self, group: FlatGroup, placement: GroupPlacement, store: RankStore, collectives: Collectives) -> None:
         self.group = group
         self.placement = placement
-        self.held: dict[pb.Kind, torch.Tensor] = {}
+        self.held: dict[Kind, torch.Tensor] = {}
         self._store = store
         self._collectives = collectives
         # The kinds whose values here are newer than the store's, [layout.chunk] each.
-        self._newer: dict[pb.Kind, torch.Tensor] = {}
+        self._newer: dict[Kind, torch.Tensor] = {}
         self._loading: Pending[list[LeasedBytes]] | None = None
         replicated = placement.residence is Residence.REPLICATED
         self._own = slice(group.start, group.stop) if replicated else slice(None)
         if placement.parameters is Home.DEVICE:
             group.keep(placement.residence)
             assert group.chunk is not None
-            self.held[pb.KIND_PARAM] = group.flat if replicated else group.chunk
+            self.held[PARAM] = group.flat if replicated else group.chunk
         if placement.optimizer is Home.DEVICE:
             numel = group.layout.numel if replicated else group.layout.chunk
             for kind in group.kinds[1:]:
@@ -75,13 +76,13 @@ class PlacedStates:
         on_device = self.placement.parameters is Home.DEVICE and self.placement.optimizer is Home.DEVICE
         return self.group.trainable and not on_device
 
-    def read(self, kind: pb.Kind) -> torch.Tensor:
+    def read(self, kind: Kind) -> torch.Tensor:
         if kind in self.held:
             return self.held[kind][self._own].to("cpu", copy=True)
         return self._read_stored(kind)
 
     @torch.no_grad()
-    def stage(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
+    def stage(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
         for kind in self.held.keys() & values.keys():
             self.held[kind][self._own].copy_(values[kind])
             self._newer.pop(kind, None)
@@ -107,7 +108,7 @@ class PlacedStates:
         Idempotent until `load_parameters` or `forgo_parameters`.
         """
         if self.group.chunk is not None and self.placement.optimizer is not Home.DEVICE and self._loading is None:
-            self._loading = self._store.acquire_read([self.group.slab(pb.KIND_PARAM)], position=0)
+            self._loading = self._store.acquire_read([self.group.slab(PARAM)], position=0)
 
     @torch.no_grad()
     def load_parameters(self) -> None:
@@ -130,7 +131,7 @@ class PlacedStates:
         """
         self._newer = {kind: tensor[self._own] for kind, tensor in self.held.items()}
         if parameters is not None:
-            self._newer[pb.KIND_PARAM] = parameters
+            self._newer[PARAM] = parameters
 
     def flush(self, step: int) -> None:
         """Stage the kinds whose values here are newer than the store's as the version of `step`."""
@@ -138,12 +139,12 @@ class PlacedStates:
         if newer:
             self._write(newer, step)
 
-    def _read_stored(self, kind: pb.Kind) -> torch.Tensor:
+    def _read_stored(self, kind: Kind) -> torch.Tensor:
         with self._store.holding(self._store.acquire_read([self.group.slab(kind)], position=0)) as (leased,):
             values: torch.Tensor = leased.data.view(self.group.dtype_of(kind)).clone()
         return values
 
-    def _write(self, values: Mapping[pb.Kind, torch.Tensor], step: int) -> None:
+    def _write(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
         dtype_of, slab = self.group.dtype_of, self.group.slab
         self._store.put(
             [Value(slab=slab(kind), dtype=dtype_of(kind), values=chunk) for kind, chunk in values.items()], step

@@ -1,28 +1,39 @@
-"""Lion, for plain PyTorch and for the store: torch has none."""
+"""Lion, for plain PyTorch and for the store, because torch has none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import overload
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
 
 import torch
+from pydantic import NonNegativeFloat
 from torch.optim.optimizer import ParamsT
 
-from paramserver.contract import update_rules
+from paramserver.contract.optimizers import lion
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.optimizers.torch_optimizer import (
+    ArgumentsSection,
+    Beta,
+    OptimizerSection,
+    ParameterGroup,
+    TorchOptimizer,
+)
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al., arXiv:2302.06675: the sign of an interpolated first moment, with decoupled weight decay.
+    """Lion of Chen et al., arXiv:2302.06675: a step by the sign of an interpolated moment, with decoupled weight decay.
 
-    Given to `trainer_client.initialize`, the store runs it. On its own it is an optimizer like torch's: elementwise, in
-    the dtype of each parameter, with one state `exp_avg`.
+    The store runs a Lion that is passed to `trainer_client.initialize`. In plain PyTorch it works like torch's own
+    optimizers: elementwise, in the dtype of each parameter, with the one state `exp_avg`.
 
     Args:
         params: parameters or parameter groups.
-        lr: 3-10 times smaller than AdamW's, with a weight decay as much larger.
+        lr: the paper advises a rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
+        betas: the decay that interpolates the moment for the step, and the decay of the moment itself.
 
     Raises:
-        ValueError: a hyper-parameter out of its range.
+        ValueError: a hyper-parameter is out of its range.
     """
 
     def __init__(
@@ -47,7 +58,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter that has a gradient; the closure's loss, if there is a closure."""
+        """Update every parameter that has a gradient. Returns the loss of the closure, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -60,7 +71,7 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                update_rules.lion(
+                lion.update(
                     parameter,
                     parameter.grad,
                     state["exp_avg"],
@@ -70,3 +81,33 @@ class Lion(torch.optim.Optimizer):
                     weight_decay=float(group["weight_decay"]),
                 )
         return loss
+
+
+class LionSection(ArgumentsSection):
+    """Hyper-parameters of Lion. `lr` and `betas` must be written, because DeepSpeed's defaults are not the paper's."""
+
+    lr: NonNegativeFloat
+    betas: tuple[Beta, Beta]
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class LionOptimizer(OptimizerSection):
+    """The config's `optimizer` where its `type` is "Lion"."""
+
+    type: Literal["Lion"]
+    params: LionSection
+
+
+def _to_row(group: ParameterGroup, _: Mapping[str, Any], __: int) -> HyperParameters:
+    beta1, beta2 = group["betas"]
+    return HyperParameters(
+        lion=pb.Lion(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+        )
+    )
+
+
+LION = TorchOptimizer(torch_class=Lion, section=LionOptimizer, to_row=_to_row)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paramserver.contract import tiers
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.recorder import Cause, Link, StepSums
 from trainer_client.step.gather_counters import UnitGathers
@@ -176,13 +177,13 @@ class StoreWork:
     def between(cls, before: pb.ReadCountersResponse, after: pb.ReadCountersResponse) -> StoreWork:
         """Return the difference of two readings of the counters; 0 if the daemon was restarted between them."""
         old, new = _by_tier(before), _by_tier(after)
-        nvme, was, host = new[pb.TIER_NVME], old[pb.TIER_NVME], new[pb.TIER_HOST]
+        nvme, was, host = new[tiers.NVME], old[tiers.NVME], new[tiers.HOST]
         return cls(
             nvme_read=max(0, nvme.bytes_read - was.bytes_read),
             nvme_written=max(0, nvme.bytes_written - was.bytes_written),
             nvme_read_seconds=max(0.0, nvme.read_seconds - was.read_seconds),
             nvme_write_seconds=max(0.0, nvme.write_seconds - was.write_seconds),
-            fetch_seconds=max(0.0, host.fetch_seconds - old[pb.TIER_HOST].fetch_seconds),
+            fetch_seconds=max(0.0, host.fetch_seconds - old[tiers.HOST].fetch_seconds),
             device_bytes_per_second=nvme.bytes_per_second,
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from paramserver.contract.durability import durable_every_steps, parse_durability
 from trainer_client.errors import StoreError
 from trainer_client.model.states import PlacedStates
 from trainer_client.transport.channel import Pending
@@ -48,11 +49,10 @@ class Commits:
         self._store = store
         self._states = states
         self._pending: Pending[None] | None = None
-        name, _, every = durability.partition(":")
         # The number of steps from one commit to the next; 0: steps are not committed.
         self._interval = 1
         if not any(state.is_in_store for state in states):
-            self._interval = {"step": 1, "none": 0, "snapshot": int(every or 1)}[name]
+            self._interval = durable_every_steps(parse_durability(durability))
         # Until the first commit there is one version only, so reads need no step filter.
         if newest is not None and staged is None:
             store.read_as_of(newest)

@@ -12,11 +12,11 @@ from torch import nn
 
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
 from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.run.run_state import Scheduler
+from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.rank_store import RankStore
 
 

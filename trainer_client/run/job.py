@@ -16,17 +16,21 @@ import grpc
 import torch
 from torch import nn
 
+from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.durability import parse_durability
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config.home import Home
 from trainer_client.errors import ConfigError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
-from trainer_client.model.flat_group import PROTO_DTYPES, FlatGroup
+from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.placement import GroupPlacement, Home, PlacementPolicy
+from trainer_client.model.placement import GroupPlacement, PlacementPolicy
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
+from trainer_client.recorder import ROOT_NAME
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.relayout import fill
@@ -35,8 +39,6 @@ from trainer_client.run.stored_step import Origin
 from trainer_client.step.precision import PrecisionPolicy
 
 log = logging.getLogger(__name__)
-
-ROOT_NAME = "(root)"
 
 _ID_BYTES = 16
 
@@ -208,12 +210,12 @@ class Job:
                     pb.Parameter(
                         fqn=p.fqn,
                         shape=p.shape,
-                        dtype=PROTO_DTYPES[self._policy.dtype_of(p)],
+                        dtype=WIRE_DTYPES[self._policy.dtype_of(p)],
                         trainable=self._optimizer.has_states(p),
                     )
                     for p in self._parameters
                 ],
-                durability=_durability(section.durability),
+                durability=parse_durability(section.durability),
                 resume=_RESUME_POLICIES[section.resume],
                 layout=layout,
             )
@@ -268,16 +270,6 @@ class Job:
         self._collectives.barrier()
         if self._collectives.rank == 0:
             log.info("job %r resumes from step %d", self._settings.paramserver.job, step)
-
-
-def _durability(text: str) -> pb.Durability:
-    durability = pb.Durability()
-    name, _, every = text.partition(":")
-    if name == "snapshot":
-        durability.snapshot.every_steps = int(every)
-    else:
-        getattr(durability, name).SetInParent()
-    return durability
 
 
 def _move_buffers(model: nn.Module, collectives: Collectives) -> None:

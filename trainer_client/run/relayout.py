@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.contract.kinds import PARAM, Kind, StoredKind
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.states import GroupStates
 from trainer_client.run.stored_step import Origin
-from trainer_client.store_client.types import Kind, kind_from_proto
+from trainer_client.store_client.types import kind_from_proto
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def fill(states: Sequence[GroupStates], origin: Origin, fresh: Collection[str], 
     log.info("job %r: %d bytes were laid out anew in %.1f s", origin.job, done, time.monotonic() - started)
 
 
-def _chunks(group: FlatGroup, origin: Origin, fresh: Collection[str]) -> dict[pb.Kind, torch.Tensor]:
+def _chunks(group: FlatGroup, origin: Origin, fresh: Collection[str]) -> dict[Kind, torch.Tensor]:
     """Return this rank's chunk [layout.chunk] of each kind, padded with zeros; states that are zero are left out."""
     chunks = {}
     for kind in group.kinds:
@@ -63,13 +63,13 @@ def _chunks(group: FlatGroup, origin: Origin, fresh: Collection[str]) -> dict[pb
     return chunks
 
 
-def _weight_for(kind: pb.Kind, dtype: torch.dtype, fqn: str, origin: Origin) -> Kind:
+def _weight_for(kind: Kind, dtype: torch.dtype, fqn: str, origin: Origin) -> StoredKind:
     """Return the stored kind from which a parameter or master weight is made.
 
     That is the kind with the same bits if it is stored, otherwise the most precise one.
     """
     stored = origin.kinds_of(fqn)
-    if kind == pb.KIND_PARAM and stored["param"] == dtype:
+    if kind == PARAM and stored["param"] == dtype:
         return "param"
     return "master" if "master" in stored else "param"
 

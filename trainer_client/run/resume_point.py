@@ -31,9 +31,11 @@ from typing import Any
 
 import grpc
 
+from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.kinds import GRAD
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ClientStateError, JobConflictError, TrainerClientError
-from trainer_client.model.flat_group import PROTO_DTYPES, FlatGroup
+from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state
@@ -104,7 +106,7 @@ def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
             group.name_of(0),
             group.layout.chunk,
             [[slot.fqn, slot.position, slot.numel] for slot in group.layout.slots],
-            [[int(kind), PROTO_DTYPES[group.dtype_of(kind)]] for kind in (*group.kinds, pb.KIND_GRAD)],
+            [[int(kind), WIRE_DTYPES[group.dtype_of(kind)]] for kind in (*group.kinds, GRAD)],
         ]
         for group in groups
     ]

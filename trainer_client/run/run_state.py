@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 
 from trainer_client.config.training_config import BatchSizes
-from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.run import client_state
 from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import TrainingStep
+from trainer_client.store_optimizer import StoreOptimizer
 
 log = logging.getLogger(__name__)
 

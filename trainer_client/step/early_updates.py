@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer_client.optimizers.hyper_parameters import HyperParameters
+from paramserver.contract.optimizers.optimizer import HyperParameters
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.rank_store import GroupUpdate, RankStore
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.contract.kinds import GRAD
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
@@ -73,7 +73,7 @@ class LeasedMemory:
 
     def _ask(self) -> Pending[list[LeasedBytes]]:
         """Ask the store for a lease to write the gradient of the step."""
-        return self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], self._step)
+        return self._store.acquire_write([self._group.slab(GRAD)], self._step)
 
     @property
     def leased(self) -> LeasedBytes | None:
@@ -141,7 +141,7 @@ class DeviceMemory:
         return None
 
     def lease(self, step: int) -> LeasedBytes:
-        (leased,) = self._store.acquire_write([self._group.slab(pb.KIND_GRAD)], step).wait()
+        (leased,) = self._store.acquire_write([self._group.slab(GRAD)], step).wait()
         try:
             leased.data.view(self._group.gradient_dtype).copy_(self.chunk)
         except BaseException:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import StoreError, TrainerClientError
 from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.placement import Home
 from trainer_client.model.states import PlacedStates
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives

@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from statistics import median
 
+from paramserver.contract.limits import UNITS_SHOWN_AT_ONCE
 from trainer_client.model.units import Unit, UnitState
 from trainer_client.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
 from trainer_client.step.trace import Trace
 from trainer_client.step.window import Window
 from trainer_client.transport.rank_store import RankStore
-
-# How many units may be shown at once, of those that only pass through the store's host memory: the root, the unit in
-# use and, in backward, the unit after it. The store makes sure that there is room for so many
-# (storage/job_registry.py). If more are in use, some of them are copied.
-SHOWN_AT_ONCE = 3
 
 # To grant leases takes the store some milliseconds on a busy processor. A longer wait was one for its NVMe device.
 STALL_SECONDS = 0.005
@@ -250,7 +246,7 @@ class Residency:
         """Copy a shown unit and release its leases, if without that the store may have no room for those of `unit`. A
         unit that lives in the store's host memory needs no more room there."""
         self._passing = [other for other in self._passing if other.is_shown]
-        if unit.passing_bytes and len(self._passing) >= SHOWN_AT_ONCE:
+        if unit.passing_bytes and len(self._passing) >= UNITS_SHOWN_AT_ONCE:
             smallest = min(self._passing, key=lambda other: other.passing_bytes)
             smallest.own()
             self.counters.note(smallest.index, UnitGathers(copied_bytes=smallest.leased_bytes))

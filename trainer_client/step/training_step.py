@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
-from trainer_client.optimizers.optimizer import StoreOptimizer
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.updates import UpdateRule, Updates
+from trainer_client.store_optimizer import StoreOptimizer
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paramserver.contract import update_rules
-from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.contract.kinds import PARAM
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.update import update_shards
+from trainer_client.config.home import Home
 from trainer_client.errors import StoreError
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.layout import ShardRange
-from trainer_client.model.placement import Home, Residence
+from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates
-from trainer_client.optimizers.hyper_parameters import HyperParameters, HyperParameterTable
+from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.step.early_updates import EarlyUpdate, EarlyUpdates
 from trainer_client.step.gradients import GradientGroup
@@ -239,22 +241,21 @@ class Updates:
             values = whole
         # A gradient that is fp32 already is scaled in place, because it is not needed any more.
         scratch = values.float()
-        scratch.mul_(rule.scale)
-        if rule.clip_value is not None:
-            scratch.clamp_(-rule.clip_value, rule.clip_value)
         weight = state.held.get(group.weight_kind)
         if weight is None:
             weight = state.read(group.weight_kind).to(group.device)
         shards = group.layout.whole() if replicated else group.shards
-        for shard, row in zip(shards, rule.rows(group, shards), strict=True):
-            if row < 0:
-                continue
-            # The update goes parameter by parameter, as in the store: see layout.ALIGNMENT.
-            part = slice(shard.position, shard.position + shard.numel)
-            states = {kind: state.held[kind][part] for kind in group.state_kinds}
-            update_rules.apply(rule.table.rows[row], weight[part], scratch[part], states)
+        rows = [rule.table.rows[row] if row >= 0 else None for row in rule.rows(group, shards)]
+        update_shards(
+            zip(shards, rows, strict=True),
+            weight,
+            scratch,
+            {kind: state.held[kind] for kind in group.state_kinds},
+            grad_scale=rule.scale,
+            clip_value=rule.clip_value,
+        )
         gradient.finish()
-        if (parameters := state.held.get(pb.KIND_PARAM)) is None:
+        if (parameters := state.held.get(PARAM)) is None:
             state.note_update(weight.to(group.dtype))
             return
         if parameters is not weight:

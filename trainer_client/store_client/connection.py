@@ -8,7 +8,6 @@ idempotent calls only.
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.transport.arena import Arena
+from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate
 from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.deadlines import patience_seconds
@@ -29,9 +29,6 @@ from trainer_client.transport.session import Session
 from trainer_client.transport.streams import Streams
 
 Timeout = float | timedelta | None
-
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -313,7 +310,7 @@ class Connection:
 
 def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]) -> T:
     """Call `attempt` again after each break of the connection; see Connection.resume. `link_of` returns the session."""
-    pause = _FIRST_PAUSE_SECONDS
+    backoff = Backoff()
     while True:
         call.check()
         link: Link | None = None
@@ -327,11 +324,10 @@ def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]
                 raise
             failure = error
         try:
-            call.pause(pause * random.uniform(0.5, 1.0))
+            call.pause(backoff.next_seconds())
         except StoreTimeoutError:
             # The last failure says more than the time-out.
             raise failure from None
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 def result_of(future: Any) -> Any:

@@ -15,9 +15,10 @@ from functools import cached_property
 
 import torch
 
+from paramserver.contract.limits import ELEMENT_ALIGNMENT
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
-from trainer_client.model.layout import ALIGNMENT, round_up
+from trainer_client.model.layout import round_up
 from trainer_client.store_client.types import Placement, TensorSpec, durability_to_proto, kind_spec
 from trainer_client.transport.shard_group_name import ShardGroupName
 
@@ -88,7 +89,7 @@ class JobLayout:
         numbers = itertools.count()
         pack_bytes = min(PACK_BYTES, self.shard_bytes)
         for fqn, spec in sorted(self.tensors.items()):
-            numel, itemsize = round_up(spec.numel, ALIGNMENT), spec.dtype.itemsize
+            numel, itemsize = round_up(spec.numel, ELEMENT_ALIGNMENT), spec.dtype.itemsize
             if numel * itemsize > pack_bytes // 2:
                 continue
             pack = filling.get(spec.dtype)
@@ -106,9 +107,9 @@ class JobLayout:
         A shard has the tensor's elements [start, end). Raises ConfigError if `shard_bytes` is too small.
         """
         spec = self.tensors[fqn]
-        length = self.shard_bytes // spec.dtype.itemsize // ALIGNMENT * ALIGNMENT
+        length = self.shard_bytes // spec.dtype.itemsize // ELEMENT_ALIGNMENT * ELEMENT_ALIGNMENT
         if length <= 0:
-            raise ConfigError(f"shard_bytes {self.shard_bytes} must hold {ALIGNMENT} elements of {spec.dtype}")
+            raise ConfigError(f"shard_bytes {self.shard_bytes} must hold {ELEMENT_ALIGNMENT} elements of {spec.dtype}")
         ends = [*range(length, spec.numel, length), spec.numel]
         ranges = itertools.pairwise([0, *ends])
         return [(str(ShardGroupName(unit=fqn, start=start, stop=end)), start, end) for start, end in ranges]
@@ -136,7 +137,7 @@ class JobLayout:
             for group, start, end in self.shards(fqn) if fqn not in packs else ():
                 yield pb.ShardGroup(
                     name=group,
-                    numel=round_up(end - start, ALIGNMENT),
+                    numel=round_up(end - start, ELEMENT_ALIGNMENT),
                     shards=[pb.Shard(fqn=fqn, offset=start, numel=end - start, position=0)],
                     kinds=[kind_spec(spec.dtype, self.placement)],
                 )

@@ -18,8 +18,11 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
+from paramserver.contract import kinds
+from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
+from trainer_client.model.layout import round_up
 from trainer_client.store_client.connection import Call, Connection, Link, Timeout, release, result_of
 from trainer_client.store_client.types import Kind, StoredTensor, bytes_of, kind_to_proto
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
@@ -40,7 +43,6 @@ _PAGE = 1000
 # _RANGE_ALIGNMENT bytes in the lease (the store's rule). A tensor larger than 1 / _BATCHED_SHARE of a part is read by
 # itself.
 _BATCHED_RANGES = 4096
-_RANGE_ALIGNMENT = 16
 _BATCHED_SHARE = 4
 
 
@@ -49,7 +51,7 @@ class Part:
     """Elements `[offset, offset + numel)` of one kind of a flattened tensor."""
 
     fqn: str
-    kind: pb.Kind
+    kind: kinds.Kind
     offset: int
     numel: int
 
@@ -406,7 +408,7 @@ def _batches(parts: Iterable[Part], itemsizes: Mapping[str, int], most_bytes: in
     """Group whole tensors into batches of at most `most_bytes`, placed as the store places ranges in a lease."""
     batch, end = Batch(), 0
     for part in parts:
-        start, nbytes = -(-end // _RANGE_ALIGNMENT) * _RANGE_ALIGNMENT, part.numel * itemsizes[part.fqn]
+        start, nbytes = round_up(end, GATHER_ALIGNMENT_BYTES), part.numel * itemsizes[part.fqn]
         if batch.parts and (start + nbytes > most_bytes or len(batch.parts) == _BATCHED_RANGES):
             yield batch
             batch, start = Batch(), 0

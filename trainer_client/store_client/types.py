@@ -8,32 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from paramserver.contract import kinds
+from paramserver.contract.dtypes import TORCH_DTYPES, WIRE_DTYPES
+from paramserver.contract.kinds import KINDS, StoredKind
+from paramserver.contract.tiers import TIERS, Tier
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
 
-Kind = Literal["param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"]
+Kind: TypeAlias = StoredKind
 Placement = Literal["nvme", "host"]
 
-_KINDS: dict[Kind, pb.Kind] = {
-    "param": pb.KIND_PARAM,
-    "master": pb.KIND_MASTER,
-    "exp_avg": pb.KIND_EXP_AVG,
-    "exp_avg_sq": pb.KIND_EXP_AVG_SQ,
-    "momentum_buffer": pb.KIND_MOMENTUM_BUFFER,
-    "sum": pb.KIND_SUM,
-}
+_KINDS: dict[Kind, kinds.Kind] = {name: KINDS[name] for name in get_args(StoredKind)}
 _KIND_NAMES = {value: name for name, value in _KINDS.items()}
-_PLACEMENTS: dict[str, pb.Tier] = {"nvme": pb.TIER_NVME, "host": pb.TIER_HOST}
-_DTYPES = {
-    torch.float32: pb.DTYPE_FLOAT32,
-    torch.bfloat16: pb.DTYPE_BFLOAT16,
-    torch.float16: pb.DTYPE_FLOAT16,
-}
-_TORCH_DTYPES = {value: dtype for dtype, value in _DTYPES.items()}
+_PLACEMENTS: Mapping[str, Tier] = {name: TIERS[name] for name in get_args(Placement)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +45,11 @@ class TensorSpec:
 
     def to_proto(self, fqn: str) -> pb.Parameter:
         """Return the wire's message for a tensor of this spec. Raises ConfigError if the store cannot keep it."""
-        if self.dtype not in _DTYPES:
+        if self.dtype not in WIRE_DTYPES:
             raise ConfigError(f"tensor {fqn!r} is of {self.dtype}; the store keeps float32, bfloat16 and float16")
         if not self.numel:
             raise ConfigError(f"tensor {fqn!r} of shape {list(self.shape)} has no elements")
-        return pb.Parameter(fqn=fqn, shape=self.shape, dtype=_DTYPES[self.dtype])
+        return pb.Parameter(fqn=fqn, shape=self.shape, dtype=WIRE_DTYPES[self.dtype])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,19 +159,19 @@ class StoredTensor:
             fqn=message.parameter.fqn,
             shape=tuple(message.parameter.shape),
             trainable=message.parameter.trainable,
-            kinds={_KIND_NAMES[k.kind]: _TORCH_DTYPES[k.dtype] for k in message.kinds},
+            kinds={_KIND_NAMES[k.kind]: TORCH_DTYPES[k.dtype] for k in message.kinds},
             held=tuple((r.offset, r.numel) for r in message.held),
         )
 
 
-def kind_to_proto(kind: str) -> pb.Kind:
+def kind_to_proto(kind: str) -> kinds.Kind:
     """Return the wire's number of a kind. Raises ConfigError for any other word."""
     if kind not in _KINDS:
         raise ConfigError(f"kind {kind!r} is none of {', '.join(_KINDS)}")
     return _KINDS[kind]
 
 
-def kind_from_proto(kind: pb.Kind) -> Kind:
+def kind_from_proto(kind: kinds.Kind) -> Kind:
     return _KIND_NAMES[kind]
 
 
@@ -192,7 +183,7 @@ def kind_spec(dtype: torch.dtype, placement: str) -> pb.KindSpec:
     """
     if placement not in _PLACEMENTS:
         raise ConfigError(f"placement {placement!r} is none of {', '.join(_PLACEMENTS)}")
-    return pb.KindSpec(kind=pb.KIND_PARAM, dtype=_DTYPES[dtype], placement=_PLACEMENTS[placement])
+    return pb.KindSpec(kind=kinds.PARAM, dtype=WIRE_DTYPES[dtype], placement=_PLACEMENTS[placement])
 
 
 def durability_to_proto(durability: str) -> pb.Durability:

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import torch
 
+from paramserver.contract.kinds import PARAM
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import (
     ConfigError,
@@ -290,7 +291,7 @@ class StoreWriterSync:
 
     def _read_committed(self, link: Link, call: Call, filling: Filling) -> torch.Tensor:
         """Return the last committed bytes of a pack (uint8)."""
-        slab = pb.SlabName(group=filling.pack.name, kind=pb.KIND_PARAM)
+        slab = pb.SlabName(group=filling.pack.name, kind=PARAM)
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, as_of_step=self._committed)
         (lease,) = link.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
         try:
@@ -327,7 +328,7 @@ class StoreWriterSync:
                 leased.add_done_callback(lambda done: _give_back(link, done))
 
     def _lease(self, link: Link, group: str, call: Call) -> Any:
-        slab = pb.SlabName(group=group, kind=pb.KIND_PARAM)
+        slab = pb.SlabName(group=group, kind=PARAM)
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_WRITE, step=self._next_step)
         return link.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call.left_seconds)
 

@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paramserver.contract.address import ADDRESS_VARIABLE, is_socket, socket_path
 from paramserver.contract.answered import is_answer
-from paramserver.contract.channel import is_socket, socket_path
+from paramserver.contract.limits import MAX_FRAME_BYTES
 from paramserver.contract.printable import printable
 from paramserver.contract.sockets import with_real_paths
 from trainer_client.errors import (
@@ -50,9 +51,7 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
-    # HTTP/2 frames are 16 KiB by default, which would split each chunk of 1 MiB into 64. With the largest frame size a
-    # chunk is one frame.
-    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
     # With these two, the client notices within 13 s that the daemon's machine or network has failed silently. That is
     # before the daemon ends the silent session, after 15 s. gRPC sends no ping while bytes arrive, and heartbeats are
     # answered every second or two. The second number is also the kernel's time-out for sent bytes to be acknowledged.
@@ -149,7 +148,7 @@ def wait_until_serving(address: str, timeout_seconds: float, credentials: Creden
                 raise StoreUnavailableError(
                     grpc.StatusCode.UNAVAILABLE,
                     f"no store daemon serves at {address} (waited {timeout_seconds:g} s; {reason}): start one with "
-                    "`paramserver serve`, or correct paramserver.address or $PARAMSERVER_ADDRESS; where it has "
+                    f"`paramserver serve`, or correct paramserver.address or ${ADDRESS_VARIABLE}; where it has "
                     "tls_certificate set, set paramserver.tls",
                 )
             time.sleep(0.05)

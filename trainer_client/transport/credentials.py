@@ -5,14 +5,14 @@ Their files are read each time a channel is opened. Must never put a token into 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
-from paramserver.contract.channel import Options, TlsFiles, channel_to, is_socket
+from paramserver.contract.address import is_loopback, is_socket
+from paramserver.contract.channel import Options, TlsFiles, channel_to
 from trainer_client.errors import ConfigError, StoreUnavailableError
 
 TOKEN_FILE_VARIABLE = "PARAMSERVER_TOKEN_FILE"
@@ -93,7 +93,7 @@ class Credentials:
         token, tls = self.read_token(), None
         if self.tls_ca and self.tls_certificate and self.tls_key and not is_socket(address):
             tls = TlsFiles(_read(self.tls_ca), _read(self.tls_key), _read(self.tls_certificate))
-        elif token is not None and not self.insecure and not _stays_here(address):
+        elif token is not None and not self.insecure and not is_socket(address) and not is_loopback(address):
             raise ConfigError(
                 f"a token for {address} would cross the network in the clear: set paramserver.tls, or "
                 "paramserver.insecure to true on a network that you trust"
@@ -107,17 +107,6 @@ class Credentials:
 
 
 NO_CREDENTIALS = Credentials()
-
-
-def _stays_here(address: str) -> bool:
-    """Return whether the address is a UNIX socket or a loopback address, so that nothing leaves this machine."""
-    if is_socket(address):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _read(path: Path) -> bytes:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paramserver.contract.kinds import GRAD, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.planes import LeasedBytes
@@ -36,7 +37,7 @@ class Slab:
     """The name of a slab: the bytes of one kind (parameters, gradients, a state) of one shard group."""
 
     group: str
-    kind: pb.Kind
+    kind: Kind
 
     def to_proto(self) -> pb.SlabName:
         return pb.SlabName(group=self.group, kind=self.kind)
@@ -106,7 +107,7 @@ class Applied:
     def make(self, attachment: Attachment) -> None:
         # Gradients are handed over one at a time, because the store need not have memory for all of them at once.
         for update, gradient in zip(self.updates, self.kept, strict=True):
-            with _acquired(attachment, [Slab(group=update.group, kind=pb.KIND_GRAD)], self.step) as (leased,):
+            with _acquired(attachment, [Slab(group=update.group, kind=GRAD)], self.step) as (leased,):
                 leased.data.copy_(gradient)
                 apply(attachment, self.step, self.hyper_parameters, [replace(update, gradient=leased)])
 

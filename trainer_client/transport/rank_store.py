@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from paramserver.contract.kinds import GRAD
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import StoreError
 from trainer_client.recorder import Cause, Link, Recorder
@@ -231,7 +232,7 @@ class RankStore:
             return [at.plane.open_write(lease) for lease in response.leases]
 
         # All other kinds are written only as a part of a commit, so this wait counts as one for the commit.
-        of_gradients = all(want.slab.kind == pb.KIND_GRAD for want in wants)
+        of_gradients = all(want.slab.kind == GRAD for want in wants)
         cause, where = Cause.GRADIENT_MEMORY if of_gradients else Cause.COMMIT, _unit_of(wants)
 
         def waited(_: Any, began: float, ended: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,12 +21,12 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from trainer_client.errors import DaemonRestartedError, StoreError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.transport.arena import session_ended
+from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, translate
 
 log = logging.getLogger(__name__)
 
-# Pause between attempts to resume the session. It doubles each time, and each pause is random between its half and its
-# whole, because all clients of a daemon lose their streams at the same time.
+# The shortest and the longest pause between two attempts to resume the session; see backoff.py.
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
 # The client goes on trying for this long after the grace time, because the daemon may notice the break later than the
@@ -197,8 +196,8 @@ class Session:
         """
         grace = self._welcome.grace_millis / 1000
         deadline = time.monotonic() + grace + _SLACK_SECONDS
-        pause = _FIRST_PAUSE_SECONDS
-        while not self._closing.wait(random.uniform(pause / 2, pause)):
+        backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        while not self._closing.wait(backoff.next_seconds()):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise cause
@@ -215,7 +214,6 @@ class Session:
             else:
                 log.warning("the session is resumed")
                 return
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _why_unknown(self, error: StoreError) -> StoreError:
         """Return the reason why the daemon does not know the session: it has ended it (`error`), or was restarted."""

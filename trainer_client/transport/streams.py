@@ -7,7 +7,6 @@ The caller gives the buffer; this module must never keep or touch it after the t
 from __future__ import annotations
 
 import queue
-import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from paramserver.contract import chunks
 from paramserver.contract.chunks import MAX_CHUNK_BYTES, Chunk
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import DataLossError, StoreError
+from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import SERVICE_NAME, translate
 
 # Credit of a read: the number of bytes that the store may send ahead of the client. The client grants more whenever it
@@ -28,8 +28,6 @@ _CREDIT_BYTES = READ_WINDOW_BYTES // 4
 # Status codes after which a transfer goes on: a broken connection, or a transfer that stalled and that the store or the
 # connection has therefore ended.
 _RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
 
 
 class _Transfer(Protocol):
@@ -89,7 +87,7 @@ class Streams:
 
     def _complete(self, transfer: _Transfer, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
-        pause = _FIRST_PAUSE_SECONDS
+        backoff = Backoff()
         while True:
             before = transfer.moved_bytes
             try:
@@ -98,7 +96,7 @@ class Streams:
             except grpc.RpcError as error:
                 if transfer.is_complete:
                     return
-                if _code(error) not in _RESUMABLE or time.monotonic() + pause > deadline:
+                if _code(error) not in _RESUMABLE or time.monotonic() + backoff.limit_seconds > deadline:
                     raise translate(error) from error
             except ValueError:
                 # grpc raises ValueError if the channel is closed, which happens when the session ends.
@@ -106,9 +104,8 @@ class Streams:
                 raise
             self._check_session()
             if transfer.moved_bytes > before:
-                pause = _FIRST_PAUSE_SECONDS
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                backoff.reset()
+            time.sleep(backoff.next_seconds())
 
 
 class _Reading:

@@ -19,6 +19,7 @@ import grpc
 import pytest
 import torch
 
+from paramserver import vocabulary
 from paramserver.contract.channel import channel_to
 from paramserver.contract.sockets import system_path
 from paramserver.rpc import convert
@@ -151,7 +152,7 @@ class Rank(Client):
 
     def acquire(self, group: str, kind: Kind, mode: pb.LeaseMode, *, step: int = 0, **fields: Any) -> pb.Lease:
         """Acquire one lease of a slab."""
-        slab = pb.SlabName(group=group, kind=convert.KIND_TO_WIRE[kind])
+        slab = pb.SlabName(group=group, kind=vocabulary.KIND_TO_WIRE[kind])
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=mode, step=step)
         (lease,) = self.call("AcquireLeases", wants=[want], **fields).leases
         assert isinstance(lease, pb.Lease)
@@ -267,7 +268,7 @@ def job_fields(layout: Layout) -> dict[str, Any]:
         "world_size": 1,
         "attached_ranks": 1,
         "parameters": [
-            pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=convert.DTYPE_TO_WIRE[p.dtype], trainable=True)
+            pb.Parameter(fqn=p.fqn, shape=p.shape, dtype=vocabulary.DTYPE_TO_WIRE[p.dtype], trainable=True)
             for p in spec.parameters
         ],
         "durability": convert.durability_to_wire(spec.durability),
@@ -282,9 +283,9 @@ def group_to_wire(spec: GroupSpec) -> pb.ShardGroup:
         shards=[pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.position) for s in spec.shards],
         kinds=[
             pb.KindSpec(
-                kind=convert.KIND_TO_WIRE[slab.kind],
-                dtype=convert.DTYPE_TO_WIRE[slab.dtype],
-                placement=convert.TIER_TO_WIRE[slab.placement],
+                kind=vocabulary.KIND_TO_WIRE[slab.kind],
+                dtype=vocabulary.DTYPE_TO_WIRE[slab.dtype],
+                placement=vocabulary.TIER_TO_WIRE[slab.placement],
             )
             for slab in spec.slabs
         ],

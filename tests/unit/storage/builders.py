@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch._dynamo  # Otherwise the first optimizer imports it, which blocks the event loop for seconds.
 
-from paramserver.contract.update_rules import HyperParameters
+from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage import syscalls

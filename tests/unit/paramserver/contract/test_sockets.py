@@ -14,7 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from paramserver.contract.channel import channel_to, socket_path
+from paramserver.contract.address import socket_path
+from paramserver.contract.channel import channel_to
 from paramserver.contract.sockets import grpc_target, system_path, with_real_paths
 from tests.integration.support.daemon import CHANNEL_OPTIONS
 from tests.integration.support.forked import ROOT

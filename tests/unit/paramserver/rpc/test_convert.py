@@ -10,8 +10,10 @@ import grpc
 import pytest
 
 import trainer_client
-from paramserver.admin.shards import KindName
-from paramserver.contract.update_rules import HyperParameters
+from paramserver import vocabulary
+from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.words import words_of
 from paramserver.errors import LateError, UnavailableError
 from paramserver.rpc import convert
 from paramserver.rpc.status import status_code
@@ -356,15 +358,17 @@ def test_a_clip_value_is_positive_or_absent(value: float) -> None:
 
 
 def test_every_enum_of_the_wire_is_known_or_refused() -> None:
-    known = {pb.Kind.Value(f"KIND_{kind.name}") for kind in Kind}
-    assert known == set(pb.Kind.values()) - {pb.KIND_UNSPECIFIED}
-    assert set(convert.DTYPE_TO_WIRE.values()) == set(pb.DType.values()) - {pb.DTYPE_UNSPECIFIED}
-    assert set(convert.TIER_TO_WIRE.values()) == set(pb.Tier.values()) - {pb.TIER_UNSPECIFIED}
+    assert set(vocabulary.KIND_TO_WIRE.values()) == set(pb.Kind.values()) - {pb.KIND_UNSPECIFIED}
+    assert set(vocabulary.DTYPE_TO_WIRE.values()) == set(pb.DType.values()) - {pb.DTYPE_UNSPECIFIED}
+    assert set(vocabulary.TIER_TO_WIRE.values()) == set(pb.Tier.values()) - {pb.TIER_UNSPECIFIED}
     with pytest.raises(InvalidRequestError, match="kind has the value 0"):
         convert.kind(pb.KIND_UNSPECIFIED)
-    # What can be asked for by name.
+    # The kinds that can be asked for by name, and torch's names of the types.
     stored = {kind.value for kind in Kind} - {"grad"}
-    assert stored == {name.value for name in KindName} == set(get_args(trainer_client.Kind))
+    assert stored == set(get_args(trainer_client.Kind))
+    assert {dtype.torch: value for dtype, value in vocabulary.DTYPE_TO_WIRE.items()} == WIRE_DTYPES
+    for words, wire in ((Kind, pb.Kind), (DType, pb.DType), (TierName, pb.Tier)):
+        assert {word.value for word in words} == set(words_of(wire))
 
 
 @pytest.mark.parametrize(

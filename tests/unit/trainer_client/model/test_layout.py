@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_client.model.layout import ALIGNMENT, PAGE_ELEMENTS, PAGED_CHUNK, flat_layout
+from paramserver.contract.limits import ELEMENT_ALIGNMENT
+from trainer_client.model.layout import PAGE_ELEMENTS, PAGED_CHUNK, flat_layout
 
 SIZES = [("a", 5), ("b", 1000), ("c", 16), ("d", 1), ("e", 0), ("f", 333)]
 
@@ -27,12 +28,12 @@ def test_every_element_has_exactly_one_owner(world_size: int) -> None:
 def test_every_cut_is_aligned(world_size: int) -> None:
     layout = flat_layout(SIZES, world_size)
 
-    assert layout.chunk % ALIGNMENT == 0
+    assert layout.chunk % ELEMENT_ALIGNMENT == 0
     assert layout.numel == layout.chunk * world_size
     for rank in range(world_size):
         for shard in layout.shards_of(rank):
-            assert shard.offset % ALIGNMENT == 0
-            assert shard.position % ALIGNMENT == 0
+            assert shard.offset % ELEMENT_ALIGNMENT == 0
+            assert shard.position % ELEMENT_ALIGNMENT == 0
             slot = layout.slots[shard.slot]
             assert slot.position + shard.offset == rank * layout.chunk + shard.position
 
@@ -50,4 +51,4 @@ def test_large_chunks_are_whole_pages_at_little_cost(world_size: int) -> None:
 def test_padding_is_less_than_a_chunk_unit_per_rank_and_parameter() -> None:
     layout = flat_layout(SIZES, 4)
 
-    assert layout.numel < sum(numel for _, numel in SIZES) + ALIGNMENT * (len(SIZES) + 4)
+    assert layout.numel < sum(numel for _, numel in SIZES) + ELEMENT_ALIGNMENT * (len(SIZES) + 4)

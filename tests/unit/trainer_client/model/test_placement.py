@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from trainer_client.config.home import Home
 from trainer_client.config.training_config import load_config
 from trainer_client.errors import ConfigError
-from trainer_client.model.placement import Home, PlacementPolicy, Residence, spread
+from trainer_client.model.placement import PlacementPolicy, Residence, spread
 
 
 def policy(stage: int, placement: dict[str, Any] | None = None, **zero: Any) -> PlacementPolicy:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config.home import Home
 from trainer_client.errors import ConfigError, ReleasedParameterError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import list_parameters
-from trainer_client.model.placement import GroupPlacement, Home, Residence
+from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.model.unit_policy import find_units
 from trainer_client.ranks.collectives import Collectives
 

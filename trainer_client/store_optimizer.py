@@ -1,7 +1,7 @@
-"""The optimizer as the training loop sees it: parameter groups and hyper-parameters, without state.
+"""The optimizer as the training loop sees it: parameter groups and hyper-parameters, without states.
 
-Owns the parameter groups, which torch's LR schedulers drive, and which parameters have optimizer states at all. The
-states and the arithmetic are the store's; must never touch a parameter's values.
+Owns the parameter groups, which torch's LR schedulers drive, and the set of parameters that have optimizer states. The
+store has the states and does the arithmetic. Must never touch a parameter's values.
 """
 
 from __future__ import annotations
@@ -13,49 +13,42 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, overload
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from paramserver.contract import update_rules
-from paramserver.contract.hyper_parameter_ranges import find_problem
-from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.config.optimizer_sections import OptimizerSection
+from paramserver.contract.kinds import Kind, kind_name
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.contract.optimizers.registry import find_problem, state_kinds
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
-from trainer_client.optimizers.hyper_parameters import HyperParameters, ParameterGroup, check_settings, row_maker
-from trainer_client.optimizers.lion import Lion
+from trainer_client.optimizers.hyper_parameters import check_settings
+from trainer_client.optimizers.registry import OPTIMIZERS, find_record
+from trainer_client.optimizers.torch_optimizer import OptimizerSection, ParameterGroup
 
 log = logging.getLogger(__name__)
 
-# What makes torch's Adam its AdamW. Not a setting that a schedule would change.
+# The setting that makes torch's Adam its AdamW. No schedule changes it.
 _DECOUPLED = "decoupled_weight_decay"
 
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
-_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
-    "AdamW": AdamW,
-    "Adam": Adam,
-    "SGD": SGD,
-    "Lion": Lion,
-    "Adagrad": Adagrad,
-}
-
 
 class StoreOptimizer(torch.optim.Optimizer):
-    """Takes an optimizer's parameter groups over, the same list and dict objects: a scheduler that was made for the
-    original drives them too, and a group that is added to the one is added to the other.
+    """An optimizer that has taken over the parameter groups of the user's optimizer, the original.
 
-    A parameter has optimizer states if it requires a gradient when the optimizer is taken over, is in a group, or is
-    named by `may_thaw`. Only such a one may be in a group, or be trained, later. One that is in no group has a gradient
-    and is never updated, as in torch.
+    The two share the same list and dict objects. So a scheduler that was made for the original drives this optimizer,
+    too, and a group that is added to the one is added to the other.
+
+    A parameter has optimizer states if, when the groups are taken over, it requires a gradient, is in a group, or is
+    named by `may_thaw`. Only a parameter with states may be in a group, or be trained, later. A trainable parameter
+    that is in no group has a gradient and is never updated, as in torch.
 
     Args:
-        original: fresh. What it has allocated for its states is given back.
-        parameters: the model's.
-        may_thaw: FQNs, as patterns of `fnmatch`, of parameters that are frozen now and may be trained later.
+        original: an optimizer that has made no step. The memory of its states is freed.
+        parameters: all parameters of the model.
+        may_thaw: patterns (of `fnmatch`) for the FQNs of parameters that are frozen now and may be trained later.
 
     Raises:
-        ConfigError: a class that the store does not run, a flag that its kernels do not have, a group with parameters
-            that are not the model's, or a pattern that names no parameter.
+        ConfigError: the store does not run the class, its kernels do not have a flag, a group has parameters that are
+            not the model's, or a pattern names no parameter.
     """
 
     def __init__(
@@ -64,13 +57,13 @@ class StoreOptimizer(torch.optim.Optimizer):
         parameters: Sequence[ModelParameter],
         may_thaw: Sequence[str] = (),
     ) -> None:
-        self._make_row = row_maker(original)
+        self._record = find_record(original)
         if any(state.get("step", 1) > 0 for state in original.state.values()):
             raise ConfigError("the optimizer has made steps already: its states cannot be taken over; pass a fresh one")
         original.state.clear()
         self._original = original
         self._update: Callable[[], None] | None = None
-        self._state_kinds: tuple[pb.Kind, ...] | None = None
+        self._state_kinds: tuple[Kind, ...] | None = None
         self._parameters = parameters
         self._index_of = {id(parameter.tensor): parameter.index for parameter in parameters}
         grouped = {id(tensor) for group in original.param_groups for tensor in group["params"]}
@@ -84,11 +77,16 @@ class StoreOptimizer(torch.optim.Optimizer):
             log.warning("trainable, but in no parameter group of the optimizer, and never updated: %s", ", ".join(idle))
 
     def has_states(self, parameter: ModelParameter) -> bool:
-        """Whether the store keeps optimizer states of the parameter, and takes gradients of it."""
+        """Return whether the store keeps optimizer states of the parameter, and so takes its gradients."""
         return parameter.index in self._stateful
 
     def add_param_group(self, param_group: ParameterGroup) -> None:
-        """As torch's. Raises ConfigError, and adds nothing, if a parameter of the group has no states."""
+        """Add a group, as torch's optimizers do.
+
+        Raises:
+            ConfigError: the store cannot update the group, for example because a parameter has no states. Nothing was
+                added.
+        """
         super().add_param_group(param_group)
         try:
             self._check_group(len(self.param_groups) - 1)
@@ -97,9 +95,12 @@ class StoreOptimizer(torch.optim.Optimizer):
             raise
 
     def check_groups(self) -> None:
-        """Raises ConfigError if the next step cannot be made with the groups, or the model's parameters, as they are.
+        """Check that the next step can be made with the groups and the model's parameters as they are now.
 
-        They are the user's: what was set on them behind our back is looked at once a step.
+        Users and schedulers change both without a call of ours, so the engine checks them once a step.
+
+        Raises:
+            ConfigError: names the group or the parameter, and what is wrong with it.
         """
         for number in range(len(self.param_groups)):
             self._check_group(number)
@@ -114,28 +115,28 @@ class StoreOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Only `engine.step()` may call this."""
+        """Run the engine's update. Raises RuntimeError unless `engine.step()` is the caller."""
         if self._update is None or closure is not None:
             raise RuntimeError("the store runs the optimizer: call engine.step() instead of optimizer.step()")
         self._update()
-        # Without gradients this updates nothing. It tells a scheduler that was made for the original that a step was
-        # made, and runs the user's step hooks.
+        # The original has no gradients, so its step updates nothing. It tells a scheduler that was made for the
+        # original that a step was made, and runs the user's step hooks.
         self._original.step()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Only the engine knows when gradients are done with."""
+        """Refuse the call, because only the engine knows when gradients are no longer needed."""
         raise RuntimeError("gradients go to the store and are done with at engine.step(): remove optimizer.zero_grad()")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The states are not here to be replaced."""
+        """Refuse the call, because the store has the states."""
         raise RuntimeError(
             "the store has the optimizer's states, and a job resumes with them: remove load_state_dict()"
         )
 
     @contextmanager
     def stepping_with(self, update: Callable[[], None]) -> Iterator[None]:
-        """Within the context, `step` runs `update`."""
+        """Have `step` run `update` within the context."""
         self._update = update
         try:
             yield
@@ -143,15 +144,18 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._update = None
 
     @property
-    def state_kinds(self) -> tuple[pb.Kind, ...]:
-        """The states that the optimizer keeps of each parameter; for good, once asked: a job is opened with them."""
+    def state_kinds(self) -> tuple[Kind, ...]:
+        """The states that the store keeps of each parameter.
+
+        They never change after the first use of this property, because the job is opened with them.
+        """
         if self._state_kinds is None:
             rows = (self.row(number, 1) for number in range(len(self.param_groups)))
-            self._state_kinds = tuple(sorted({kind for row in rows for kind in update_rules.state_kinds(row)}))
+            self._state_kinds = tuple(sorted({kind for row in rows for kind in state_kinds(row)}))
         return self._state_kinds
 
     def groups_of_parameters(self) -> dict[int, int]:
-        """The number of the group of each parameter (index in the model) that is in one now."""
+        """Return the number of its group for each parameter (index in the model) that is in a group now."""
         return {
             self._index_of[id(tensor)]: number
             for number, group in enumerate(self.param_groups)
@@ -159,11 +163,14 @@ class StoreOptimizer(torch.optim.Optimizer):
         }
 
     def row(self, group: int, update_count: int) -> HyperParameters:
-        """The hyper-parameters of a group for a parameter's `update_count`-th update."""
-        return self._make_row(self.param_groups[group], self.defaults, update_count)
+        """Return the hyper-parameters of a group for the `update_count`-th update of a parameter."""
+        return self._record.to_row(self.param_groups[group], self.defaults, update_count)
 
     def settings(self) -> list[ParameterGroup]:
-        """What the groups hold, for the client state; the parameters as ranges of their indexes in the model."""
+        """Return the settings of the groups for the client state.
+
+        The parameters are in it as ranges of their indexes in the model.
+        """
         return [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             | {"params": _ranges(self._index_of[id(tensor)] for tensor in group["params"])}
@@ -171,10 +178,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         ]
 
     def load_settings(self, settings: Sequence[ParameterGroup]) -> None:
-        """Takes over what `settings` gave, and adds the groups that were added in the course of that run.
+        """Set the groups to what `settings` returned in an earlier run, and add the groups that were added during it.
 
         Raises:
-            ConfigError: a group has other parameters than it had, or there are more groups than there were.
+            ConfigError: a group has other parameters than it had then, or there are more groups now than then.
         """
         if len(settings) < len(self.param_groups):
             raise ConfigError(
@@ -186,7 +193,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             indexes = [index for first, last in values.pop("params") for index in range(first, last + 1)]
             if number == len(self.param_groups):
                 members = [self._parameters[index] for index in indexes]
-                # torch has names of all groups' parameters, or of none.
+                # torch wants the names of the parameters in all groups, or in none.
                 named = "param_names" in self.param_groups[0]
                 params = [(p.fqn, p.tensor) for p in members] if named else [p.tensor for p in members]
                 self.add_param_group({**values, "params": params})
@@ -200,13 +207,13 @@ class StoreOptimizer(torch.optim.Optimizer):
                     f"in {', '.join(fqns) or 'the order of their parameters'}): pass the same groups"
                 )
             if values.pop(_DECOUPLED, None) != group.get(_DECOUPLED):
-                # Their states are the same: the one that this run passes goes on with them.
+                # Adam and AdamW have the same states, so the optimizer that this run passes goes on with them.
                 log.warning("parameter group %d: the job was left with the other of Adam and AdamW", number)
             group.update(values)
 
     def _check_group(self, number: int) -> None:
         group = self.param_groups[number]
-        check_settings(number, group)
+        check_settings(self._record, number, group)
         strangers = [tensor for tensor in group["params"] if id(tensor) not in self._index_of]
         if strangers:
             raise ConfigError(
@@ -221,8 +228,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         if problem := find_problem(row):
             raise ConfigError(f"parameter group {number} of the optimizer: {problem}")
         kept = self._state_kinds
-        if missing := [kind for kind in update_rules.state_kinds(row) if kept is not None and kind not in kept]:
-            names = ", ".join(pb.Kind.Name(kind).removeprefix("KIND_").lower() for kind in missing)
+        if missing := [kind for kind in state_kinds(row) if kept is not None and kind not in kept]:
+            names = ", ".join(map(kind_name, missing))
             raise ConfigError(
                 f"parameter group {number} needs {names} now, which no group did when the job was opened: give one a "
                 "momentum from the beginning"
@@ -236,14 +243,17 @@ def make_optimizer(
     parameters: Sequence[ModelParameter],
     may_thaw: Sequence[str] = (),
 ) -> StoreOptimizer:
-    """The optimizer of `initialize`: the client's instance, its callable, or the config's, in this order.
+    """Return the optimizer of `initialize`, made of the user's instance, else of their callable, else of the config.
 
     Args:
         argument: an optimizer that the store runs, or a callable from parameters to one.
         section: the config's `optimizer`.
-        model_parameters: parameters or parameter groups to optimise; None: all trainable ones.
-        parameters: the model's.
-        may_thaw: as StoreOptimizer's.
+        model_parameters: the parameters or parameter groups to optimise; None stands for all trainable parameters.
+        parameters: all parameters of the model.
+        may_thaw: see StoreOptimizer.
+
+    Raises:
+        ConfigError: see StoreOptimizer; or there is no optimizer, or more than one source of parameters.
     """
     if isinstance(argument, torch.optim.Optimizer):
         if model_parameters is not None:
@@ -254,10 +264,10 @@ def make_optimizer(
         return StoreOptimizer(argument(chosen), parameters, may_thaw)
     if section is None:
         raise ConfigError('no optimizer: write {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}, or pass one')
-    # A list of no parameters is an error to torch, a group of none is not.
+    # torch refuses an empty list of parameters, but takes a group with an empty list.
     groups = [{"params": chosen}] if model_parameters is None else chosen
     try:
-        original = _CLASSES[section.type](groups, **section.params.arguments())
+        original = OPTIMIZERS[section.type].torch_class(groups, **section.params.arguments())
     except ValueError as error:
         raise ConfigError(f"optimizer.params is refused by {section.type}: {error}") from error
     return StoreOptimizer(original, parameters, may_thaw)
@@ -278,7 +288,7 @@ def _without_states(fqn: str) -> str:
 
 
 def _ranges(indexes: Iterable[int]) -> list[list[int]]:
-    """Consecutive indexes as [first, last]: models have up to some hundred thousand."""
+    """Return the runs of consecutive indexes as [first, last]: a model may have some hundred thousand parameters."""
     ranges: list[list[int]] = []
     for index in indexes:
         if ranges and ranges[-1][1] == index - 1:

@@ -1,5 +1,8 @@
-"""What all sections of the training config have in common: unknown keys are refused, nothing changes later, and each
-key says which ranks must have the same value of it."""
+"""The base of all sections of the training config.
+
+A section refuses unknown keys and cannot be changed after it was read. Each of its keys says which ranks must have the
+same value of it.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,26 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Agreement(enum.Enum):
-    """Which ranks must have the same value of a key. A key that is not annotated with one is RUN's, so a new key is
-    compared unless its author says otherwise."""
+    """The ranks that must have the same value of a key.
+
+    A key without this annotation has RUN, so that all ranks compare a new key unless its author says otherwise.
+    """
 
     RUN = "all ranks"
     NODE = "the ranks of a node"
-    """The key is about what ranks of a node share: the daemon that one of them starts."""
+    """The key is about the daemon that one of the ranks of a node starts and all of them share."""
 
     NONE = "no other rank"
-    """The key is about this rank alone, or what follows from it is compared instead."""
+    """The key is about this rank alone, or the ranks compare instead what follows from it."""
 
 
 class Section(BaseModel):
+    """A section of the training config."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def values(self, agreement: Agreement, prefix: str = "") -> Iterator[tuple[str, str]]:
-        """Give each key that is set and on which those ranks must agree: its dotted name, and its value as JSON."""
+        """Yield the keys that are set and on which those ranks must agree: the dotted name, and the value as JSON."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             wanted = next((mark for mark in field.metadata if isinstance(mark, Agreement)), Agreement.RUN)

@@ -17,8 +17,8 @@ from trainer_client.config.training_config import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import list_parameters
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
-from trainer_client.optimizers.optimizer import StoreOptimizer, make_optimizer
 from trainer_client.run.client_state import decode, encode
+from trainer_client.store_optimizer import StoreOptimizer, make_optimizer
 
 
 def model() -> nn.Module:
@@ -31,7 +31,7 @@ def taken_over(net: nn.Module, groups: Any, **options: Any) -> tuple[AdamW, Stor
 
 
 def row(optimizer: StoreOptimizer, parameter: int, update_count: int = 1) -> Any:
-    """The message of one optimizer, for a parameter by its index in the model."""
+    """Return the optimizer's message for a parameter, given by its index in the model."""
     made = optimizer.row(optimizer.groups_of_parameters()[parameter], update_count)
     return getattr(made, made.WhichOneof("optimizer") or "")
 
@@ -385,7 +385,7 @@ def test_a_model_without_trainable_parameters_can_be_thawed_later() -> None:
 
 
 def carried(optimizer: StoreOptimizer) -> Any:
-    """The settings as a commit carries them."""
+    """Return the settings as a commit carries them."""
     return decode(encode({"optimizer": optimizer.settings()}))["optimizer"]
 
 

@@ -1,0 +1,43 @@
+"""The address of a daemon, as users write it: `unix:/path` or `host:port`."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from paramserver.contract.sockets import check_path
+
+# The variable of the environment that has the address, for trainers and for the admin tool.
+ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
+
+_UNIX = "unix:"
+
+
+def is_socket(address: str) -> bool:
+    """Return whether the address is that of a UNIX socket."""
+    return address.startswith(_UNIX)
+
+
+def socket_path(address: str) -> Path:
+    """Return the absolute path in `unix:/path` or `unix:///path`.
+
+    Raises:
+        ValueError: no socket can be there; the message says why.
+    """
+    path = address.removeprefix(_UNIX)
+    if not path.startswith("/"):
+        raise ValueError("write the absolute path of the socket after 'unix:'")
+    absolute = Path("/" + path.lstrip("/"))
+    check_path(absolute)
+    return absolute
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine can reach `host:port`."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,41 @@
+"""The durability classes of a job, as people write them: "step", "snapshot:N" or "none"."""
+
+from __future__ import annotations
+
+from paramserver.v1 import parameter_store_pb2 as pb
+
+# The form that the training config asks for. `parse_durability` takes leading zeros as well.
+DURABILITY_PATTERN = r"^(step|none|snapshot:[1-9][0-9]*)$"
+
+
+def parse_durability(text: str) -> pb.Durability:
+    """Return the class that the text names.
+
+    Raises:
+        ValueError: the text names none.
+    """
+    if text == "step":
+        return pb.Durability(step=pb.Durability.Step())
+    if text == "none":
+        return pb.Durability(none=pb.Durability.Volatile())
+    word, _, number = text.partition(":")
+    if word == "snapshot" and number.isdecimal() and int(number) > 0:
+        return pb.Durability(snapshot=pb.Durability.Snapshot(every_steps=int(number)))
+    raise ValueError(f"{text!r} is no durability class")
+
+
+def durability_text(durability: pb.Durability) -> str:
+    """Return the text that names a class, or "-" where none is set."""
+    name = durability.WhichOneof("class") or "-"
+    return f"snapshot:{durability.snapshot.every_steps}" if name == "snapshot" else name
+
+
+def durable_every_steps(durability: pb.Durability) -> int:
+    """Return the number of steps from one durable commit to the next; 0: no commit is durable."""
+    match durability.WhichOneof("class"):
+        case "step":
+            return 1
+        case "snapshot":
+            return durability.snapshot.every_steps
+        case _:
+            return 0

@@ -1,0 +1,21 @@
+"""Numbers on which the two ends must agree, each with the reason for its value."""
+
+from __future__ import annotations
+
+# HTTP/2 frames are 16 KiB by default and would split each chunk of 1 MiB into 64. With the largest size that HTTP/2
+# allows, a chunk is one frame.
+MAX_FRAME_BYTES = (1 << 24) - 1
+
+# Shards start at multiples of so many elements, in their parameter and in their group. torch's fused CPU kernels round
+# the last `numel % 16` elements of a call differently, so any partition at these multiples gives the bits of the whole.
+# storage.shard.ELEMENT_ALIGNMENT is the same number; a test compares the two.
+ELEMENT_ALIGNMENT = 16
+
+# Ranges that one lease gathers start at multiples of so many bytes, so that each can be viewed as its element type.
+# storage.gathering.GATHER_ALIGNMENT is the same number; a test compares the two.
+GATHER_ALIGNMENT_BYTES = 16
+
+# The most units that the only rank of a job at a store maps in place at once, of those that only pass through the
+# store's host memory: the root, the unit in use, and the one before or after it. The daemon admits a job only if its
+# host budget holds as many of the largest units. Where more are in use, the trainer copies some (step/residency.py).
+UNITS_SHOWN_AT_ONCE = 3

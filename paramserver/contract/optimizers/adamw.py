@@ -1,0 +1,16 @@
+"""AdamW, which is Adam with decoupled weight decay: Loshchilov & Hutter, arXiv:1711.05101, by torch's fused kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from paramserver.contract.optimizers.adam import RANGES, STATES, update
+from paramserver.contract.optimizers.optimizer import Optimizer, States
+from paramserver.v1 import parameter_store_pb2 as pb
+
+
+def _rule(values: pb.AdamW, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
+    update(torch._fused_adamw_, values, weight, gradient, states)
+
+
+ADAMW = Optimizer(name="adamw", states=STATES, ranges=RANGES, rule=_rule)

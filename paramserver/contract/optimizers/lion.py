@@ -1,0 +1,45 @@
+"""Lion: Chen et al., arXiv:2302.06675. torch has no kernel of it."""
+
+from __future__ import annotations
+
+import torch
+
+from paramserver.contract.optimizers.optimizer import Optimizer, States, is_beta, is_not_negative
+from paramserver.v1 import parameter_store_pb2 as pb
+
+
+def update(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    """Update weight and first moment in place, by algorithm 2 of the paper."""
+    weight.mul_(1.0 - lr * weight_decay)
+    direction = exp_avg.mul(beta1).add_(gradient, alpha=1.0 - beta1).sign_()
+    weight.add_(direction, alpha=-lr)
+    exp_avg.mul_(beta2).add_(gradient, alpha=1.0 - beta2)
+
+
+def _rule(values: pb.Lion, weight: torch.Tensor, gradient: torch.Tensor, states: States) -> None:
+    update(
+        weight,
+        gradient,
+        states[pb.KIND_EXP_AVG],
+        lr=values.lr,
+        beta1=values.beta1,
+        beta2=values.beta2,
+        weight_decay=values.weight_decay,
+    )
+
+
+LION = Optimizer(
+    name="lion",
+    states=(pb.KIND_EXP_AVG,),
+    ranges={"lr": is_not_negative, "beta1": is_beta, "beta2": is_beta, "weight_decay": is_not_negative},
+    rule=_rule,
+)

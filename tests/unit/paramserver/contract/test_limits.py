@@ -1,0 +1,17 @@
+"""The numbers that storage keeps for itself are those of the contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paramserver.contract import limits
+from storage.config import EngineConfig
+from storage.gathering import GATHER_ALIGNMENT
+from storage.shard import ELEMENT_ALIGNMENT
+
+
+def test_storage_and_contract_agree() -> None:
+    config = EngineConfig(state_dir=Path(), host_budget_bytes=0, nvme_budget_bytes=0)
+    assert limits.ELEMENT_ALIGNMENT == ELEMENT_ALIGNMENT
+    assert limits.GATHER_ALIGNMENT_BYTES == GATHER_ALIGNMENT
+    assert config.units_of_a_rank_alone == limits.UNITS_SHOWN_AT_ONCE

@@ -1,0 +1,56 @@
+"""torch.optim.SGD, with or without momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import NonNegativeFloat
+
+from paramserver.contract.optimizers.optimizer import HyperParameters
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.optimizers.torch_optimizer import ArgumentsSection, OptimizerSection, ParameterGroup, TorchOptimizer
+
+
+class SgdSection(ArgumentsSection):
+    """Hyper-parameters of `torch.optim.SGD`, with its defaults."""
+
+    lr: NonNegativeFloat = 1e-3
+    momentum: NonNegativeFloat = 0.0
+    dampening: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    nesterov: bool = False
+
+
+class SgdOptimizer(OptimizerSection):
+    """The config's `optimizer` where its `type` is "SGD"."""
+
+    type: Literal["SGD"]
+    params: SgdSection = SgdSection()
+
+
+def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> HyperParameters:
+    momentum = float(group["momentum"])
+    return HyperParameters(
+        sgd=pb.Sgd(
+            lr=float(group["lr"]),
+            momentum=momentum,
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            # A scheduler may have brought the momentum down to 0. torch then ignores `nesterov`, too.
+            nesterov=bool(group["nesterov"]) and momentum != 0,
+            update_count=update_count,
+        )
+    )
+
+
+def _find_problem(group: ParameterGroup) -> str | None:
+    if group.get("dampening") and not group["momentum"]:
+        # torch makes the buffer at the first update with a momentum, the store at the parameter's first update. With a
+        # dampening, the two would begin with different values.
+        return f"has dampening {group['dampening']} and no momentum, without which it has no effect: set it to 0"
+    return None
+
+
+SGD = TorchOptimizer(torch_class=torch.optim.SGD, section=SgdOptimizer, to_row=_to_row, find_problem=_find_problem)
