@@ -41,7 +41,7 @@ class NoticeBoard:
 
     def look(self) -> Iterator[Notice]:
         """Yield a notice for each trouble that has begun or ended since the last look."""
-        for tier in self._engine.tiers:
+        for tier in self._engine.backing:
             yield from self._compare(
                 TIER_TO_WIRE[tier.name],
                 self._degraded(tier),
