@@ -1,8 +1,8 @@
-"""Names that a client may choose to harm those who read them: in a table, in a log, in an error."""
+"""Names that a hostile client may choose to harm readers of a table, a log or an error message."""
 
 from __future__ import annotations
 
-# What the daemon takes as a name: it is printable, and no more than that.
+# The daemon accepts each of these names, because all of their characters are printable.
 ACCEPTED = {
     "markup that ends nothing": "[/nope]",
     "markup": "[bold red]x[/bold red]",
@@ -20,7 +20,7 @@ ACCEPTED = {
     "a path": "../../etc/passwd",
 }
 
-# What the daemon refuses as a name, and what must do no harm where it is shown nevertheless.
+# The daemon refuses each of these names. A program that shows one of them nevertheless must do no harm.
 REFUSED = {
     "a colour": "\x1b[31mred\x1b[0m",
     "a screen cleared": "\x1b[2J",
@@ -37,7 +37,7 @@ REFUSED = {
     "more than 1024 bytes": "x" * 1025,
 }
 
-# A message cannot carry this one; a program's own strings can.
+# No protobuf message can carry this string, because it has no UTF-8 form. A string of a Python program can contain it.
 SURROGATE = "a\ud800b"
 
 EVERY = ACCEPTED | REFUSED

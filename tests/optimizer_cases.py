@@ -1,4 +1,4 @@
-"""The optimizers that the store runs: the reference of each, and the row of the wire that stands for it."""
+"""The optimizers that the store runs: for each, the reference in torch and the optimizer's description on the wire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADAGRAD: dict[str, Any] = {
 
 
 class PublishedLion(torch.optim.Optimizer):
-    """The update of github.com/lucidrains/lion-pytorch, written down here again."""
+    """The update rule of github.com/lucidrains/lion-pytorch, written again as a reference."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -46,7 +46,7 @@ class PublishedLion(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """An optimizer of torch, and the row that stands for it in the n-th update."""
+    """An optimizer of torch, and the message that describes the same optimizer to the store in the n-th update."""
 
     reference: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
     row: Callable[[int], Row]

@@ -1,4 +1,4 @@
-"""The same runs on a CUDA device. Skipped where there is none."""
+"""Parity runs on a CUDA device. They are skipped on a machine without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules that a trainer applies on its own device give the bits of torch's fused optimizers there."""
+"""The update rules that a trainer applies on a CUDA device give the same bits as torch's fused optimizers there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A daemon that the tests of a session share, and a check after each of them that nothing of it was left behind."""
+"""The daemon that the tests of one pytest session share, and a check after each test that it left no bytes behind in
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def model_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a daemon in which the runs of tests/integration/support/model_runs.py are jobs."""
+    """The address of a daemon that serves the runs of tests/integration/support/model_runs.py, each as a job."""
     config = {"host_budget": "96MiB", "nvme_budget": "1GiB"}
     with Daemon(tmp_path_factory.mktemp("models") / "state", config) as daemon:
         yield daemon.address
@@ -40,7 +41,7 @@ def model_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
-    """The shared daemon, without jobs. After the test no byte may be used that was not used before."""
+    """The shared daemon, without jobs. After the test the daemon must use as many bytes on each tier as before it."""
     before = _usage(shared_daemon)
     yield shared_daemon
     deadline = time.monotonic() + 10
@@ -58,13 +59,13 @@ def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest) -> str:
-    """A job name of the test's own."""
+    """A job name that no other test uses."""
     return re.sub(r"\W+", "-", request.node.name)
 
 
 @pytest.fixture
 def clients(daemon: Daemon) -> Iterator[Clients]:
-    """Sessions with the shared daemon that are closed before it is looked at."""
+    """Clients of the shared daemon. They are closed before the fixture `daemon` compares the bytes that are in use."""
     with Clients(daemon.address) as opened:
         yield opened
 

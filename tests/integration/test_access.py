@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states are read and changed by name, wherever they live."""
+"""A trainer reads and changes parameters, gradients and optimizer states by name, wherever they are stored."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_read_and_set_is_what_plain_pytorch_has(tmp_path: Path, placemen
         engine.set_local(BIAS, "exp_avg_sq", torch.full_like(plain.get_parameter(BIAS), 0.25))
         adamw.state[plain.get_parameter(BIAS)]["exp_avg_sq"].fill_(0.25)
 
-    # What was set is in a commit: a run that goes on from there makes the same step.
+    # The commit contains the values that were set, so a resumed run makes the same next step as plain PyTorch.
     with start(store_config(tmp_path) | placement) as engine:
         assert engine.global_steps == 2
         backward(engine, batches[2])
@@ -120,7 +120,9 @@ def test_gathered_parameters_are_whole_and_change_what_was_changed_only(tmp_path
         assert is_released(weight)
         with zero.GatheredParameters(block.parameters()):
             assert torch.equal(weight, before[WEIGHT].bfloat16())
-            with torch.no_grad():  # gathers the rest, and releases it, but not what is held
+            # The forward gathers the other parameters and releases them afterwards, but not the ones that `gathered`
+            # holds.
+            with torch.no_grad():
                 engine(input_ids=batch)
             assert torch.equal(weight, before[WEIGHT].bfloat16())
             with pytest.raises(RuntimeError, match="within gathered"):
@@ -161,7 +163,7 @@ def test_misuse_is_refused_with_what_to_do(tmp_path: Path) -> None:
             engine.gathered(engine.module, modifier_rank=0),
         ):
             pass
-        # Nothing of this is in the way of a step.
+        # None of the refused calls prevents the next step.
         engine.step()
     with pytest.raises(trainer_client.ConfigError, match="has no engine"):
         trainer_client.utils.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2)))

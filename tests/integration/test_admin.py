@@ -1,4 +1,4 @@
-"""What operators see: admin calls, the command line as tables and JSON, health and reflection."""
+"""The operators' view of a daemon: admin calls, the command line's tables and JSON, health and reflection."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CODE = grpc.StatusCode
 
 @pytest.fixture
 def rank(clients: Clients, job: str) -> Rank:
-    """One rank of a job that is at step 2: weights on NVMe, moments in host memory."""
+    """One rank of a job that is at step 2. Its weights are on NVMe, its moments in host memory."""
     layout = Layout(name=job, precision=DType.BFLOAT16, moments=TierName.HOST)
     begun = clients.rank(layout).begin()
     begun.train(1, 2)
@@ -33,14 +33,14 @@ def rank(clients: Clients, job: str) -> Rank:
 
 
 def admin(daemon: Daemon, *arguments: str, code: int = 0) -> str:
-    """Output of `paramserver-admin`."""
+    """Run `paramserver-admin` and return its output."""
     result = CliRunner().invoke(app, [arguments[0], "--address", daemon.address, *arguments[1:]])
     assert result.exit_code == code, result.output
     return result.output
 
 
 def admin_json(daemon: Daemon, *arguments: str) -> Any:
-    """The one line of JSON that it prints."""
+    """Run `paramserver-admin --json` and return its one line of JSON, parsed."""
     (line,) = admin(daemon, *arguments, "--json").splitlines()
     return json.loads(line)
 
@@ -62,7 +62,7 @@ def test_tiers_add_up(daemon: Daemon, rank: Rank) -> None:
     before = nvme.bytes_written
     rank.train(3, 3)
     written = tiers(daemon.address)[1].bytes_written - before
-    # bf16 weights, fp32 master weights and two moments of each element, in whole pages.
+    # A step writes bf16 weights, fp32 master weights and two fp32 moments for each element, rounded up to whole pages.
     elements = sum(rank.layout.group(group).numel for group in rank.groups)
     assert elements * 14 <= written <= elements * 14 + 8 * 4096
 

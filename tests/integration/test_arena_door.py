@@ -1,4 +1,4 @@
-"""Who gets the arena: this user's processes, over its socket, or by its name from another container."""
+"""Access to the arena: processes of the daemon's user get it over its socket, or by its name from another container."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.integration.support.ranks import free_port
 IS_ROOT = os.geteuid() == 0
 NOBODY = 65534
 
-# Connects to the socket `name` of an inherited directory as another user; prints how many descriptors it is given.
+# This program connects, as another user, to the socket `name` in an inherited directory, and prints the number of
+# descriptors that it receives.
 KNOCK = """
 import os, socket, sys
 directory, name, uid = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -39,7 +40,7 @@ with closing(RankStore(sys.argv[1], "in another container")) as store:
 
 @pytest.fixture
 def name() -> Iterator[Path]:
-    """A name in shared memory of the test's own."""
+    """A file name in shared memory that no other test uses."""
     path = Path("/dev/shm") / f"paramserver-test-{uuid.uuid4().hex}"
     yield path
     path.unlink(missing_ok=True)
@@ -74,7 +75,7 @@ def test_another_user_gets_no_descriptor_even_where_the_socket_lets_it_connect(t
 def test_a_named_arena_is_mapped_from_another_mount_namespace(tmp_path: Path, name: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with Daemon(tmp_path / "state", {"arena_file": str(name), "listen": address}) as daemon:
-        # Another container sees the volume of the arena, and not the daemon's sockets.
+        # The tmpfs hides the daemon's sockets, as in another container that mounts only the arena's volume.
         script = f'mount -t tmpfs none "{daemon.state_dir}" && exec "$0" -c "$1" "$2"'
         command = ["unshare", "--mount", "sh", "-c", script, sys.executable, PLANE, address]
         inside = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""`torch.autocast` around an engine: the numbers of plain PyTorch with a context of its own for each pass, also
+"""`torch.autocast` around an engine gives the numbers of plain PyTorch that opens a new context for each pass, also
 where one context contains the optimizer's steps."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def bf16(**options: Any) -> AbstractContextManager[Any]:
 
 
 class Model(nn.Module):
-    """Has a frozen block, and one that computes in fp32 in a context of its own."""
+    """A model with a frozen block, and with a block that computes in fp32 in an autocast context of its own."""
 
     def __init__(self, *, checkpointed: bool) -> None:
         torch.manual_seed(1)
@@ -52,7 +52,7 @@ def train(
     *,
     one_context: bool,
 ) -> list[float]:
-    """The losses, and those of an evaluation after each step."""
+    """Train, evaluate after each step, and return the losses of both in that order."""
     losses = []
     with bf16() if one_context else nullcontext():
         for number in range(STEPS):
@@ -66,7 +66,8 @@ def train(
 
 
 def train_plain(*, checkpointed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """With a context for each pass: in one context around all, torch would keep the initial weights' casts."""
+    """Train plain PyTorch with a new context for each pass, because torch would keep casts of the initial weights in
+    one context around all passes."""
     model = Model(checkpointed=checkpointed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
 
@@ -135,7 +136,7 @@ def test_a_change_by_hand_is_seen_within_the_context(store: str, way: str) -> No
 
 
 class CountCasts(TorchDispatchMode):
-    """Counts casts of matrices to bf16."""
+    """A dispatch mode that counts casts of matrices to bf16."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -149,7 +150,8 @@ class CountCasts(TorchDispatchMode):
 
 
 def test_no_cast_of_a_released_unit_is_kept(store: str) -> None:
-    """As many casts in the second forward of a context as in the first: 4 matrices that are computed with in bf16."""
+    """A context's second forward makes as many casts as its first, one for each of the 4 matrices that compute in
+    bf16."""
     model = Model(checkpointed=False)
     casts = []
     with ExitStack() as contexts:

@@ -1,5 +1,5 @@
-"""The training benchmarks run, with tiny models and without DeepSpeed, and their JSON has what they promise. No speed
-is asserted."""
+"""The training benchmarks run with tiny models and without DeepSpeed, and their JSON has the promised figures. No test
+here asserts a speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ USE = Use(main_cpu_seconds=2.0, children_cpu_seconds=1.0, bytes_read=300, bytes_
 
 
 def run(module: str, directory: Path, *options: str) -> dict[str, Any]:
-    """The JSON object that a quick run prints; nothing stays in `directory`."""
+    """Run a benchmark in its quick form and return the JSON object that it prints. Assert that it leaves no file in
+    `directory`."""
     result = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", "--dir", str(directory), *options],
         cwd=ROOT,
@@ -48,12 +49,12 @@ def test_a_heat_states_what_each_contestant_took_and_cost(tmp_path: Path) -> Non
     assert plain["losses"] == nvme["losses"] and len(plain["losses"]) == 4
     for figures in (plain, nvme):
         assert figures["not_run"] is None
-        # Of each round's two steps, the first does not count; round 0 is the warm-up.
+        # Each round has two steps, and the first of them does not count. Round 0 is the warm-up.
         assert len(figures["steps"]) == 1 and len(figures["ratios"]) == 1
         assert figures["memory"]["trainer"] > 0 and figures["cpu_per_step"]["trainer"] > 0
     assert plain["ratio"] == 1.0 and plain["roofline"]["io"] is None
     assert nvme["memory"]["daemon"] > 32 << 20, "the arena is in host memory"
-    # Master weights, two moments and the parameters in bf16 are new in each step.
+    # Each step writes new master weights, two moments and the bf16 parameters.
     assert nvme["written_per_step"] >= 14 * result["parameters"]["parameters"]
     assert nvme["roofline"]["io"] > 0 and nvme["roofline"]["seconds"] >= plain["median"]
     assert [target["name"] for target in result["targets"]] == [

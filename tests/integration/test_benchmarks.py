@@ -1,4 +1,4 @@
-"""The benchmarks run, with tiny sizes, and their JSON has what they promise. No speed is asserted."""
+"""The benchmarks run with tiny sizes, and their JSON has the promised figures. No test here asserts a speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ STREAMED = QUICK.engine.streamed
 
 
 def run(module: str, directory: Path | None, path: str | None = None) -> tuple[dict[str, Any], str]:
-    """The JSON object that a quick run prints, and its messages; nothing stays in `directory`."""
+    """Run a benchmark in its quick form and return the JSON object that it prints, and its messages. Assert that it
+    leaves no file in `directory`."""
     where = [] if directory is None else ["--dir", str(directory)]
     result = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", *where],
@@ -68,7 +69,7 @@ def test_every_case_moves_the_bytes_that_it_states(tmp_path: Path, with_fio: boo
     for case in result["cases"].values():
         assert case["ours"]["median_gb_per_second"] > 0 and case["ours"]["cpu_seconds_per_gb"] > 0
         assert (case["fio"] is not None) is with_fio and (case["ratio"] is not None) is with_fio
-        # fio deals in whole blocks for each of its threads.
+        # Each thread of fio moves whole blocks only, so fio may move fewer bytes than the benchmark.
         assert not with_fio or case["fio"]["bytes"][0] >= 0.9 * case["ours"]["bytes"][0]
 
     assert [entry["piece_bytes"] for entry in result["checksums"]] == [1 << 20, 4 << 20]

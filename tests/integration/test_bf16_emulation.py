@@ -1,4 +1,4 @@
-"""bf16 products that are computed in fp32 are those that torch computes, up to the order of sums."""
+"""bf16 products that are emulated in fp32 equal torch's bf16 products, up to the order of sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.training.task import ModelKind, TrainingTask
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of one backward pass; "loss" is among them."""
+    """Run one backward pass and return the gradients by parameter name, and the loss under "loss"."""
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

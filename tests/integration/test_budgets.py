@@ -1,4 +1,5 @@
-"""Budgets and disks that are too small: told by name and figure, without losing anything, and the figure works."""
+"""Budgets and disks that are too small: the daemon names the key and the figure to set, loses no data, and works with
+that figure."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
-# 6.3 MB of states on their tier, 2 MB of gradients.
+# This job has 6.3 MB of states on its tier and 2 MB of gradients.
 BIG = Layout(numels=(65_537,), groups=tuple("abcdefgh"), with_skips=False)
 
 
 def refusal(rank: Rank) -> str:
-    """What a registration that exceeds a budget is told."""
+    """Register a rank's shards, and return the message with which the daemon refuses because a budget is too small."""
     rank.open()
     with pytest.raises(grpc.RpcError) as caught:
         rank.register()
@@ -72,7 +73,7 @@ def test_a_lease_that_others_leave_no_room_for_is_refused_in_time_and_granted_on
         with refused(CODE.RESOURCE_EXHAUSTED, "host_budget 6291456 had no room for", "for 0.2 s", "that are leased"):
             for group, kind in slabs:
                 leases.append(rank.acquire(group, kind, pb.LEASE_MODE_READ))
-        # One that could be granted and one that cannot: both or none.
+        # One of these two wants could be granted and the other could not. The daemon grants both or none.
         leased = tiers(daemon.address)[0].leased_bytes
         wants = [
             pb.AcquireLeasesRequest.Want(
@@ -93,7 +94,7 @@ def test_a_lease_that_others_leave_no_room_for_is_refused_in_time_and_granted_on
 
 
 def test_memory_that_the_machine_may_not_grant_is_a_wish_and_what_was_granted_is_told(tmp_path: Path) -> None:
-    # No multiple of 2 MiB.
+    # The budget is not a multiple of 2 MiB, so a daemon with huge pages rounds it down.
     config = {"host_budget": 17 * MIB}
     with Daemon(tmp_path / "state", config, flags=["--huge-pages", "--lock-memory"]) as daemon:
         what, *granted = tiers(daemon.address)[0].detail.split(", ")
@@ -110,7 +111,8 @@ def test_memory_that_the_machine_may_not_grant_is_a_wish_and_what_was_granted_is
 
 @contextmanager
 def small_disk(path: Path, size: int) -> Iterator[Path]:
-    """A file system of its own at `path`; skips the test where that cannot be had."""
+    """Mount a file system of `size` bytes at `path`, and unmount it at the end. Skip the test where mounting is not
+    allowed."""
     path.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "paramserver-test", str(path)],
@@ -127,7 +129,7 @@ def small_disk(path: Path, size: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Takes all the room that is left."""
+    """Write to a new file until the disk is full, and return the file's path."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
@@ -152,7 +154,8 @@ def test_a_disk_that_cannot_hold_the_job_is_refused_when_it_is_opened(tmp_path: 
 
 def test_a_full_disk_stops_the_step_not_the_daemon_and_training_goes_on_after_making_room(tmp_path: Path) -> None:
     layout = Layout(numels=(20_000, 17))
-    # Client states large enough that the catalog must grow: its room, unlike that of the data, is not reserved.
+    # These client states are so large that the catalog must grow. The daemon reserves room for tensor data, but not for
+    # the catalog.
     state = bytes(300_000)
     with (
         small_disk(tmp_path / "disk", 16 * MIB) as disk,
@@ -168,11 +171,11 @@ def test_a_full_disk_stops_the_step_not_the_daemon_and_training_goes_on_after_ma
                 rank.call("CommitStep", step=3, client_state=state)
         rank.call("RollBack", step=2)
         rank.assert_at(2)
-        # The same while the disk is full: nothing is used up by trying.
+        # A second attempt while the disk is full fails in the same way. The failed attempts use up no room.
         rank.hand_over(3)
         with refused(CODE.RESOURCE_EXHAUSTED, "is full; free space there"):
             rank.call("CommitStep", step=3, client_state=state)
-        # A crash of the daemon in this state: the committed step is there, also on the full disk.
+        # A crash of the daemon while the disk is full loses no committed step.
         daemon.kill()
         filler.unlink()
         with Daemon(disk / "state", {"nvme_budget": "4MiB"}) as again, Clients(again.address) as others:

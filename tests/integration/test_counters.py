@@ -1,4 +1,5 @@
-"""What the store tells a session of its own work: counters of the tiers, its clock, and the spans of its job."""
+"""The figures that the store sends to a session about its own work: counters of the tiers, its clock, and the spans of
+the session's job."""
 
 from __future__ import annotations
 

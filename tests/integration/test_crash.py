@@ -1,6 +1,7 @@
-"""Whoever is killed in mid-step: the run goes on from the last committed step and ends with the same bits.
+"""After a kill of trainers, the daemon or all of them in mid-step, a run goes on from the last committed step and ends
+with the same bits as an uninterrupted run.
 
-Where it is the daemon alone, the trainers go on by themselves (test_outliving.py has more of it).
+Where only the daemon is killed, the trainers go on without a restart. test_outliving.py tests that case further.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def launched(plan: Plan) -> Iterator[Launch]:
 
 
 def wait_for_step(launch: Launch, plan: Plan, step: int) -> None:
-    """Returns when every rank is about to hand over the gradients of `step`."""
+    """Wait until every rank is about to hand over the gradients of `step`."""
     deadline = time.monotonic() + END_SECONDS
     files = [plan.progress_file(rank) for rank in range(WORLD_SIZE)]
     while not all(file.exists() and f"{step}\n" in file.read_text() for file in files):
@@ -95,14 +96,14 @@ def test_a_run_killed_in_mid_step_ends_with_the_bits_of_the_uninterrupted_one(
     with launched(plan) as launch:
         wait_for_step(launch, plan, KILLED_AT)
         kill(launch, plan)
-        # Nobody hangs: the survivors notice, and end with an error.
+        # No survivor hangs: each one notices the kill and ends with an error.
         assert all(launch.wait(END_SECONDS)), launch.output()
 
     weights = run_to_the_end(plan)
 
     first, second = map(int, plan.starts_file.read_text().split())
     assert first == 0
-    # The killed step is committed or not, as a whole; no step before it is lost.
+    # The step in which the kill came is committed as a whole or not at all. No earlier step is lost.
     assert second in (KILLED_AT - 1, KILLED_AT)
     assert weights.keys() == uninterrupted.keys()
     assert [name for name in weights if not torch.equal(weights[name], uninterrupted[name])] == []

@@ -1,4 +1,5 @@
-"""A daemon's start and end: one per state directory, told what is wrong, and stopped without losing a step."""
+"""A daemon's start and end: one daemon per state directory, errors that name the cause, and a stop that keeps the
+committed step."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_a_second_daemon_is_refused_by_the_pid_of_the_first_which_goes_on(tmp_pa
         assert f"in use by the daemon with pid {daemon.process.pid}; stop that one" in second.stderr
         assert "Traceback" not in second.stderr
         assert daemon.is_serving()
-        # The end of its parent closes its standard input.
+        # The daemon's standard input reaches its end when the daemon's parent closes it.
         daemon.close_stdin()
         assert daemon.wait() == 0
     with Daemon(tmp_path / "state") as daemon:
@@ -110,7 +111,7 @@ def test_a_state_directory_that_cannot_be_made_is_named_with_the_remedy(tmp_path
 
 
 def test_a_state_directory_that_cannot_be_written_is_named() -> None:
-    # Read-only for root, too.
+    # /sys/kernel is read-only for root, too.
     ended = run_serve("--state-dir", "/sys/kernel")
     assert ended.returncode == 1 and "/sys/kernel/lock" in ended.stderr and "Traceback" not in ended.stderr
 

@@ -20,7 +20,7 @@ KIB = 1 << 10
 
 
 class CountingProxy:
-    """A UNIX socket before another one; counts the bytes that pass, both ways."""
+    """A UNIX socket that forwards to another one, and counts the bytes that pass in both directions."""
 
     def __init__(self, path: Path, target: Path) -> None:
         self.address = f"unix:{path}"
@@ -50,7 +50,7 @@ class CountingProxy:
 
     @property
     def passed_bytes(self) -> int:
-        """So far."""
+        """The number of bytes that have passed so far."""
         with self._lock:
             return self._passed
 
@@ -79,13 +79,14 @@ class CountingProxy:
 
 
 def bytes_of_two_steps(proxy: CountingProxy, group_bytes: int) -> int:
-    """What a job with one group of that size costs on the wire, from its opening to its second step."""
+    """Train a job with one group of `group_bytes` for two steps, and return the bytes that the proxy forwarded from its
+    opening on."""
     layout = Layout(name=f"of-{group_bytes}", numels=(group_bytes // 4,), groups=("a",), with_skips=False)
     with Clients(proxy.address) as clients:
         before = proxy.passed_bytes
         rank = clients.rank(layout).begin()
         for step in (1, 2):
-            # As forward and backward do.
+            # The forward and the backward each read the weights once.
             for _ in range(2):
                 lease = rank.acquire("a", Kind.PARAM, pb.LEASE_MODE_READ)
                 assert lease.size_bytes == group_bytes
@@ -106,7 +107,8 @@ def test_bytes_on_the_wire_do_not_grow_with_the_tensors(tmp_path: Path) -> None:
     ):
         small = bytes_of_two_steps(proxy, 64 * KIB)
         large = bytes_of_two_steps(proxy, 64 * MIB)
-        # The rest is heartbeats and window updates of HTTP/2, which come with time, not with tensors.
+        # The remaining bytes are heartbeats and window updates of HTTP/2. They grow with time, not with the size of
+        # tensors.
         print(f"{small} bytes on the wire for 64 KiB, {large} for 64 MiB")
         assert small < 16 * KIB and large < 16 * KIB, f"{small} and {large} bytes"
         assert abs(large - small) < 4 * KIB, f"{small} and {large} bytes"
@@ -114,9 +116,11 @@ def test_bytes_on_the_wire_do_not_grow_with_the_tensors(tmp_path: Path) -> None:
 
 
 def test_the_daemon_stays_within_its_budget_and_the_stated_overhead(tmp_path: Path) -> None:
-    """Five times its host budget in states, and eight readers of whole tensors beside."""
+    """The daemon stays within its stated overhead with states of five times its host budget, while eight readers read
+    whole tensors."""
     budget = 32 * MIB
-    # 80 groups of 150 k parameters: 14 bytes each. The gradients alone, 2 bytes each, are most of the budget.
+    # Each of the 80 groups has 150,000 parameters of 14 bytes each. The gradients alone, at 2 bytes each, are most of
+    # the budget.
     layout = Layout(
         numels=(150_000,), groups=tuple(f"block.{i}" for i in range(80)), precision=DType.BFLOAT16, with_skips=False
     )
@@ -141,12 +145,12 @@ def test_the_daemon_stays_within_its_budget_and_the_stated_overhead(tmp_path: Pa
     stated = stated_overhead()
     assert peak.private_bytes < stated.private_bytes
     assert peak.mapped_bytes < stated.mapped_bytes
-    # The states are five times the budget, so this is not a share of them that happens to fit.
+    # The states are five times the budget, so growth by the size of the states would exceed this limit.
     assert peak.private_bytes - idle.private_bytes < 64 * MIB
 
 
 def read_everything(rank: Rank) -> None:
-    """Every master weight, by name, over several streams at once."""
+    """Read every master weight by name, over eight streams at once."""
 
     def read(groups: tuple[str, ...]) -> None:
         for group in groups:

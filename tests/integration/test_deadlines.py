@@ -1,5 +1,5 @@
-"""Who waits learns why: the daemon answers before its client gives up, and no client gives up on what the daemon may
-still grant."""
+"""A client that waits learns the reason: the daemon answers before the client's deadline, and no client gives up on a
+request that the daemon may still grant."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from trainer_client.transport.rank_store import RankStore
 
 CODE = grpc.StatusCode
 ADMISSION_SECONDS = 3.0
-# Longer than the client's own part of a deadline, and shorter than the daemon's patience.
+# The holder keeps the memory for longer than the client's own part of a deadline, but not as long as the daemon waits.
 BUSY_SECONDS = 1.5
-# Elements of fp32: 1 MiB.
+# These elements are fp32, so a slab has 1 MiB.
 NUMEL = 256 << 10
 WAITING = Layout(name="waiting", numels=(NUMEL,), groups=("a",), weights=TierName.HOST, moments=TierName.HOST)
 
@@ -58,7 +58,7 @@ def clients(daemon: Daemon) -> Iterator[Clients]:
 
 @pytest.fixture
 def holder(clients: Clients, daemon: Daemon, job: str) -> Rank:
-    """A rank that holds nearly all of the host memory, with ranges of what it reads."""
+    """A rank that holds nearly all of the host memory by leases on ranges of a parameter."""
     rank = clients.rank(Layout(name=job, numels=(NUMEL,), groups=("a",))).begin()
     reader = rank.call("OpenReader", job=job).reader_id
     wanted = pb.TensorRange(fqn="a.weight.0", kind=pb.KIND_PARAM, numel=NUMEL, reader_id=reader)
@@ -76,7 +76,7 @@ def register(store: RankStore) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients whose own part of a deadline is shorter than what the daemon waits."""
+    """Clients whose own part of a deadline is shorter than the time that the daemon waits."""
     monkeypatch.setattr(deadlines, "CONTROL_DEADLINE_SECONDS", 0.5)
 
 
@@ -115,7 +115,7 @@ def test_a_deadline_shorter_than_the_daemons_patience_is_answered_shortly_before
     leases = [holder.acquire("a", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)]
     with refused(CODE.DEADLINE_EXCEEDED, "requests wait for room in host memory"):
         leases += [holder.acquire("a", kind, pb.LEASE_MODE_READ, seconds=0.5) for kind in holder.layout.kinds]
-    # What was given up waits no longer.
+    # The daemon removes requests from its queue when their clients' deadlines have passed.
     wait_until(lambda: tiers(daemon.address)[0].queue_depth == 0)
     other.call("ListStoredJobs")
     holder.close()
@@ -131,7 +131,7 @@ def test_no_deadline_of_a_client_is_shorter_than_what_the_daemon_may_wait(config
     welcome = pb.SessionResponse.Welcome(patience_millis=int(longest * 1000))
     given = deadlines.Deadlines.of(welcome)
     assert min(given.control, given.lease, given.commit) > longest
-    # A user's own timeout stays what it is; a default one is lengthened once.
+    # A timeout that the user set stays as it is. The default timeout is lengthened by the daemon's patience, once.
     own, default = Call(1.0, 30.0), Call(None, 30.0)
     for call in (own, default, default):
         call.allow(deadlines.patience_seconds(welcome))
@@ -144,7 +144,7 @@ def test_a_daemon_that_stops_says_so_and_not_that_something_is_broken(tmp_path: 
         channel_to(daemon.address, options=CHANNEL_OPTIONS) as channel,
     ):
         hello: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
-        # A stream that is open and has not said hello yet when the daemon is told to stop.
+        # This stream is open, but has not sent its hello yet when the daemon receives SIGTERM.
         stream = pb_grpc.ParameterStoreStub(channel).Session(iter(hello.get, None), timeout=20)
         time.sleep(0.5)
         daemon.process.send_signal(signal.SIGTERM)
@@ -157,7 +157,7 @@ def test_a_daemon_that_stops_says_so_and_not_that_something_is_broken(tmp_path: 
         assert isinstance(error, StoreUnavailableError) and error.code is CODE.UNAVAILABLE
         assert error.message == "the store daemon is shutting down; connect again when it has been started anew"
         assert daemon.wait() == 0
-        # Where none answers, it is gRPC that says so.
+        # The daemon has ended here, so gRPC itself reports that the address does not answer.
         with pytest.raises(grpc.RpcError) as caught:
             pb_grpc.ParameterStoreStub(channel).ListStoredJobs(pb.ListStoredJobsRequest(), timeout=5)
         assert "cannot be reached" in translate(caught.value).message

@@ -1,4 +1,5 @@
-"""Damage on the disk under a running daemon: found in the background, shown to operators, never given to a client."""
+"""Damage on the disk under a running daemon: the scrubber finds it in the background, operators see it, and no client
+ever receives the damaged bytes."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from tests.integration.support.store_client import Clients, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
-# More than the host tier has room for.
+# This job has more bytes than the host tier has room for.
 LAYOUT = Layout(precision=DType.BFLOAT16, groups=tuple(f"block.{number}" for number in range(12)))
 SECONDS = 20.0
 
 
 def nvme_when(daemon: Daemon, holds: Callable[[admin_pb.TierInfo], bool]) -> admin_pb.TierInfo:
-    """The first reading of the nvme tier for which it holds."""
+    """Read the nvme tier's state until `holds` accepts it, and return that state."""
     deadline = time.monotonic() + SECONDS
     while not holds(nvme := tiers(daemon.address)[1]):
         assert time.monotonic() < deadline, f"it never was so: {nvme}\n{daemon.log}"
@@ -56,7 +57,7 @@ def test_damage_is_found_by_the_scrubber_shown_and_refused_by_name(tmp_path: Pat
         damaged = nvme_when(daemon, lambda nvme: len(nvme.problems) > 0)
         assert damaged.problems[0].startswith("job/block.") and "at step 2 is damaged" in damaged.problems[0]
         assert damaged.bad_bytes > 0 and damaged.damaged_blocks > 0
-        # Everybody is told once, also who comes later, and nobody which job it is.
+        # Each session gets the notice once, also a session that opens later. The notice does not name the damaged job.
         told = [rank, clients.client()]
         wait_until(lambda: all(client.notices for client in told))
         for client in told:

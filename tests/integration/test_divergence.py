@@ -1,5 +1,5 @@
-"""Ranks that run different modules: where all read from one store they may; else they get an error that says where each
-of them is, and never each other's bytes."""
+"""Ranks may run different modules where all of them read from one store. Otherwise they get an error that names the
+place of each rank, and no rank gets the bytes of another unit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.support.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank reports, by scene."""
+    """The reports of both ranks: for each rank, its results by scene."""
     directory = tmp_path_factory.mktemp("diverging")
     with Daemon(directory / "state", {"host_budget": "32MiB"}) as daemon:
         run_ranks("tests.integration.support.diverging", 2, daemon.address, directory)
@@ -59,7 +59,7 @@ def test_waiting_for_an_idle_rank_ends_and_says_where_it_is(scenes: list[dict[st
     assert waiting["kind"] == "CollectiveTimeoutError"
     assert "rank 0 (this one) is in the gather of (root)" in waiting["text"]
     assert "rank 1 was in none, after " in waiting["text"]
-    # It comes when the other has given up, and perhaps left the run.
+    # The idle rank arrives after the other rank has given up, and perhaps after it has left the run.
     assert idle["kind"] in ("CollectiveError", "CollectiveTimeoutError", "StepAbortedError")
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_dies_is_noticed_at_once(scenes: list[dict[str, Any]]) -> No
 
 
 def test_with_one_store_ranks_run_what_they_like_and_the_numbers_are_right(scenes: list[dict[str, Any]]) -> None:
-    """Against a loop that adds up the gradients of both ranks by hand."""
+    """The numbers equal those of a loop that adds up the gradients of both ranks by hand."""
     model = Chooser()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     losses: list[list[float]] = [[], []]

@@ -1,4 +1,5 @@
-"""Updates that begin in the backward pass give the bits of those that wait for the step, whatever comes in between."""
+"""Updates that begin in the backward pass give the same bits as updates that wait for the step, whatever happens
+between backward and step."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PLACEMENTS = {
     "device and nvme": {"parameters": "device", "optimizer": "nvme", "gradients": "host"},
 }
 AT_EACH_PLACE = pytest.mark.parametrize("place", PLACEMENTS)
-# What happens in step `number` between backward and step, to a plain model with its optimizer, and to an engine.
+# An act is called in step `number` between backward and step. It gets an engine, or a plain model with its optimizer
+# and loss.
 Act = Callable[[int, Any], None]
 
 
@@ -49,7 +51,8 @@ def train_plain(model: nn.Module, act: Act, clipping: float) -> tuple[list[torch
 def train_stored(
     model: nn.Module, act: Act, clipping: float, config: dict[str, Any]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], int, int]:
-    """(losses, weights, updates that began early, those of them that were undone)"""
+    """Train through the store. Return the losses, the weights, the number of updates that began early, and how many of
+    them were withdrawn."""
     losses = []
     with start(model, config | {"gradient_clipping": clipping}) as engine:
         for number, batch in enumerate(BATCHES):
@@ -65,7 +68,8 @@ def train_stored(
 def run_both(
     address: str, job: str, place: str, plain: Act, stored: Act, clipping: float = 0.0, **section: Any
 ) -> tuple[int, int]:
-    """Trains both ways, asserts the same bits; (updates that began early, those of them that were undone)."""
+    """Train both ways and assert the same bits. Return the number of updates that began early, and how many of them
+    were withdrawn."""
     model = build()
     expected_losses, expected = train_plain(copy.deepcopy(model), plain, clipping)
     section = {"durability": "step", "placement": PLACEMENTS[place], **section}
@@ -101,13 +105,13 @@ def test_the_learning_rate_changes(model_store: str, place: str) -> None:
         engine.optimizer.param_groups[0]["lr"] = LEARNING_RATE / (1 + number % 3)
 
     begun, withdrawn = run_both(model_store, "rates", place, plain, stored)
-    # Each step but the first has another rate than its backward pass began with.
+    # In each step but the first, the learning rate differs from the one with which early updates began.
     assert begun > withdrawn >= 2 * (len(BATCHES) - 1)
 
 
 @AT_EACH_PLACE
 def test_clipping_comes_and_goes(model_store: str, place: str) -> None:
-    """The norm of this training is above the limit in some steps and below it in others, as scaled gradients are."""
+    """The limit is the median norm, so some steps are clipped and others are not."""
     norms = []
 
     def note(number: int, what: Any) -> None:
@@ -122,7 +126,8 @@ def test_clipping_comes_and_goes(model_store: str, place: str) -> None:
 
 @AT_EACH_PLACE
 def test_a_gradient_is_not_finite(model_store: str, place: str) -> None:
-    """The last gradient that comes: all updates have begun by then."""
+    """The non-finite gradients appear after the backward pass, when all early updates have begun, and the step is
+    skipped."""
 
     def poison(number: int, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -156,7 +161,8 @@ def test_a_gradient_is_set(model_store: str, place: str) -> None:
 
 @AT_EACH_PLACE
 def test_the_model_is_used_before_the_step(model_store: str, place: str) -> None:
-    """It computes with the weights of the step before, and so does a second backward pass of the same step."""
+    """A forward before the step computes with the weights of the former step, and so does a second backward pass of the
+    same step."""
     seen: dict[str, list[torch.Tensor]] = {"plain": [], "stored": []}
 
     def plain(number: int, what: Any) -> None:
@@ -180,7 +186,8 @@ def test_the_model_is_used_before_the_step(model_store: str, place: str) -> None
 
 
 def test_weights_are_read_as_they_were(model_store: str) -> None:
-    """By name, between backward and step, when their updates have begun."""
+    """Reads by name between backward and step give the former weights and moments, although their updates have
+    begun."""
     config = config_of(model_store, "read", durability="step", placement=PLACEMENTS["nvme"])
     config["zero_optimization"] = {"stage": 3}
     with start(build(), config) as engine:

@@ -1,4 +1,5 @@
-"""A job goes on with another number of ranks, on other stores, in another precision: with the same numbers."""
+"""A job goes on with another number of ranks, on other stores or in another precision, and computes the same
+numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from trainer_client.config.training_config import BatchSizes
 from trainer_client.run.data_loader import GlobalOrder
 from trainer_client.transport.rank_store import RankStore, Slab
 
-# The parts of a run: ranks, and the global step to which they train. An epoch has five steps.
+# Each part of a run has a number of ranks, and the global step to which they train. An epoch has five steps.
 PARTS = ((2, 3), (1, 4), (3, 7), (2, 9))
 STEPS = PARTS[-1][1]
 CONFIG = {"host_budget": "48MiB", "nvme_budget": "128MiB"}
@@ -56,18 +57,18 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
 
 @pytest.fixture(scope="module")
 def results(stores: Stores, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PartResult]]:
-    """Every job's parts, one launch for each number of ranks."""
+    """The results of every job's parts. A part with several ranks is one launch that trains all jobs."""
     both = stores.first.address, stores.second.address
     jobs = {
         "fp32": Part(job="fp32", until=0, addresses=both[:1]),
-        # Half of it on each store with two ranks and three; all of it on the first with one.
+        # With two or three ranks each store has half of this job. With one rank the first store has all of it.
         "nodes": Part(job="nodes", until=0, addresses=both, peers=both[1:]),
         "bf16": Part(job="bf16", until=0, addresses=both[:1]),
     }
     found: dict[str, list[PartResult]] = {name: [] for name in jobs}
     directory = tmp_path_factory.mktemp("launches")
     for number, (ranks, until) in enumerate(PARTS):
-        # The placement changes with each part, too, beside the number of ranks.
+        # In every second part the job "bf16" also has another stage and placement.
         placed = {"paramserver": {"placement": dict.fromkeys(("parameters", "optimizer"), "device")}}
         elsewhere = {"zero_optimization": {"stage": 2}} | placed if number % 2 else {}
         jobs["bf16"] = replace(jobs["bf16"], config=elsewhere | {"bf16": {"enabled": True}})
@@ -79,7 +80,7 @@ def results(stores: Stores, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def plain_losses() -> list[float]:
-    """One rank of plain PyTorch, not interrupted, on the same global batches."""
+    """Train one rank of plain PyTorch without interruption on the same global batches, and return the losses."""
     torch.set_num_threads(1)
     model, tokens = build_model(RUN), Tokens()
     optimizer, scheduler = make_optimizer(model, RUN)
@@ -113,7 +114,7 @@ def test_two_ranks_then_one_then_three_then_two_make_the_run_that_was_not_interr
 ) -> None:
     parts = results[name]
     assert [part.resumed_step for part in parts] == [0, *(until for _, until in PARTS[:-1])]
-    # In the middle of an epoch, too.
+    # Some of these parts end in the middle of an epoch.
     assert [epoch for part in parts for epoch in part.epochs] == [0] * 5 + [1] * 4
     for before, after in itertools.pairwise(parts):
         assert_same_bits(after.before, before.after)
@@ -126,7 +127,8 @@ def test_two_ranks_then_one_then_three_then_two_make_the_run_that_was_not_interr
 def test_what_a_run_leaves_on_a_store_is_only_what_the_job_needs(
     results: dict[str, list[PartResult]], stores: Stores
 ) -> None:
-    """After the fourth layout nothing of the ones before is left, on any store, nor in the admin tool's sums."""
+    """After the fourth part no bytes of the former layouts are left on either store, nor in the sums of the admin
+    tool."""
     for store, held in ((stores.first, {"fp32", "bf16", "nodes"}), (stores.second, {"nodes"})):
         with StoreClientSync.connect(store.address) as client:
             jobs = {job.name: job for job in client.list_jobs() if job.name in results}
@@ -138,7 +140,7 @@ def test_what_a_run_leaves_on_a_store_is_only_what_the_job_needs(
                 tensor.numel() * tensor.itemsize / (2 if name == "nodes" else 1)
                 for tensor in results[name][-1].after.values()
             )
-            # Each retained step has all of it, in whole pages and with padding.
+            # Each retained step holds the whole job, in whole pages and with padding.
             assert needed < job_bytes(store.address, name) / len(layout.steps) < 1.4 * needed
 
 
@@ -148,7 +150,7 @@ def test_without_a_store_that_has_a_part_nothing_is_begun(results: dict[str, lis
 
     with pytest.raises(JobConflictError, match=r"no step that is whole on the stores .*lacks elements of 'transformer"):
         train_part(part)
-    # Who names a store that cannot be asked does not mean a new job.
+    # A trainer that names an unreachable store does not start a new job.
     lost = replace(part, job="lost", peers=("unix:/nowhere/paramserver.sock",))
     with pytest.raises(JobConflictError, match=r"unix:/nowhere/paramserver\.sock"):
         train_part(lost)
@@ -157,7 +159,7 @@ def test_without_a_store_that_has_a_part_nothing_is_begun(results: dict[str, lis
 
 
 def test_a_kill_in_the_middle_of_it_loses_nothing_and_the_precision_may_change(tmp_path: Path, stores: Stores) -> None:
-    """From fp32 to bf16, which is another layout: what was the parameter is the master weight."""
+    """The run changes from fp32 to bf16, which is another layout: the former parameter becomes the master weight."""
     address = stores.first.address
     fp32 = Part(job="killed", until=2, addresses=(address,))
     bf16 = replace(fp32, until=3, config={"bf16": {"enabled": True}})
@@ -165,7 +167,8 @@ def test_a_kill_in_the_middle_of_it_loses_nothing_and_the_precision_may_change(t
 
     launch([replace(bf16, die=True)], 1, tmp_path, exit_code=KILLED)
 
-    # The store waits for a client whose connection broke, then discards what it had begun.
+    # After the grace time for a broken connection the store ends the session and discards the step that the session had
+    # begun.
     wait_until(lambda: job_sessions(address, "killed") == 0)
     left = read_job("killed", [address])
     if "lm_head.weight/master" not in left and "transformer.wte.weight/master" not in left:
@@ -184,7 +187,8 @@ def test_a_kill_in_the_middle_of_it_loses_nothing_and_the_precision_may_change(t
 
 
 def test_an_interrupted_epoch_goes_on_with_its_next_sample_bit_for_bit(stores: Stores) -> None:
-    """At one number of ranks, dropout included: the loader uses none of the random numbers of the loop."""
+    """A resumed run with dropout has the same bits at the same number of ranks, because the loader uses none of the
+    loop's random numbers."""
     run = replace(RUN, dropout=0.1)
     whole = Part(job="whole", until=7, addresses=(stores.first.address,))
     torch.manual_seed(3)
@@ -213,7 +217,7 @@ def test_a_frozen_parameter_may_be_thawed_and_its_states_begin_at_zero(stores: S
 
 
 def commit_half(address: str, job: str, parameters: Iterable[pb.Parameter], step: int) -> None:
-    """What one store of two has when its rank has committed another layout, and the other one has not."""
+    """Commit a layout of two ranks at `step` on one store only, as if the rank of the other store had not committed."""
     store = RankStore(address, "half of a run")
     try:
         store.open_job(
@@ -251,7 +255,8 @@ def stored(address: str, job: str) -> tuple[StoredJob, dict[str, pb.Parameter]]:
 def test_a_layout_that_only_some_stores_have_committed_is_not_gone_on_with(
     results: dict[str, list[PartResult]], stores: Stores
 ) -> None:
-    """As after a crash between the first commits of two stores: the one before is whole still, on all of them."""
+    """After a crash between the first commits of two stores, the run goes on from the former layout, which is still
+    whole on both."""
     first, second = stores.first.address, stores.second.address
     expected = read_job("nodes", [first, second])
     job, parameters = stored(first, "nodes")

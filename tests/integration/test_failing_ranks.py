@@ -1,4 +1,5 @@
-"""A rank that fails where others wait for it: they are told at once, and a failure that is its own disturbs none."""
+"""A rank that fails while others wait for it: the others get an error at once. A failure in a rank's own work disturbs
+no other rank."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.integration.support.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank reports, by scene."""
+    """The reports of both ranks: for each rank, its results by scene."""
     directory = tmp_path_factory.mktemp("failing")
     with Daemon(directory / "state", {"host_budget": "32MiB"}) as daemon:
         run_ranks("tests.integration.support.failing_ranks", 2, daemon.address, directory)
@@ -45,7 +46,7 @@ def test_the_others_are_told_at_once_and_the_job_goes_on(scenes: list[dict[str, 
         assert f"rank 0 was in {what}" in waited["text"]
         assert "which it gave up (OutOfMemoryError: as told" in waited["text"]
     else:
-        # The store says it first, where the next thing that a rank needs is memory or a commit.
+        # The store reports the failure first where the rank's next request is for memory or a commit.
         assert waited["kind"] == "StepAbortedError"
         assert "rank 0" in waited["text"]
         assert "restart the run" in waited["text"]

@@ -1,4 +1,5 @@
-"""Whatever fails in an engine, what it held is given back, and the steps after it give the bits of a run without it."""
+"""After any failure within an engine its leases are returned, and the following steps give the bits of a run without
+the failure."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from trainer_client.errors import PhaseError
 from trainer_client.step.phases import Phase
 
 STEPS = 3
-# How units are gathered, and where the states are: each has code of its own that can fail.
+# Each way differs in how units are gathered and in where the states are stored, because each of them has its own code
+# that can fail.
 WAYS: dict[str, dict[str, Any]] = {
     "shown": {"device": "cpu"},
     "shown-nvme": {"device": "nvme"},
@@ -57,7 +59,7 @@ def start(address: str, job: str, way: str, **section: Any) -> Engine:
 
 
 def finish(engine: Engine) -> dict[str, torch.Tensor]:
-    """Trains until STEPS steps are made; the weights."""
+    """Train until the engine has made STEPS steps, and return the weights."""
     while engine.global_steps < STEPS:
         engine.backward(engine(inputs(engine.global_steps)))
         engine.step()
@@ -66,7 +68,7 @@ def finish(engine: Engine) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
-    """The weights after STEPS steps in plain PyTorch, bit for bit."""
+    """The weights after STEPS steps in plain PyTorch, which the engine must reach bit for bit."""
     model = Tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for step in range(STEPS):
@@ -85,13 +87,13 @@ def leased_bytes(address: str) -> int:
 
 
 def assert_nothing_is_leased(address: str) -> None:
-    """Leases are returned without a wait."""
+    """Wait until no bytes are leased. The engine returns leases without waiting for the store's answer."""
     wait_until(lambda: leased_bytes(address) == 0)
 
 
 def fail_each_call(act: Callable[[], Any], after: Callable[[], None] = lambda: None) -> Any:
-    """Has each operation of torch within `act` fail, one a time, until none is left; returns what `act` returns then.
-    `after` is called after each failure."""
+    """Call `act` repeatedly, each time with the next operation of torch in it failing, until no operation is left to
+    fail. Return the result of the call that succeeds. `after` is called after each failure."""
     for call in itertools.count(1):
         try:
             with Failing(call):
@@ -103,7 +105,8 @@ def fail_each_call(act: Callable[[], Any], after: Callable[[], None] = lambda: N
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_may_fail_anywhere(store: str, expected: dict[str, torch.Tensor], way: str) -> None:
-    """Also in the gather of a unit, and its release: with gradients, without, and between forward and backward."""
+    """A forward that failed can be repeated, wherever it failed: also in the gather or release of a unit, with
+    gradients or without, and between a forward and its backward."""
     failures = 0
     with start(store, f"forward-{way}", way) as engine:
 
@@ -120,12 +123,14 @@ def test_a_forward_may_fail_anywhere(store: str, expected: dict[str, torch.Tenso
 
         for step in range(2):
             batch = inputs(step)
-            if step == 0 and way == "streams":  # where each gather takes its time
+            # Each gather takes long over streams, so this step is made without failures.
+            if step == 0 and way == "streams":
                 engine.backward(engine(batch))
                 engine.step()
                 continue
             fail_each_call(evaluate, after)
-            if way != "kept":  # there, units stay gathered after a forward that succeeds
+            # In this way units stay gathered after a forward that succeeds.
+            if way != "kept":
                 assert_nothing_is_leased(store)
             loss = fail_each_call(partial(engine, batch), after)
             fail_each_call(evaluate)
@@ -148,7 +153,8 @@ def test_a_module_may_raise_in_its_forward(
                 with pytest.raises(error, match="as told"), torch.set_grad_enabled(grad):
                     call(inputs(0))
                 if call is engine or error is ArithmeticError:
-                    # torch tells no hook that KeyboardInterrupt ended a module's forward: the next verb finds out.
+                    # torch calls no hook when KeyboardInterrupt ends a module's forward. The engine notices it in its
+                    # next call.
                     assert_nothing_is_leased(store)
             engine.backward(engine(inputs(engine.global_steps)))
             engine.step()
@@ -202,7 +208,8 @@ def test_what_cannot_be_repeated_says_so_and_holds_nothing(
     way: str,
     fail: Callable[[Engine], None],
 ) -> None:
-    """The job goes on from its last commit, with the bits of a run without the failure."""
+    """After the failure the engine refuses all calls. A restarted job goes on from its last commit, with the bits of a
+    run without the failure."""
     job = f"restart-{request.node.callspec.id}"
     with start(store, job, way) as engine:
         engine.backward(engine(inputs(0)))

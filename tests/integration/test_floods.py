@@ -1,5 +1,5 @@
-"""Hostile clients take all the connections, descriptors, sessions and calls that they can get: operators and local
-clients get in all the same, and when the flood ends everybody is served as before."""
+"""Hostile clients take as many connections, descriptors, sessions and calls as they can get. Operators and local
+clients are served nevertheless, and when the flood ends all clients are served as before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.unit.storage.builders import Layout
 from trainer_client.transport.credentials import Credentials
 
 CODE = grpc.StatusCode
-# So few that one flood takes them all.
+# The limit of open files is so low that one flood would take all of them.
 FILES = 200
 FLOOD = 300
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -39,19 +39,19 @@ LIMITED = ["sh", "-c", f'ulimit -n {FILES} && exec "$0" "$@"']
 
 
 def descriptors(daemon: Daemon) -> int:
-    """How many descriptors the daemon has open."""
+    """Return the number of descriptors that the daemon has open."""
     return len(list(Path(f"/proc/{daemon.process.pid}/fd").iterdir()))
 
 
 def arena_of(daemon: Daemon) -> int:
-    """How many descriptors the arena's socket gives to one who asks."""
+    """Connect to the arena's socket, and return the number of descriptors that it sends."""
     with socket.socket(socket.AF_UNIX) as door:
         door.connect(f"{daemon.socket}.arena")
         return receive(door)
 
 
 def receive(door: socket.socket) -> int:
-    """How many descriptors come over a connection."""
+    """Receive descriptors over a connection, close them, and return their number."""
     door.settimeout(CALL_SECONDS)
     _, received, _, _ = socket.recv_fds(door, 1, 1)
     for descriptor in received:
@@ -60,7 +60,7 @@ def receive(door: socket.socket) -> int:
 
 
 def is_served(address: str) -> bool:
-    """Whether one admin call is answered."""
+    """Return whether the daemon answers an admin call."""
     try:
         tiers(address)
     except grpc.RpcError:
@@ -70,14 +70,15 @@ def is_served(address: str) -> bool:
 
 @contextlib.contextmanager
 def flood(family: socket.AddressFamily, address: Any) -> Iterator[list[socket.socket]]:
-    """Connections that say nothing, that say what is no HTTP/2, and that say hello and call nothing."""
+    """Open connections that send nothing, connections that send something other than HTTP/2, and connections that send
+    HTTP/2's preface and make no call."""
     with contextlib.ExitStack() as opened:
         connections = []
         for words, _ in zip(itertools.cycle([b"", HTTP2_PREFACE, b"GET / HTTP/1.1\r\n"]), range(FLOOD), strict=False):
             connection = opened.enter_context(socket.socket(family))
             connection.settimeout(CALL_SECONDS)
             connection.connect(address)
-            with contextlib.suppress(OSError):  # the daemon has hung up
+            with contextlib.suppress(OSError):  # The daemon may have closed the connection.
                 connection.sendall(words)
             connections.append(connection)
         yield connections
@@ -98,16 +99,17 @@ def test_connections_without_a_call_take_nothing_from_another_listener_and_are_c
         rank = Rank(other, Layout(name="job", numels=(5_000,), groups=("a",))).begin()
         rank.map_arena()
         wait_until(lambda: is_served(tcp) and is_served(daemon.address))
-        # What the other connections of this test leave behind is closed soon.
+        # After this time the daemon has closed the idle connections that this test made before the flood.
         time.sleep(1.5)
         before = descriptors(daemon)
         with flood(family, target):
             assert descriptors(daemon) < FILES - 40, "the daemon keeps descriptors for its own files"
-            # Operators, local clients and commits go on, through the other listener and the arena's socket.
+            # Operators, local clients and commits are served through the other listener and the arena's socket.
             assert is_served(other)
             assert arena_of(daemon) == 1
             rank.train(1, 2)
-            # No one has hung up, and yet there is room again.
+            # The flood's clients have closed no connection. The daemon closes idle ones, so the flooded listener serves
+            # again.
             wait_until(lambda: is_served(hit))
         rank.assert_at(2)
         rank.close()
@@ -118,7 +120,7 @@ def test_connections_without_a_call_take_nothing_from_another_listener_and_are_c
 
 
 def test_every_acceptor_outlives_a_lack_of_descriptors() -> None:
-    """The daemon's limit is lowered to what it has open, as if something had taken the rest."""
+    """The test lowers the daemon's limit to its open descriptors, as if other work had taken all the rest."""
     with guarded_daemon() as guarded:
         daemon, limits = guarded.daemon, resource.RLIMIT_NOFILE
         operator = guarded.channel("operator", tcp=False)
@@ -133,10 +135,10 @@ def test_every_acceptor_outlives_a_lack_of_descriptors() -> None:
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(str(daemon.socket))
                 guarded.wait_for_log("to hand out the arena failed")
-                # A right that is withdrawn now must be withdrawn in the end.
+                # The daemon cannot read the token file now. When it can again, it must withdraw this token's rights.
                 remove_token(guarded.token_file, "alice")
                 guarded.wait_for_log("the changed token file cannot be used")
-                # Who is connected is served.
+                # The daemon still serves a client that is already connected.
                 admin.GetTiers(admin_pb.GetTiersRequest(), timeout=CALL_SECONDS)
                 resource.prlimit(daemon.process.pid, limits, allowed)
                 assert receive(door) == 1
@@ -175,7 +177,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one(tmp_path: Path) 
 
 
 class Hoarder:
-    """Opens sessions until it is refused, and keeps them."""
+    """A client that opens sessions until the daemon refuses, and keeps them."""
 
     def __init__(self, guarded: Guarded, token: str, *, tcp: bool) -> None:
         self.clients: list[Client] = []
@@ -220,7 +222,8 @@ def test_one_token_and_one_address_have_a_share_of_the_sessions(key: str) -> Non
         assert f"max_sessions_per_{key} = 3: {who} has 3 sessions open" in alice.refusal
         bob = Hoarder(guarded, "bob", tcp=True)
         assert len(bob.clients) == (3 if key == "identity" else 0)
-        # Neither limit is for operators; a client of this node has no address.
+        # Operators have neither limit. A client over the UNIX socket has no address, so the limit per address does not
+        # apply to it.
         for token, tcp in (("operator", True), ("operator", False), ("bob", False)):
             if key == "address" or token == "operator":
                 Client(guarded.address, channel=guarded.channel(token, tcp=tcp)).close()
@@ -252,7 +255,8 @@ def test_without_tokens_a_certificate_is_an_identity(tmp_path: Path) -> None:
 
 
 def test_an_operator_gets_in_while_the_holder_of_a_token_does_its_worst(tmp_path: Path) -> None:
-    """Everything at once: sessions, watches, transfers that say nothing, connections, and calls without a pause."""
+    """A token's holder floods with everything at once: sessions, watches, silent transfers, connections, and calls
+    without a pause."""
     config = {"max_sessions": 64, "reserved_sessions": 4, "connection_idle_seconds": 2.0}
     with guarded_daemon(**config) as guarded, contextlib.ExitStack() as cleanup:
         rank = Rank(
@@ -273,7 +277,7 @@ def test_an_operator_gets_in_while_the_holder_of_a_token_does_its_worst(tmp_path
                 next(calls[number])
 
         def open_streams(channel: grpc.Channel) -> None:
-            """Calls that are begun and never said anything in."""
+            """Begin stream calls and never send a message in them."""
             for method in ("Read", "Write", "Session", "WatchJob"):
                 stream: Any = channel.stream_stream(f"/paramserver.v1.ParameterStore/{method}")
                 for _ in range(100):

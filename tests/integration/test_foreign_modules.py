@@ -1,5 +1,5 @@
-"""Files and folders of the user's that have the names of this project's packages: the daemon and both commands never
-import them, and a trainer in which they are found first names them."""
+"""A user's files and folders may have the names of this project's packages. The daemon and both commands never import
+them, and a trainer that would find them first ends with an error that names them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMANDS = {
     "the file": [sys.executable, "-P", str(ROOT / "paramserver" / "__main__.py")],
 }
 
-# A trainer, in a directory of its own.
+# This program is a trainer. The tests write it to a directory of its own.
 TRAIN = """
 import sys, torch, trainer_client
 nvme = {"device": "nvme", "nvme_path": sys.argv[1]}
@@ -67,7 +67,7 @@ def run(
 def test_a_storage_py_in_the_working_directory_and_on_the_path_is_not_the_daemons(tmp_path: Path, command: str) -> None:
     write(tmp_path / "storage.py", FOREIGN)
     write(tmp_path / "path" / "storage" / "__init__.py", FOREIGN)
-    # The configuration stands on `storage` already.
+    # The import of `storage` comes before the check of the configuration, which refuses this host budget.
     options = ["serve", "--state-dir", str(tmp_path / "state"), "--host-budget", "lots"]
     environment = {"PYTHONPATH": f"{tmp_path / 'path'}:{tmp_path}:"}
     ended = run([*COMMANDS[command], *options], tmp_path, environment)
@@ -97,10 +97,11 @@ def test_what_was_imported_before_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_trainer_and_its_daemon_work_beside_them(tmp_path: Path) -> None:
-    """The daemon takes nothing from the working directory, and the trainer keeps its own `storage`."""
+    """The daemon imports nothing from the working directory, and a trainer may have a package `storage` of its own."""
     here, path = tmp_path / "here", tmp_path / "path"
     write(here / "storage.py")
-    # The trainer, whose script is elsewhere, imports neither; a daemon that looked here first would.
+    # The trainer imports neither folder, because its script is elsewhere. A daemon that searched the working directory
+    # first would import these files and fail.
     for name in ("structlog", "uvloop", "typer"):
         write(here / f"{name}.py", FOREIGN)
     (path / "storage").mkdir(parents=True)

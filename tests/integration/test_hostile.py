@@ -1,4 +1,5 @@
-"""Requests that no honest client sends: each gets a status code and a reason, and the daemon serves on as before."""
+"""Requests that no honest client sends: the daemon answers each with a status code and a reason, and serves on as
+before."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def group(**changes: Any) -> dict[str, Any]:
 
 
 def update(rank: Rank, **changes: Any) -> None:
-    """ApplyGradients with a good lease and a bad field; gives the lease back."""
+    """Call ApplyGradients with a good lease and one bad field, and release the lease."""
     lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
     try:
         rank.apply(1, lease, **({"group": "block.0"} | changes))
@@ -51,7 +52,7 @@ def update(rank: Rank, **changes: Any) -> None:
 
 
 def update_twice(rank: Rank) -> None:
-    """Hands a gradient over that was handed over; takes both back."""
+    """Hand a gradient over, hand the same gradient over again, and withdraw both."""
     lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
     rank.apply(1, lease, group="block.0", provisional=True)
     try:
@@ -62,7 +63,7 @@ def update_twice(rank: Rank) -> None:
 
 
 def withdraw(rank: Rank, step: int) -> None:
-    """Withdraws from a step what was handed over in step 1; takes it back."""
+    """Hand a gradient over in step 1, try to withdraw it from step `step`, and withdraw it."""
     lease = rank.acquire("block.0", Kind.GRAD, pb.LEASE_MODE_WRITE, step=1)
     rank.apply(1, lease, group="block.0", provisional=True)
     try:
@@ -263,7 +264,7 @@ def test_a_hostile_request_is_refused_and_changes_nothing(
     rank = clients.rank(Layout(name=job, numels=(5_000, 17), groups=("block.0", "block.1"))).begin()
     with refused(code, named):
         call(rank)
-    # The same session goes on as if nothing had been.
+    # The same session goes on as if the request had not been made.
     rank.train(1, 2)
     rank.assert_at(2)
     assert "Traceback" not in daemon.log
@@ -346,7 +347,7 @@ def test_bytes_that_are_no_grpc_do_no_harm(clients: Clients, daemon: Daemon, job
                     while stranger.recv(1 << 16):
                         pass
                 except OSError:
-                    pass  # it hung up
+                    pass  # The daemon closed the connection.
     clients.rank(Layout(name=job, numels=(16,), groups=("a",))).begin()
     assert "Traceback" not in daemon.log
 

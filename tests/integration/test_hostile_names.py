@@ -1,5 +1,5 @@
-"""A job, a client, a parameter or a group called whatever a client likes: every verb shows it, the log keeps its lines,
-and what cannot be shown is refused."""
+"""Jobs, clients, parameters and groups with hostile names: every command shows printable names without harm, the log
+keeps one line per entry, and the daemon refuses names that cannot be shown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_verb_shows_a_name_that_is_printable(daemon: Daemon, clients: Clie
     shards = json.loads(admin(daemon, "shards", "--json", "--", name))["shards"]
     assert job["name"] == session["client"] == session["job"] == name
     assert {shard["group"] for shard in shards} == {name[:300]}
-    # A message of the daemon that quotes it, as an error and in the log.
+    # The daemon quotes the name in an error message and in its log.
     assert_harmless(admin(daemon, "delete-job", "--yes", "--", name, code=1))
     with refused(CODE.NOT_FOUND):
         rank.acquire(name + "?", Kind.PARAM, pb.LEASE_MODE_READ)

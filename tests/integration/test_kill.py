@@ -1,4 +1,4 @@
-"""kill -9 of the daemon at any instant: the last step that was acknowledged is there, whole, and training goes on."""
+"""After kill -9 of the daemon at any instant the last acknowledged step is there as a whole, and training goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT = Layout(precision=DType.BFLOAT16, moments=TierName.HOST)
 
 
 def resumed(clients: Clients, layout: Layout, run_id: str) -> tuple[Rank, int]:
-    """A rank of a new run, at the newest committed step."""
+    """Open a new run, roll back to the newest committed step, and return the rank and that step."""
     rank = clients.rank(layout, run_id=run_id)
     step = rank.resume()
     rank.call("RollBack", step=step)
@@ -29,7 +29,7 @@ def resumed(clients: Clients, layout: Layout, run_id: str) -> tuple[Rank, int]:
 
 
 def version_bytes(layout: Layout) -> int:
-    """Bytes of one version on NVMe, in whole pages."""
+    """Return the number of bytes that one version has on NVMe, in whole pages."""
     numel = layout.group(layout.groups[0]).numel
     return sum(-(-numel * layout.dtype(kind).itemsize // 4096) * 4096 for kind in layout.kinds) * len(layout.groups)
 
@@ -44,7 +44,7 @@ def test_between_steps_and_with_gradients_handed_over(tmp_path: Path) -> None:
         assert step == 3
         assert tiers(daemon.address)[1].used_bytes == version_bytes(LAYOUT), "nothing of abandoned steps is kept"
         rank.hand_over(4)
-        # The update of the first group is done, and its weights were seen by the next forward.
+        # This read waits until the first group's update is done, and reads its new weights as the next forward does.
         rank.release(rank.acquire(rank.groups[0], Kind.PARAM, pb.LEASE_MODE_READ))
         daemon.kill()
     with Daemon(tmp_path / "state") as daemon, Clients(daemon.address) as clients:
@@ -56,7 +56,7 @@ def test_between_steps_and_with_gradients_handed_over(tmp_path: Path) -> None:
 
 
 def test_at_any_instant_while_steps_are_committed(tmp_path: Path) -> None:
-    """The daemon is killed at random instants of a client that trains without a pause."""
+    """A timer kills the daemon at a random instant while a client trains without a pause."""
     rng = random.Random(5)
     reached = 0
     for attempt in range(4):
@@ -65,7 +65,8 @@ def test_at_any_instant_while_steps_are_committed(tmp_path: Path) -> None:
                 rank, step = clients.rank(LAYOUT).begin(), 0
             else:
                 rank, step = resumed(clients, LAYOUT, str(attempt))
-            # An answer may have been lost with the daemon, never a step that was acknowledged.
+            # The daemon may die before it answers, so the step may be one later than the last acknowledged one, but
+            # never earlier.
             assert step in (reached, reached + 1)
             acknowledged = step
             killer = threading.Timer(rng.uniform(0.02, 0.4), daemon.process.kill)
@@ -93,7 +94,7 @@ def test_a_snapshot_or_nothing_is_there_as_the_durability_says(tmp_path: Path) -
             rank.assert_at(5)
             assert [v.step for v in rank.call("ListVersions").versions][-1] == 5
             if layout is snapshots:
-                # The snapshot of step 4 is written in the background; the next would wait for it.
+                # The snapshot of step 4 is written in the background. Step 6 is a snapshot too, and waits for it.
                 rank.train(6, 6)
         daemon.kill()
     with Daemon(tmp_path / "state") as daemon, Clients(daemon.address) as clients:

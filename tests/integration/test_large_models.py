@@ -1,4 +1,5 @@
-"""Models that are built without memory train as those that are built with it, from recipes, functions and files."""
+"""Models that are built without memory train like models that are built with it, from recorded initial values,
+functions and files."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_a_recorded_model_trains_and_resumes_as_one_with_memory(tmp_path: Path) 
         for batch in batches[:2]:
             engine.backward(engine(input_ids=batch, labels=batch).loss)
             engine.step()
-    with torch.device("meta"):  # its parameters are in the store, its buffers are computed
+    # The model's parameters are in the store, and the engine computes its buffers.
+    with torch.device("meta"):
         model = build()
     with start(model, tmp_path) as engine:
         engine.backward(engine(input_ids=batches[2], labels=batches[2]).loss)
@@ -67,7 +69,7 @@ def test_a_recorded_model_trains_and_resumes_as_one_with_memory(tmp_path: Path) 
 def test_two_ranks_make_and_read_one_model(tmp_path: Path) -> None:
     torch.manual_seed(5)
     state = {name: tensor.clone() for name, tensor in build_large().state_dict().items()}
-    del state["lm_head.weight"]  # tied
+    del state["lm_head.weight"]  # This weight is tied to the embedding, so the files do not contain it.
     files = {f"model-{number}-of-2.safetensors": list(state)[number::2] for number in range(2)}
     for file, names in files.items():
         save_file({name: state[name] for name in names}, tmp_path / file)
@@ -78,6 +80,6 @@ def test_two_ranks_make_and_read_one_model(tmp_path: Path) -> None:
 
     read = [int((tmp_path / f"read-{rank}").read_text()) for rank in range(2)]
     stored = sum(tensor.nbytes for tensor in state.values())
-    # Beside the tensors, what a process reads: headers, and sources of modules that are imported meanwhile.
+    # Besides the tensors, each process reads the files' headers, and the sources of modules that it imports meanwhile.
     assert stored <= sum(read) <= 1.2 * stored
     assert max(read) <= 0.7 * stored

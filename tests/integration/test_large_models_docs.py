@@ -1,4 +1,4 @@
-"""What the page about models larger than memory shows does what it says."""
+"""The scripts on the page about models larger than memory do what the page says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_its_scripts_run(tmp_path: Path) -> None:
     for number, script in enumerate(SCRIPTS):
         directory = tmp_path / str(number)
         directory.mkdir()
-        # Sources of this checkout, whatever is installed.
+        # The scripts import this checkout's packages, also where another version is installed.
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         running.append(
             subprocess.Popen(

@@ -1,4 +1,5 @@
-"""Another layout of a job, call by call: at any instant a daemon has the former layout or the new one, whole."""
+"""A job changes to another layout, call by call. At any instant the daemon has either the former layout or the new one,
+as a whole."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def two_ranks(clients: Clients, first_step: int, run_id: str = "two") -> list[Rank]:
-    """A run of two ranks, each with one of the groups that the former run's only rank had."""
+    """Open a run of two ranks in a new layout, where each rank has one of the two groups of the former run's only
+    rank."""
     ranks = [clients.rank(LAYOUT, rank=rank, ranks=2, run_id=run_id) for rank in (0, 1)]
     for rank in ranks:
         rank.open(layout=f"of {run_id}")
@@ -41,7 +43,8 @@ def two_ranks(clients: Clients, first_step: int, run_id: str = "two") -> list[Ra
 
 
 def stage(rank: Rank, kind: Kind, step: int, trained: int) -> None:
-    """Publishes what torch has after `trained` steps as the rank's bytes of the layout's first step."""
+    """Publish the states that torch has after `trained` steps as the rank's states in the layout's first step
+    `step`."""
     states = reference_of(LAYOUT).states(trained)
     for group in rank.groups:
         lease = rank.acquire(group, kind, pb.LEASE_MODE_WRITE, step=step)

@@ -1,4 +1,5 @@
-"""A state directory works whatever its path: longer than a socket's path may be, and with letters that a URI quotes."""
+"""A state directory works whatever its path: also if it is longer than a socket's path may be, or has letters that a
+URI quotes."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from paramserver.admin.cli import app
 from tests.integration.support.daemon import Daemon, run_serve
 from trainer_client import StoreClientSync
 
-# SQLite opens the catalog of no longer directory.
+# SQLite cannot open the catalog in a longer directory.
 LONGEST = 489
 
 
 def directory_of(parent: Path, length: int, end: str = "e") -> Path:
-    """A directory, not made yet, whose path has `length` bytes and ends with `end`."""
+    """Return the path of a directory, not made yet, that has `length` bytes and ends with `end`."""
     path = str(parent)
     while length - len(path) > 200:
         path += "/" + "d" * 150
@@ -32,12 +33,12 @@ def directory_of(parent: Path, length: int, end: str = "e") -> Path:
 
 @pytest.fixture
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of a short path."""
+    """A directory with a short path."""
     return tmp_path_factory.mktemp("p")
 
 
 def put(address: str, value: float) -> None:
-    """Commits a step in which the weight is `value`, through shared memory."""
+    """Commit a step in which the weight is `value`, through shared memory."""
     with StoreClientSync.connect(address) as client, client.open("job", {"w": torch.zeros(1000)}) as job:
         assert client.maps_memory
         job.put({"w": torch.full((1000,), value)})
@@ -45,7 +46,7 @@ def put(address: str, value: float) -> None:
 
 
 def got(address: str, *, prefer_streams: bool = False) -> float:
-    """The weight of the newest step."""
+    """Return the weight of the newest step."""
     with StoreClientSync.connect(address, prefer_streams=prefer_streams) as client, client.read("job") as reader:
         weight = reader.get("w")
         assert bool((weight == weight[0]).all())

@@ -1,7 +1,8 @@
-"""Every stage and placement computes the same bits, and those are what PyTorch computes without us.
+"""Every stage and placement computes the same bits, and plain PyTorch computes the same numbers.
 
-Per world size one launch makes all runs, on one daemon: the reference (a loop by hand, under DDP), and the same
-training at each stage and placement. The suite makes a part of the runs; with --whole-matrix (`make matrix`) all are.
+One launch for each world size makes all runs on one daemon: the reference, which is a hand-written loop (under DDP at
+several ranks), and the same training at each stage and placement. The suite makes a part of the runs; with
+--whole-matrix (`make matrix`) it makes all of them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from tests.integration.support.training import MICRO_BATCH, Result, Run, assert_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A stage, where its state lives, and how often the store sees it."""
+    """A stage, where its states are stored, and how often the store receives them."""
 
     stage: int
     placement: dict[str, Any]
     durability: str = "step"
 
 
-# All on the device, at every stage; then what the store takes.
+# In the first places all states are on the device, at every stage. In the later ones the store holds some of them.
 PLACES = {
     "ddp": Place(stage=0, placement={}, durability="snapshot:2"),
     "zero-1": Place(stage=1, placement={}, durability="none"),
@@ -65,10 +66,11 @@ TRAININGS = {
     "mixed": replace(_TWICE, model="adapters"),
     "mixed, fp32 sums": replace(_TWICE, model="adapters", sums_dtype="fp32"),
 }
-Cells = dict[int, dict[str, list[str]]]  # by world size and training: places
+# The places to run, by world size and training.
+Cells = dict[int, dict[str, list[str]]]
 
 WHOLE: Cells = {world_size: {training: list(PLACES) for training in TRAININGS} for world_size in (1, 2, 3)}
-# Thinned out, for the suite.
+# The suite runs this part of the matrix.
 PART: Cells = {
     1: {
         "fp32": list(PLACES),
@@ -99,10 +101,11 @@ PART: Cells = {
     },
 }
 
-# All runs of a world size, on a busy machine: of three ranks the whole matrix takes minutes.
+# This limit is for all runs of one world size on a busy machine. The whole matrix of three ranks takes minutes.
 LAUNCH_SECONDS = 900
 
-Matrix = dict[tuple[str, str | None], Result]  # (training, place), None: the reference
+# The key is (training, place). The place is None for the reference.
+Matrix = dict[tuple[str, str | None], Result]
 
 
 def cells_of(config: pytest.Config) -> Cells:
@@ -110,7 +113,7 @@ def cells_of(config: pytest.Config) -> Cells:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each training, at each world size that the test is about."""
+    """Generate one case for each training at each world size that the test is about."""
     world_sizes = (1,) if metafunc.function is test_one_rank_equals_pytorch_bit_for_bit else (2, 3)
     chosen = cells_of(metafunc.config)
     metafunc.parametrize(("world_size", "training"), [(w, t) for w in world_sizes for t in chosen[w]])
@@ -123,7 +126,7 @@ def cells(request: pytest.FixtureRequest) -> Cells:
 
 @pytest.fixture(scope="module")
 def matrix_of(cells: Cells, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Matrix]]:
-    """The results of a world size; made when they are asked for first."""
+    """A function that returns the results of a world size. It makes the runs on its first call for that size."""
     made: dict[int, Matrix] = {}
     root = tmp_path_factory.mktemp("matrix")
     with Daemon(root / "state", {"host_budget": "64MiB", "nvme_budget": "8GiB"}) as daemon:
@@ -182,7 +185,7 @@ def test_more_ranks_equal_ddp_to_rounding_and_each_other_bit_for_bit(
         assert_bit_equal(other, first)
     expected = matrix[training, None]
     if world_size == 2 and not training.startswith("fp32"):
-        # Not clipped, and of two numbers only one sum can be made.
+        # These trainings do not clip, and a sum of two numbers does not depend on their order.
         assert_bit_equal(first, expected)
     elif training in ("bf16", "bf16, fp32 sums", "fp16", "mixed"):
         assert_close_in_16_bits(first, expected)
@@ -191,7 +194,8 @@ def test_more_ranks_equal_ddp_to_rounding_and_each_other_bit_for_bit(
 
 
 def assert_close(actual: Result, expected: Result) -> None:
-    """To a part of each tensor's size: where both moments are near 0, AdamW makes a step of any rounding difference."""
+    """Assert that both results are close, each tensor as a whole: where both moments are near 0, AdamW turns any
+    rounding difference into a step of full size."""
     torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-3, atol=1e-5)
     for ours, theirs in ((actual.weights, expected.weights), (actual.moments, expected.moments)):
@@ -202,8 +206,11 @@ def assert_close(actual: Result, expected: Result) -> None:
 
 
 def assert_close_in_16_bits(actual: Result, expected: Result) -> None:
-    """The order of three numbers changes their sum by up to a 256th, and what AdamW makes of a gradient that is nothing
-    but rounding (that of the keys' biases) is anything: the model is compared as a whole."""
+    """Assert that both results are close, the model as a whole.
+
+    In 16 bits the order of three numbers changes their sum by up to a 256th. Some gradients consist of rounding only
+    (the keys' biases), and AdamW turns such a gradient into a step of any size, so single tensors cannot be compared.
+    """
     torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(actual.norms, expected.norms, rtol=1e-2, atol=1e-5)
     for ours, theirs in ((actual.weights, expected.weights), (actual.moments, expected.moments)):

@@ -1,5 +1,5 @@
-"""What a rank holds of a model that is eight times as large as the store's host memory, while it is built, filled and
-trained."""
+"""The memory that a rank uses while it builds, fills and trains a model that is eight times as large as the store's
+host memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tests.integration.support.memory_ranks import HOST_BUDGET, MIB, MODEL_UNITS, UNIT_BYTES, WIDTH
 from tests.integration.support.ranks import run_ranks
 
-# Beyond units: activations of two samples, what the heap keeps, gRPC's and torch's buffers. Measured, with the units:
-# 9 to 26 MB; the model is 96 MiB.
+# This limit is for memory other than units: activations of two samples, memory that the heap keeps, buffers of gRPC and
+# torch. A measurement that included the units gave 9 to 26 MB. The model has 96 MiB.
 OVERHEAD_BYTES = 40 * MIB
 
 
@@ -27,10 +27,10 @@ def test_no_rank_holds_more_than_the_root_two_units_and_one_units_gradients(tmp_
 
     run_ranks("tests.integration.support.memory_ranks", world_size, tmp_path)
 
-    unit_bytes = UNIT_BYTES // (1 if world_size == 1 else 2)  # two ranks compute in bf16
+    unit_bytes = UNIT_BYTES // (1 if world_size == 1 else 2)  # Two ranks compute in bf16.
     for rank in range(world_size):
         counts = json.loads((tmp_path / f"counts-{rank}.json").read_text())
-        # The root, the unit in use, the next one at most; the gradient of one.
+        # A rank holds at most the root, the unit in use, the next unit, and the gradients of one unit.
         assert 2 * unit_bytes <= counts["parameters"] <= 4 * unit_bytes + 4096
         assert counts["initialised"] <= OVERHEAD_BYTES
         assert counts["peak"] <= OVERHEAD_BYTES

@@ -1,4 +1,4 @@
-"""Ranks that were started with different configs are told so at once, all with the same words; nothing is started."""
+"""Ranks that were started with different configs get the same error at once, and start no daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What people do with a model besides training steps: parts of it, generation, several passes, errors, two engines."""
+"""Uses of a model besides plain training steps: calls of its parts, several passes, errors, compiled units, two
+engines."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from trainer_client.model.released import ReleasedParameter
 
 BATCHES = list(micro_batches(4))
 pytestmark = [
-    # torch about the inputs of reentrant checkpointing under no_grad, and about its own compiler.
+    # torch warns about the inputs of reentrant checkpointing under no_grad, and about its own compiler.
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
 
 class Plain:
-    """The engine's verbs over a plain model."""
+    """A plain model with the engine's methods."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -55,7 +56,8 @@ def build(name: str) -> nn.Module:
 def both_ways(
     model: nn.Module, act: Callable[[Any], Iterator[torch.Tensor]], address: str, job: str, **section: Any
 ) -> None:
-    """`act` gives the same numbers with the engine as without, and so are the weights afterwards."""
+    """Assert that `act` yields the same numbers with an engine as with the plain model, and that the final weights are
+    equal."""
     plain = Plain(copy.deepcopy(model))
     expected = [value.detach().clone() for value in act(plain)]
     with start(model, config_of(address, job, **section)) as engine:
@@ -77,7 +79,8 @@ def gathered_blocks(blocks: nn.ModuleList) -> int:
 
 
 def test_parts_of_a_model_are_called_by_themselves(model_store: str) -> None:
-    """As T5's generate() calls the encoder; also with gradients, and between a forward and its backward."""
+    """A caller may call a part alone, as T5's generate() calls the encoder: also with gradients, and between a forward
+    and its backward."""
 
     def act(engine: Any) -> Iterator[torch.Tensor]:
         model, batch = engine.module, BATCHES[0]
@@ -105,7 +108,8 @@ def test_several_forwards_and_backward_passes_make_one_step(model_store: str) ->
             both = engine(input_ids=first, labels=first).loss + engine(input_ids=third, labels=third).loss
             engine.backward(both, retain_graph=True)
             engine.backward(both)
-            engine(input_ids=third, labels=third)  # a graph that nobody uses
+            # No backward pass uses this graph.
+            engine(input_ids=third, labels=third)
             engine.step()
             yield from (one, two, both)
 
@@ -114,7 +118,7 @@ def test_several_forwards_and_backward_passes_make_one_step(model_store: str) ->
 
 
 class Faulty(Language):
-    """A block of it raises, if told to: in a forward, or in the recomputation of one."""
+    """A model of which a block raises when `forwards_until_failure` reaches 0, in a forward or in its recomputation."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
@@ -251,7 +255,8 @@ def test_a_teacher_and_a_student_are_two_engines(model_store: str) -> None:
 def test_what_is_used_again_stays_within_the_limit(
     model_store: str, limit: int | None, kept_after_forward: int
 ) -> None:
-    """A block has 9 456 elements and the root 12 336, which are in use at once; the rest of the limit may stay."""
+    """A block has 9,456 elements and the root 12,336. The root and one block are in use at once; other blocks stay
+    gathered if the limit has room for them."""
     model = Faulty(None)
     model.blocks = nn.ModuleList([Block(48) for _ in range(4)])
     model.embedding = nn.Embedding(257, 48)
@@ -295,7 +300,8 @@ def test_what_stays_gathered_is_gathered_anew_after_a_change(model_store: str) -
 
 @pytest.mark.parametrize("model", ["checkpointed", "checkpointed-reentrant", "unchecked"])
 def test_a_recomputation_gathers_one_block_besides_the_one_in_backward(model_store: str, model: str) -> None:
-    """Also where several blocks are recomputed before the first of them goes backward."""
+    """At most two blocks are gathered, also where several blocks are recomputed before the first of them goes
+    backward."""
     module = build(model)
     assert isinstance(module, Checkpointed)
     most = []

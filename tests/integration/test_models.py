@@ -1,4 +1,4 @@
-"""Every kind of model trains through the store as it does without it: bit for bit alone, to rounding under DDP."""
+"""Every kind of model trains through the store as without it: bit for bit on one rank, and to rounding under DDP."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.integration.support.zoo import ZOO
 
 RANKS_DIFFER = {"divergent-experts"}
 pytestmark = [
-    # peft 0.21 with transformers 5.23.
+    # peft 0.21 gives this warning with transformers 5.23.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    # torch about its own reentrant checkpointing within reentrant checkpointing, and about its own compiler.
+    # torch warns about reentrant checkpointing within reentrant checkpointing, and about its own compiler.
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
@@ -42,7 +42,7 @@ def assert_close(ours: Result, ddp: Result) -> None:
     torch.testing.assert_close(ours.weights, ddp.weights, rtol=1e-3, atol=2e-3)
 
 
-# DDP does not know some kinds of recomputation, which changes no number: the model without it.
+# DDP does not support some kinds of recomputation. Recomputation changes no number, so DDP trains the model without it.
 DDP_REFERENCE = {
     "checkpointed": "unchecked",
     "checkpointed-reentrant": "unchecked",
@@ -54,7 +54,7 @@ DDP_REFERENCE = {
 
 @pytest.fixture(scope="module")
 def two_ranks(model_store: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Result]:
-    """Rank 0's result of each model by ("ddp" or the kind of gather, model), all made in one launch."""
+    """Rank 0's result for each model, by ("ddp" or the kind of gather, model). One launch makes all of them."""
     runs: dict[tuple[str, str], Run] = {}
     for model in ZOO:
         ways = ("store",) if model in RANKS_DIFFER else ("store", "collective")
