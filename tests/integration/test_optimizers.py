@@ -25,7 +25,8 @@ from tests.integration.support.ranks import run_ranks
 from tests.optimizer_cases import PublishedLion
 from trainer_client import Engine, Kind, Lion, StoreClientSync
 
-WIDTH = 21  # odd, as are the numbers of elements
+# The width and the numbers of elements are odd.
+WIDTH = 21
 STEPS = 5
 CLIPPING = 0.5
 
@@ -113,7 +114,7 @@ def assert_same_weights(weights: dict[str, torch.Tensor], expected: dict[str, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """An optimizer for the store, and its reference for plain PyTorch if that is another one."""
+    """An optimizer for the store. `reference` makes plain PyTorch's optimizer where that is another one."""
 
     make: Make
     reference: Make | None = None
@@ -198,7 +199,7 @@ def freeze(modules: Iterable[nn.Module], *, frozen: bool) -> None:
 
 
 class Changes:
-    """What a fine-tuning does to its model and its groups between two steps."""
+    """The changes that a fine-tuning makes to its model and its parameter groups between two steps."""
 
     def __init__(self, model: Net, make: Make) -> None:
         self.model = model
@@ -210,19 +211,20 @@ class Changes:
                 {"params": []},
                 {"params": [*third.parameters()], "lr": 5e-2},
             ]
-        )  # the head is in no group
+        )  # The head is in no group.
 
     def before(self, step: int, optimizer: Optimizer) -> None:
         first, thawed, third = self.model.blocks
         match step:
             case 2:
-                freeze([thawed], frozen=False)  # has gradients that count in the norm, and is not updated
+                # The block's gradients count in the norm, but no group has the block yet, so it is not updated.
+                freeze([thawed], frozen=False)
             case 3:
                 optimizer.add_param_group({"params": [*thawed.parameters()], "lr": 2e-2})
                 freeze([third], frozen=True)
             case 5:
                 freeze([first, thawed], frozen=True)
-                optimizer.param_groups[1]["lr"] = 1.0  # the empty one
+                optimizer.param_groups[1]["lr"] = 1.0  # The second group is empty.
             case 6:
                 freeze([first, thawed, third], frozen=False)
                 self.original.add_param_group({"params": [*self.model.head.parameters()], "lr": 1e-2})
@@ -290,7 +292,7 @@ def test_a_resumed_run_has_the_groups_that_were_added(store: Daemon) -> None:
     for first, last in ((1, 4), (5, 7), (8, CHANGES_STEPS)):
         model = Net()
         changes = Changes(model, make)
-        # The user's program comes to where it was, but for what the optimizer knows.
+        # The user's program freezes and thaws the modules again. The optimizer's groups come from the store.
         for step in range(1, first):
             match step:
                 case 2:

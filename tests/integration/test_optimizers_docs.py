@@ -1,4 +1,4 @@
-"""What the page about optimizers shows does what it says."""
+"""The script on the page about optimizers prints the output that the page shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
 def test_its_script_runs_and_prints_what_it_says(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     (printed,) = re.findall(r"print\(.*\)  # (.*)", script)
-    # The sources of this checkout, whatever is installed.
+    # The script imports this checkout's packages, also where another version is installed.
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -1,4 +1,5 @@
-"""A trainer outlives its daemon: killed and started again at any moment, it goes on with the same bits."""
+"""A trainer outlives its daemon: the daemon is killed and started again at any moment, and the run goes on with the
+same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ STEPS = 6
 
 
 def offloaded(stage: int, device: str, **section: Any) -> dict[str, Any]:
-    """A config whose states live in the store, as far as the stage allows."""
+    """Return a config whose states are placed in the store as far as the stage allows."""
     home = {"device": device}
     zero: dict[str, Any] = {"stage": stage}
     zero |= {"offload_optimizer": home} if stage else {}
@@ -33,13 +34,15 @@ def offloaded(stage: int, device: str, **section: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every stage and placement computes the same bits, on the same number of ranks."""
+    """The results of a run without kills. One run is enough, because every stage and placement computes the same bits
+    on two ranks."""
     plan = make_plan(tmp_path_factory.mktemp("whole"), offloaded(3, "nvme"), steps=STEPS, accumulation=1)
     return outlive(plan, 2)
 
 
 def test_the_daemon_is_killed_at_every_kind_of_moment(tmp_path: Path) -> None:
-    """Two ranks, accumulation, dropout, a schedule, evaluations, changes by hand: no rank is started anew."""
+    """The daemon is killed at many moments of a run of two ranks with accumulation, dropout, a schedule, evaluations
+    and changes by hand. No rank is started anew."""
     config = offloaded(3, "nvme")
     whole = outlive(make_plan(tmp_path / "whole", config, steps=STEPS), 2)
     kills = [
@@ -58,9 +61,10 @@ def test_the_daemon_is_killed_at_every_kind_of_moment(tmp_path: Path) -> None:
     results = outlive(make_plan(tmp_path / "killed", config, steps=STEPS, kills=kills), 2)
 
     assert differences(results, whole) == []
-    # Some kills come while the next daemon is still starting, or after the last of what the run wants of it.
+    # Some kills come while the next daemon is still starting, or when the run needs nothing more from it, so not every
+    # kill causes a restart.
     assert all(len(result["restarts"]) >= 7 for result in results)
-    # Which commit that was depends on how far the daemon was.
+    # The commit that was handed over again depends on how far the killed daemon was.
     assert any(again is not None for result in results for _, _, again in result["restarts"])
 
 
@@ -86,7 +90,8 @@ def test_at_every_stage_and_placement(
         (2, "after step"),
         (3, "forward"),
         (3, "step"),
-        # The next forward reads what the other rank has handed over to the daemon that died.
+        # After this kill the rank reads, in its next forward, values that the other rank handed over to the daemon that
+        # died.
         (5, "before vote"),
         (6, "backward"),
     ]
@@ -99,7 +104,8 @@ def test_at_every_stage_and_placement(
 
 
 def test_the_daemon_of_one_of_two_nodes_is_killed(tmp_path: Path, uninterrupted: list[dict[str, Any]]) -> None:
-    """The other node's goes on with the commit that this one's has to be given again."""
+    """The other node's daemon keeps its commit, while the ranks hand the same commit over again to the new daemon of
+    the first node."""
     kills = [(1, "backward"), (2, "after step"), (4, "step"), (6, "forward")]
     with Daemon(tmp_path / "far", DAEMON) as far:
         addresses = [f"unix:{tmp_path / 'state' / 'paramserver.sock'}", far.address]
@@ -113,7 +119,7 @@ def test_the_daemon_of_one_of_two_nodes_is_killed(tmp_path: Path, uninterrupted:
 
 
 class Model(nn.Module):
-    """Two units, and something that can be done after each of them."""
+    """A model of two units with a function `between` that runs after each of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +136,7 @@ class Model(nn.Module):
 
 @contextmanager
 def started(daemon: Daemon, **section: Any) -> Iterator[Engine]:
-    """A run of one rank, which is ended without a word about what it may have lost."""
+    """Start a run of one rank. At the end, leave it and ignore the store's error if the run has lost its daemon."""
     config = offloaded(3, "nvme", address=daemon.address, **section)
     config |= {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
     engine, *_ = trainer_client.initialize(model=Model(), config=config)
@@ -175,7 +181,7 @@ def test_one_rank_goes_on_and_says_what_it_did(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_daemon_is_stopped_and_started_again_within_a_forward(tmp_path: Path) -> None:
-    """As an operator does it: what the trainer sees of its memory stays as it is."""
+    """An operator stops the daemon in order. The memory that the trainer has mapped keeps its content."""
     with Daemon(tmp_path / "whole") as daemon, started(daemon) as engine:
         expected = train(engine, range(4))
     with Daemon(tmp_path / "state") as daemon, started(daemon) as engine:
@@ -263,7 +269,8 @@ def test_gradients_that_are_too_large_to_be_kept_are_needed_only_while_a_commit_
             engine.wait_for_commit()
             loss = engine(torch.randn(2, 64)).square().mean()
             engine.backward(loss)
-            # Stopped, it takes what is handed over only to lose it.
+            # The stopped daemon loses the gradients that the trainer hands over now, because the test kills it before
+            # it goes on.
             second.process.send_signal(signal.SIGSTOP)
             third: list[Daemon] = []
 

@@ -1,4 +1,4 @@
-"""Models that break naive gathering train through the store as they do without it."""
+"""Models that a simple gathering of units would break train through the store as they do without it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_misuse_is_refused_with_what_to_call(tmp_path: Path) -> None:
             model.state_dict()
         with pytest.raises(RuntimeError, match=r"engine\.backward"):
             engine(input_ids=batch, labels=batch).loss.backward()
-        # Nothing of this is in the way of a step.
+        # None of the refused calls prevents the next backward pass.
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         engine.step()
     with pytest.raises(RuntimeError, match="closed"):

@@ -1,4 +1,5 @@
-"""Low precision follows its rule: compute and gradients in bf16 or fp16, weights and moments in fp32, one rounding."""
+"""Low precision follows its rule: bf16 or fp16 compute and gradients, fp32 weights and moments, and a single
+rounding."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ LEARNING_RATE = 1e-2
 
 
 def reference(dtype: torch.dtype) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
-    """(loss, fp32 weights after the step) of a hand-written loop: fp32 weights are updated by torch's AdamW from
-    gradients that were computed in `dtype` at their rounded values."""
+    """Yield the loss and the fp32 weights after each step of a hand-written loop. In it torch's AdamW updates fp32
+    weights with gradients that were computed in `dtype` from the rounded weights."""
     model = build_model(Run())
     masters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), lr=LEARNING_RATE, fused=True)

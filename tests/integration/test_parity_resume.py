@@ -1,4 +1,4 @@
-"""A run that is interrupted after a step and started again is the run that was not interrupted."""
+"""A run that is interrupted after a step and started again ends with the same bits as a run without interruption."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = Run(steps=STEPS, dropout=0.1, clipping=0.5, schedule=True, two_groups=True
 
 
 def train_in_parts(run: Run, ends: Sequence[int]) -> Result:
-    """Trains to each step of `ends` in an engine of its own; where to go on is known from the job only."""
+    """Train to each step of `ends` with a new engine each time. Only the job in the store says where to go on."""
     losses: list[float] = []
     norms: list[float] = []
     batches = list(micro_batches(run.steps))

@@ -1,4 +1,5 @@
-"""A job goes on under another stage and placement, and what lives on the device is in the store when it is promised."""
+"""A job goes on under another stage and placement. States that live on the device are in the store when the durability
+class promises it."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def test_a_job_on_the_device_goes_on_from_the_last_commit_that_its_durability_cl
     else:
         with pytest.raises(KeyboardInterrupt):
             interrupted()
-    # Twice: the numbers of commits and steps may differ from here on.
+    # The loop resumes twice, because after the first resume the numbers of commits and steps may differ.
     for _ in range(2):
         with start(config(address, job, 0, durability=durability)) as engine:
             assert engine.resumed_step == resumed
@@ -177,7 +178,8 @@ def test_a_sum_of_micro_batches_that_leaves_the_range_of_fp16_is_skipped(address
             for rows, skipped in ((40_000.0, 1), (20_000.0, 1)):
                 for _ in range(2):
                     inputs = torch.full((1, 4), rows)
-                    # Each micro-batch's gradient is 2 * `rows` / 2 at every element.
+                    # The factor 2 cancels the division by 2 accumulation steps, so each micro-batch adds `rows` to
+                    # every element of the gradient.
                     engine.backward(engine(inputs).float().sum() * 2.0)
                     engine.step()
                 assert engine.skipped_steps == skipped

@@ -1,5 +1,5 @@
-"""The store is told of units before they are used: in models whose order repeats, with experts, with layers that are
-used in some steps only, with an evaluation in between, and over the end of a step."""
+"""The trainer names units to the store before it uses them: in models whose order repeats, with experts, with layers
+that only some steps use, with an evaluation in between, and across the end of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENOUGH = 0.8
 
 
 class Sometimes(Language):
-    """One of its blocks is used in every third step."""
+    """A model with one block that is used in every third step only."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -56,7 +56,7 @@ def train(engine: Engine, batches: Iterable[torch.Tensor]) -> None:
 
 
 def predicted(counters: GatherCounters, unit: str | None = None) -> float:
-    """Of the gathers counted so far, how many the store was told of."""
+    """Return the share of the gathers counted so far that the trainer had named to the store in advance."""
     snapshot = counters.snapshot()
     counts = snapshot.total if unit is None else snapshot.by_unit[unit]
     return counts.predicted / counts.gathers

@@ -1,4 +1,4 @@
-"""Calls to daemons never go through a proxy of the environment, which many clusters set for downloads."""
+"""Calls to daemons never go through a proxy of the environment. Many clusters set one for downloads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIABLES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
 class Proxy:
-    """Takes connections, remembers what each of them asked for, and closes them."""
+    """A proxy that accepts connections, remembers the request of each, and closes them."""
 
     def __init__(self) -> None:
         self.asked: list[bytes] = []
@@ -53,7 +53,7 @@ class Proxy:
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy for everything, by each of the variables that gRPC and other programs know."""
+    """A proxy that every variable known to gRPC or other programs names, and no variable excludes."""
     for name in ("no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -66,7 +66,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A daemon on TCP, and what is shown to it."""
+    """A daemon on TCP, and the credentials with which clients connect to it."""
 
     address: str
     credentials: Credentials
@@ -87,7 +87,7 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_grpc_by_itself_would_ask_the_proxy(node: Node, proxy: Proxy) -> None:
-    """Without this, the next tests would show nothing."""
+    """gRPC alone would ask the proxy. This shows that the next tests can fail."""
     with grpc.insecure_channel(node.address) as channel, pytest.raises(grpc.RpcError):
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
     assert proxy.asked and proxy.asked[0].startswith(f"CONNECT {node.address}".encode())

@@ -1,4 +1,4 @@
-"""A job gets what its quota allows, the rest is refused by the name of the limit, and other jobs do not feel it."""
+"""A job gets at most what its quota allows, a refusal names the limit, and other jobs are not affected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
 GROUPS = ("a", "b", "c", "d")
-# 1 MiB of fp32 per group and kind, and three of them per rank for units in use or on their way.
+# A group has 1 MiB of fp32 per kind. A rank needs room for three of them: the root, the unit in use, and the unit that
+# is being fetched.
 NUMEL = 256 << 10
 
 QUOTAS: dict[str, Any] = {
@@ -62,12 +63,12 @@ def test_sessions_of_a_job_are_counted(clients: Clients) -> None:
     with refused(CODE.RESOURCE_EXHAUSTED, "the quota of job 'default' allows 2 sessions, and 2 are attached"):
         third.open()
     second.close()
-    # Another job has its own.
+    # Another job has a quota of its own.
     clients.rank(layout("other")).open()
 
 
 def test_what_a_job_stores_must_fit_its_quota_before_anything_is_reserved(clients: Clients) -> None:
-    # Three kinds of four groups of 1 MiB, twice: committed and pending.
+    # The job needs three kinds of four groups of 1 MiB, twice: for the committed step and for the pending one.
     rank = clients.rank(layout("small-nvme"))
     rank.open()
     with refused(
@@ -78,7 +79,7 @@ def test_what_a_job_stores_must_fit_its_quota_before_anything_is_reserved(client
 
 
 def test_what_a_step_needs_of_the_host_must_fit_its_quota(clients: Clients) -> None:
-    # Four gradients, and the root, the unit in use, and the one that is fetched.
+    # A step needs room for four gradients, the root, the unit in use, and the unit that is being fetched.
     rank = clients.rank(layout("small-host"))
     rank.open()
     with refused(CODE.RESOURCE_EXHAUSTED, f"host_bytes = {5 * MIB}, is too small: a step needs {7 * MIB} bytes"):
@@ -91,10 +92,10 @@ def test_leases_beyond_the_quota_wait_for_others_and_are_refused_in_the_end(clie
     leases += [rank.acquire(group, Kind.EXP_AVG, pb.LEASE_MODE_READ) for group in GROUPS[:3]]
     with refused(CODE.RESOURCE_EXHAUSTED, f"the quota of job 'tight-1', host_bytes = {7 * MIB}, has no room for {MIB}"):
         hold(rank, "d")
-    # Another job is not held up by one that is at its quota.
+    # A job at its quota does not hold up another job.
     other = clients.rank(layout("other-2")).begin()
     other.train(1, 1)
-    # One that comes back makes room for one that waits.
+    # A lease that is returned makes room for a lease that waits.
     giving_back = threading.Timer(0.2, rank.release, [leases.pop()])
     giving_back.start()
     leases.append(hold(rank, "d"))

@@ -1,4 +1,5 @@
-"""Readers over the wire: sessions that train nothing list what is stored, hold a step of it, and follow its commits."""
+"""Readers over the wire: sessions without a training run list the stored tensors, hold a step of them, and follow the
+job's commits."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def lease_range(client: Client, source: pb.TensorRange, mode: pb.LeaseMode = pb.
 
 
 def read(client: Client, source: pb.TensorRange, dtype: DType) -> torch.Tensor:
-    """The range, by a lease that is returned."""
+    """Lease a range, return its values as a tensor, and release the lease."""
     lease = lease_range(client, source)
     assert lease.size_bytes == source.numel * dtype.itemsize
     leased = memoryview(client.map_arena())[lease.arena_offset :][: lease.size_bytes]
@@ -48,7 +49,7 @@ def read(client: Client, source: pb.TensorRange, dtype: DType) -> torch.Tensor:
 
 
 def assert_reads(client: Client, opened: pb.OpenReaderResponse, rank: Rank) -> None:
-    """Every tensor of every kind is that of torch after the reader's step."""
+    """Assert that every tensor of every kind equals torch's after the reader's step."""
     for (_, fqn, kind), expected in rank.reference.states(opened.step).items():
         source = tensor_range(fqn, kind, opened.reader_id, numel=len(expected))
         assert torch.equal(read(client, source, rank.layout.dtype(kind)), expected), f"{fqn} {kind}"
@@ -95,7 +96,7 @@ def test_what_a_session_held_is_free_at_its_end(daemon: Daemon, clients: Clients
 def test_jobs_and_tensors_are_listed_with_what_this_store_holds(clients: Clients, job: str) -> None:
     layout = layout_of(job)
     ranks = [clients.rank(layout, rank=rank, ranks=2) for rank in range(2)]
-    # Attached to this store is one of the two: it has one of the two groups.
+    # Only one of the job's two ranks is attached to this store, so the store has one of the two groups.
     ranks[0].open(attached_ranks=1)
     ranks[0].register()
     client = clients.client()
@@ -149,7 +150,8 @@ def test_a_watcher_is_told_the_newest_step_and_then_each_commit_until_the_job_is
     assert steps(late, 1) == [2]
     rank.train(3, 3)
     assert steps(late, 1) == [3]
-    # The client was not listening while 1 to 3 were committed; nothing comes that is older than what came.
+    # The client did not read while steps 1 to 3 were committed. The watch may skip steps, but the steps that it yields
+    # only increase.
     seen = steps(early, 1)
     while seen[-1] < 3:
         seen += steps(early, 1)

@@ -1,4 +1,5 @@
-"""Who may do what: everybody else is refused with a constant text, logged, told nothing, and does no harm."""
+"""Access rights: the daemon refuses a request without the right for it with a constant text that reveals nothing, logs
+the refusal, and takes no harm."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def guarded() -> Iterator[Guarded]:
 
 @pytest.fixture
 def others(guarded: Guarded) -> Iterator[Rank]:
-    """A job of Bob's, at step 0, by a session of his; afterwards the daemon must serve him as before."""
+    """A rank of Bob's job at step 0, in a session of his. At the end of the test the daemon must serve him as
+    before."""
     layout = Layout(name="bob", numels=(5_000, 17), groups=("block.0",))
     rank = Rank(guarded.address, layout, run_id=secrets.token_hex(8), channel=guarded.channel("bob")).begin()
     yield rank
@@ -70,7 +72,8 @@ def path(method: MethodDescriptor) -> str:
 
 
 def answer(channel: grpc.Channel, method: str, request: bytes = b"", token: str | None = None) -> tuple[Any, str]:
-    """Status and text of a call, by its raw bytes; every kind of method can be called as a stream of streams."""
+    """Make a call with raw bytes and return its status and text. Every kind of method can be called as stream to
+    stream."""
     metadata = () if token is None else (("authorization", token),)
     stream: Any = channel.stream_stream(method)
     call = stream(iter([request]), metadata=metadata, timeout=CALL_SECONDS)
@@ -85,7 +88,7 @@ def serves(channel: grpc.Channel) -> None:
 
 
 def eventually(check: Callable[[], object]) -> None:
-    """Repeats a check until it holds."""
+    """Repeat a check until it holds."""
     deadline = time.monotonic() + FOLLOW_DEADLINE_SECONDS
     while True:
         try:
@@ -118,7 +121,7 @@ def test_no_rpc_is_served_without_a_token_that_counts(guarded: Guarded, others: 
         for method in [*map(path, METHODS), f"/{REFLECTION}"]:
             answers = {answer(channel, method, token=token) for token in bad}
             assert answers == {(CODE.UNAUTHENTICATED, UNAUTHENTICATED)}, method
-        # A live session's id is no better than none.
+        # The id of a live session does not replace a token.
         request = pb.ListVersionsRequest(session_id=others.session_id).SerializeToString()
         assert answer(channel, f"/{STORE.full_name}/ListVersions", request)[0] is CODE.UNAUTHENTICATED
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
@@ -236,7 +239,7 @@ def test_the_token_file_is_followed_and_a_broken_one_is_not(guarded: Guarded) ->
     assert client.call("ListStoredJobs") is not None
     guarded.token_file.write_text(good)
     remove_token(guarded.token_file, "guest")
-    # Its session ends, too: at the next heartbeat.
+    # The session of a withdrawn token ends at its next heartbeat.
     assert client.ended.wait(FOLLOW_DEADLINE_SECONDS)
     with refused(CODE.UNAUTHENTICATED, UNAUTHENTICATED):
         client.call("ListStoredJobs")

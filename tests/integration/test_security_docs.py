@@ -1,4 +1,4 @@
-"""The commands of docs/security.md do what it says."""
+"""The commands in docs/security.md do what the page says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 40.0
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory with short paths, where the commands are run."""
+    """A directory with a short path in which the tests run the commands."""
     directory = Path("/tmp") / f"paramserver-docs-{os.getpid()}"
     directory.mkdir()
     yield directory
@@ -69,7 +69,7 @@ def test_its_commands_set_up_a_cluster_and_change_it(place: Path) -> None:
         assert run([sys.executable, "-c", program]) == "[]\n"
         assert "team-a: job (team-a/*; may delete), expires 2099-12-31" in run(["bash", "-ec", change])
         assert "team-a" not in (place / "tokens.toml").read_text()
-        # With the renewed certificates.
+        # This command uses the renewed certificates.
         assert "Tiers of" in run(["bash", "-ec", look])
     finally:
         daemon.terminate()

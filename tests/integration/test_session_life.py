@@ -1,4 +1,5 @@
-"""How sessions live and end: broken streams, new ones, limits, notices, and what is left after a thousand of them."""
+"""The life and end of sessions: broken streams, new streams, limits, notices, and the state of the daemon after a
+thousand sessions."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def is_detached(daemon: Daemon, client: str) -> bool:
 
 
 class RawStream:
-    """A Session call in our own hands: on a connection of its own, that ends when and how the test says."""
+    """A Session call on a connection of its own, which ends when and how the test says."""
 
     def __init__(self, address: str, **hello: str) -> None:
         self.channel = channel_to(address, options=CHANNEL_OPTIONS)
@@ -57,12 +58,12 @@ class RawStream:
         self.welcome: pb.SessionResponse.Welcome = next(self.call).welcome
 
     def break_off(self) -> None:
-        """Without a word, as a dying process."""
+        """Close the connection without ending the stream, as a dying process does."""
         self.channel.close()
         self.outgoing.put(None)
 
     def half_close(self) -> None:
-        """In order; returns when the daemon has ended the stream."""
+        """End the stream in order, and return when the daemon has ended it, too."""
         self.outgoing.put(None)
         assert [response.WhichOneof("message") for response in self.call] == ["heartbeat"]
         self.channel.close()
@@ -70,7 +71,7 @@ class RawStream:
 
 @contextmanager
 def through(daemon: Daemon, directory: Path, name: str) -> Iterator[tuple[Cutter, RankStore]]:
-    """A session of the training library over connections that can be cut."""
+    """Open a session of the training library over connections that the test can cut."""
     with Cutter(directory / "cutter", daemon.socket) as cutter, closing(RankStore(cutter.address, name)) as store:
         yield cutter, store
 
@@ -91,7 +92,7 @@ def test_a_session_survives_the_break_of_its_stream_with_its_leases(
             cutter.cut()
             wait_until(lambda: is_detached(daemon, "cut"))
             cutter.refusing = False
-            # The next call waits until the session is attached again.
+            # This call waits until the session is attached again.
             (again,) = store.acquire_read([Slab(group=group, kind=pb.KIND_PARAM)], 0).wait()
             assert again.data.data_ptr() == held.data.data_ptr()
             store.release([again]).wait()
@@ -119,10 +120,11 @@ def test_a_session_whose_stream_does_not_come_back_ends_after_the_grace_time(
         wait_until(lambda: len(sessions(daemon)) == 1)
         assert GRACE_SECONDS * 0.9 < time.monotonic() - started < GRACE_SECONDS + 5
         assert "its stream broke, and did not come back within 0.5 s" in daemon.log
-        # The word tells at once, and the daemon when it is asked.
+        # The session's generation word in the arena shows the end at once. Other calls learn of it from the daemon's
+        # answer.
         with pytest.raises(SessionEndedError, match="leases are void"):
             store.check_leases()
-        # This process could still write to what it had leased.
+        # The memory is quarantined because this process still maps it and could write to it.
         host = tiers(daemon.address)[0]
         assert host.leased_bytes == 0 and host.quarantined_bytes > 0
         cutter.refusing = False
@@ -141,7 +143,7 @@ def test_a_restarted_daemon_is_recognised(tmp_path: Path) -> None:
     with Daemon(tmp_path / "state", config) as daemon:
         store = RankStore(daemon.address, "left behind")
         daemon.kill()
-        # Reattaching waits for it: a daemon that only lost its connections would know the session.
+        # The trainer reattaches to the new daemon. A daemon that had only lost its connections would know the session.
         with Daemon(tmp_path / "state", config) as again, closing(store):
             with pytest.raises(DaemonRestartedError, match="what was not committed is gone"):
                 store.acquire_read([Slab(group="any", kind=pb.KIND_PARAM)], 0)
@@ -158,7 +160,7 @@ def test_the_newer_of_two_streams_has_the_session(clients: Clients, daemon: Daem
         next(first.call)
     first.break_off()
     listing = pb.ListStoredJobsRequest(session_id=second.welcome.session_id)
-    # The end of the older one does not touch the session, not even after the grace time.
+    # The end of the older stream does not end the session, not even after the grace time.
     time.sleep(GRACE_SECONDS * 1.5)
     second.store.ListStoredJobs(listing, timeout=10)
     second.half_close()
@@ -238,7 +240,8 @@ def test_operators_see_who_is_connected_and_what_they_hold(clients: Clients, dae
         rank.release(lease)
 
 
-# A process without torch, that leaves five sessions behind, each with a reader and a lease, and two with the arena.
+# This process runs without torch. It leaves five sessions behind, each with a reader and a lease. Two of them have the
+# arena mapped.
 ABANDON = """
 import os, signal, sys
 from tests.integration.test_session_life import cycle
@@ -251,7 +254,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cycle(address: str, job: str, fqn: str) -> RawStream:
-    """A session with a reader, and a lease on what it reads."""
+    """Open a session with a reader and with a lease on a range of it."""
     stream = RawStream(address)
     session_id = stream.welcome.session_id
     reader = stream.store.OpenReader(pb.OpenReaderRequest(session_id=session_id, job=job), timeout=20)
@@ -262,7 +265,7 @@ def cycle(address: str, job: str, fqn: str) -> RawStream:
 
 
 def held_by(daemon: Daemon) -> dict[str, Any]:
-    """What a daemon could leak."""
+    """Return the resources that a daemon could leak, by name."""
     process = Path(f"/proc/{daemon.process.pid}")
     host, nvme = tiers(daemon.address)
     return {
@@ -280,7 +283,8 @@ def test_nothing_is_left_of_a_thousand_clients_that_connect_and_die(clients: Cli
         with Clients(daemon.address) as trainers:
             trainers.rank(layout).begin()
         fqn = layout.job().parameters[0].fqn
-        # What a daemon makes once: connections of this process, the buffers of its first readers.
+        # This session makes the daemon allocate what it allocates only once: connections of this process, and buffers
+        # of the first reader.
         cycle(daemon.address, "job", fqn).break_off()
         wait_until(lambda: held_by(daemon)["sessions"] == 0)
         time.sleep(0.2)

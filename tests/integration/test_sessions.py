@@ -1,4 +1,5 @@
-"""Sessions, leases and runs over the wire: who may do what, when, and what is left when somebody dies."""
+"""Sessions, leases and runs over the wire: which calls a session may make when, and what a session that dies leaves
+behind."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_a_step_is_committed_when_every_rank_has_voted(clients: Clients, job: st
         vote.join()
     for rank in ranks:
         rank.assert_at(1)
-    # What each rank gave comes back to it.
+    # In the next run each rank finds the commit to which it contributed.
     for rank in ranks:
         rank.close()
     again = [clients.rank(layout, rank=rank, ranks=2, run_id="again") for rank in range(2)]
@@ -128,7 +129,7 @@ def test_a_silent_client_is_void_and_its_leases_are_free(clients: Clients, daemo
     clients.rank(layout, run_id="first").begin().close()
     silent = clients.client(silent=True, name="silent")
     rank = clients.rank(layout, run_id="second")
-    # The silent session takes the rank's place: same calls, another session id.
+    # The rank makes its calls with the silent session's id.
     own, rank.session_id = rank.session_id, silent.session_id
     rank.resume()
     lease = rank.acquire(rank.groups[0], Kind.GRAD, WRITE, step=1)
@@ -158,7 +159,7 @@ def test_the_leases_of_a_killed_process_are_free_at_once(clients: Clients, daemo
         assert process.stdout.readline() == "ready\n"
         assert tiers(daemon.address)[0].leased_bytes > 0
         os.kill(process.pid, signal.SIGKILL)
-    # Well before its heartbeat is missed: the connection ended.
+    # The leases are void because the connection ended, well before a heartbeat could be missed.
     wait_until(lambda: tiers(daemon.address)[0].leased_bytes == 0, seconds=HEARTBEAT_TIMEOUT_SECONDS * 0.75)
     rank = clients.rank(Layout(name=job), run_id="second")
     assert rank.resume() == 0
@@ -185,7 +186,8 @@ def test_another_layout_is_refused_by_the_name_of_the_parameter_on_every_rank(cl
     one.close()
     other = replace(layout, numels=(30_003, 17, 12_001))
     for attempt in range(2):
-        # The second rank of the launch comes when the first one was refused: it is told the same reason.
+        # The second rank of the launch comes after the first one was refused. The daemon refuses it with the same
+        # reason.
         rank = clients.rank(other, run_id="two", name=f"attempt {attempt}")
         with refused(
             CODE.FAILED_PRECONDITION, "'block.0.weight.2' is [12000] float32 in the store and [12001] float32"
@@ -209,7 +211,7 @@ def test_resume_policies(clients: Clients, job: str) -> None:
 def test_a_caller_that_waits_for_room_gives_up_at_its_deadline_and_leaves_nothing(
     clients: Clients, daemon: Daemon, job: str
 ) -> None:
-    # Gradients of 3 MiB each in a host tier of 16 MiB; all are registered, so all fit once, but not the units as well.
+    # The host tier has 16 MiB, and each slab 3 MiB. The gradients of all groups fit at once, but not six more slabs.
     layout = Layout(name=job, numels=(786_432,), groups=("a", "b"), with_skips=False)
     rank = clients.rank(layout).begin()
     held = [rank.acquire(group, Kind.GRAD, WRITE, step=1) for group in "ab"]
@@ -267,7 +269,7 @@ def test_leases_are_for_what_they_say(clients: Clients, job: str) -> None:
 
 
 def both(ranks: Any, action: Any) -> list[Any]:
-    """Runs `action` for all ranks at once; their results."""
+    """Run `action` for all ranks at the same time, and return its results."""
     results: dict[int, Any] = {}
     threads = [threading.Thread(target=lambda i=i, r=r: results.update({i: action(r)})) for i, r in enumerate(ranks)]
     for thread in threads:

@@ -1,5 +1,5 @@
-"""On the CPU, gathered parameters are the store's own bytes: nothing is copied, nothing that is written to them reaches
-the store, and whoever computed with bytes of a session that is over is told so."""
+"""On the CPU, gathered parameters are views of the store's own memory: the trainer copies nothing, writes to them do
+not reach the store, and a computation with bytes of an ended session ends with an error."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def train(engine: Engine, steps: int) -> None:
 
 
 def mapping_at(address: int) -> str:
-    """The line of /proc/self/maps that shows what an address is."""
+    """Return the line of /proc/self/maps that contains an address, or ""."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, _, last = line.split()[0].partition("-")
         if int(first, 16) <= address < int(last, 16):
@@ -97,9 +97,10 @@ def private_mappings_of_arena() -> list[str]:
 @pytest.mark.parametrize(
     ("home", "of_second_step"),
     [
-        # What is shown where it lives takes no memory: from the second step on, it is set aside until the backward.
+        # Units that are mapped where they live take no memory of the trainer. From the second step on they stay mapped
+        # from the forward to the backward, which need not gather them again.
         pytest.param("cpu", 1 + BLOCKS, id="cpu"),
-        # The last block of the forward is the first of the backward: that one stays.
+        # The last block of the forward is the first of the backward, so it stays gathered.
         pytest.param("nvme", 1 + BLOCKS + BLOCKS - 1, id="nvme"),
     ],
 )
@@ -124,7 +125,8 @@ def test_training_with_shown_parameters_gives_the_numbers_of_plain_torch(daemon:
 
 
 def test_memory_in_huge_pages_is_copied_where_it_cannot_be_shown(tmp_path: Path) -> None:
-    """A mapping of such memory begins at a huge page; where the system has none to give, the daemon goes on without."""
+    """A mapping of huge pages must begin at a huge page. Where the system has none to give, the daemon uses usual
+    pages."""
     settings = {"host_budget": 16 * MIB, "nvme_budget": 256 * MIB, "huge_pages": True}
     with Daemon(tmp_path / "state", settings) as daemon:
         assert_numbers_of_plain_torch(daemon)
@@ -170,7 +172,8 @@ def test_results_of_a_session_that_is_over_are_not_given_out(daemon: Daemon) -> 
         assert arena is not None
 
         def end(_: nn.Linear) -> None:
-            arena._generation += 1  # as if the store had changed the session's word
+            # This changes the generation that the trainer expects, as if the store had ended the session.
+            arena._generation += 1
 
         engine.module.blocks[-1].inside = end
         with pytest.raises(SessionEndedError), torch.no_grad():
@@ -181,9 +184,9 @@ def test_results_of_a_session_that_is_over_are_not_given_out(daemon: Daemon) -> 
 @pytest.mark.parametrize(
     ("home", "units_at_once"),
     [
-        # What lives in the store's host memory is leased until its last use in the step.
+        # A unit in the store's host memory is leased until its last use in the step.
         pytest.param("cpu", BLOCKS + 1, id="cpu"),
-        # The root and this unit, or the one before and the one after it, too.
+        # The root and this unit are leased, and at times also the units before and after it.
         pytest.param("nvme", 4, id="nvme"),
     ],
 )
@@ -214,7 +217,8 @@ def test_units_that_stay_gathered_take_no_room_from_those_that_pass(daemon: Daem
             counters = count_gathers(engine)
             train(engine, 2)
             counted = counters.snapshot().total
-            # What lives on the host is shown; of the others three at most, and the rest copied when others come.
+            # Units that live on the host are mapped and not copied. Of the other units at most three are mapped at
+            # once, and the rest are copied to make room.
             copied = counted.fetched_bytes * (BLOCKS + 1 - UNITS_SHOWN_AT_ONCE) // (BLOCKS + 1)
             assert (counted.gathers, counted.copied_bytes) == (2 * (BLOCKS + 1), copied if home == "nvme" else 0)
 
@@ -234,7 +238,7 @@ def test_ranks_that_share_a_store_show_what_lives_in_its_memory(tmp_path: Path) 
 
 def test_nothing_of_the_store_is_mapped_after_the_end(daemon: Daemon) -> None:
     engine = start(daemon, "unmapped")
-    engine(inputs(0))  # with a graph: the root stays gathered
+    engine(inputs(0))  # The graph needs the root, so the root stays gathered.
     assert private_mappings_of_arena()
     engine.close()
     assert private_mappings_of_arena() == []

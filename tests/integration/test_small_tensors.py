@@ -1,4 +1,4 @@
-"""Thousands of small tensors in one job, over a real daemon: packed into shared groups, each with its own values."""
+"""Thousands of small tensors in one job of a real daemon: they share packed groups, and each keeps its own values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = pytest.mark.parametrize("store", [False, True], ids=["arena", "streams"],
 
 
 def tensors_of(seed: int, count: int = COUNT) -> dict[str, torch.Tensor]:
-    """Small tensors of all types, sizes that are no multiple of anything, and two that are not packed."""
+    """Return small tensors of all types and several sizes, and two large tensors that are not packed."""
     generator = torch.Generator().manual_seed(seed)
     shapes = random.Random(17)
     tensors = {
@@ -62,7 +62,8 @@ def store(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[StoreClien
 
 @WAYS
 def test_tensors_put_in_any_batches_are_there_step_by_step(store: StoreClientSync) -> None:
-    """Whole packs go to the store at once, parts of packs with the commit; a held step never changes."""
+    """The client writes full packs at once and parts of packs with the commit. A step that a reader holds never
+    changes."""
     first, second = tensors_of(1), tensors_of(2)
     names = list(first)
     random.Random(3).shuffle(names)
@@ -83,7 +84,7 @@ def test_tensors_put_in_any_batches_are_there_step_by_step(store: StoreClientSyn
             assert_equal(reader.get_many(first), first | changed)
             for fqn in names[:5]:
                 assert torch.equal(reader.get(fqn), changed[fqn])
-            # What is put and rolled back leaves nothing behind, here or there.
+            # Values that are put and then rolled back leave nothing behind, neither in the client nor in the store.
         job.put({names[50]: second[names[50]]})
         assert job.roll_back() == 1
         job.put({names[51]: second[names[51]]})
@@ -118,7 +119,7 @@ def test_a_pack_of_which_a_part_is_missing_is_not_committed_first(daemon: Daemon
         job.put({fqn: tensor for fqn, tensor in tensors.items() if fqn != missing})
         with pytest.raises(JobConflictError, match=f"tensor '{missing}' of job 'small' has no initial values; put it"):
             job.commit()
-        # Nothing was lost.
+        # The refused commit lost none of the values that were put.
         job.put({missing: tensors[missing]})
         assert job.commit() == 0
         with store.read("small") as reader:
@@ -157,7 +158,7 @@ def test_they_survive_a_restart_and_go_on_with_their_names_in_another_order(tmp_
 
 
 def put_as_earlier_versions(address: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Stores a job with a group for each tensor, and no name for that, as earlier versions of the client did."""
+    """Store a job with a group for each tensor and without a layout name, as earlier versions of the client did."""
     layout = JobLayout(
         name=name,
         tensors={fqn: TensorSpec.of(tensor) for fqn, tensor in tensors.items()},
@@ -200,7 +201,8 @@ def test_a_job_of_an_earlier_version_is_read_and_written_as_it_is(daemon: Daemon
 
 
 def test_a_tensor_of_very_many_shards_is_read_whole_and_listed_in_pages(daemon: Daemon) -> None:
-    """One client's read of it held up the daemon for minutes: each shard was looked for among all of them."""
+    """A tensor may have 1500 shards. A read of such a tensor once held up the daemon for minutes, because the daemon
+    searched all shards for each shard."""
     whole = {"whole": torch.arange(16 * 1500, dtype=torch.float32)}
     with StoreClientSync.connect(daemon.address) as store:
         with store.open("shards", whole, shard_bytes=64) as job:
@@ -268,7 +270,7 @@ def test_ranges_that_cannot_share_a_lease_are_refused(daemon: Daemon, clients: C
 
 @pytest.mark.parametrize("ends", ["reader", "session"])
 def test_thousands_of_leases_come_back_with_what_they_are_of(daemon: Daemon, clients: Clients, ends: str) -> None:
-    """They are given back in slices, after the reader or the session has ended: none is forgotten."""
+    """The daemon frees the leases in slices after the reader or the session has ended, and frees all of them."""
     tensors = {"w": torch.arange(48, dtype=torch.float32)}
     with StoreClientSync.connect(daemon.address) as store:
         with store.open("leases", tensors) as job:

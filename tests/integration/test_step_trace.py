@@ -1,4 +1,4 @@
-"""The report and the trace of real steps: what was counted is what moved, and looking on changes no bit."""
+"""The report and the trace of real steps: the counters equal the bytes that moved, and tracing changes no bit."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from trainer_client.config.training_config import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.report.step_report import StepReport
 
-# Clocks are read on two processes' ends of a call, and JSON has microseconds.
+# The two ends of a call read clocks in two processes, and JSON has microseconds.
 SLACK_SECONDS = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A trace file, read again: (start, end, name) in seconds, by process and row, lanes joined."""
+    """A trace file that was read again: its spans (start, end, name) in seconds, by process and row. The lanes of a row
+    are joined."""
 
     spans: dict[str, dict[str, list[tuple[float, float, str]]]]
 
@@ -77,7 +78,7 @@ def reports(run: Run) -> list[StepReport]:
 def test_a_trace_has_every_kind_of_row_within_its_steps_and_changes_no_bit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A run that goes on finds nothing in the memory of its daemon: its first step fetches.
+    # A resumed run finds nothing in its daemon's memory, so its first step reads from disk.
     train_through_store(Run(steps=2, config=store_config(tmp_path / "state")))
     run = Run(steps=6, config=traced_config(tmp_path, first_step=1, steps=2))
     with caplog.at_level("INFO", logger="trainer_client"):
@@ -152,13 +153,14 @@ def test_a_report_has_the_bytes_that_a_step_moves_and_the_phases_that_it_has(
         assert {"forward", "backward", "step"} <= report.phases.keys()
         assert sum(report.stall_seconds.values()) <= report.seconds
         assert report.roofline_fraction > 0
-        # fp32: a gradient is 4 bytes per parameter, and each unit is gathered once or twice.
+        # The run is in fp32, so a gradient has 4 bytes per parameter. Each unit is gathered once or twice.
         assert report.bytes_per_parameter["trainer_to_store"] == pytest.approx(4.0, rel=0.02)
         assert 4.0 <= report.bytes_per_parameter["store_to_trainer"] <= 8.2
         assert report.gathers >= 4
     assert [report.step for report in made] == [1, 2, 3, 4, 5, 6]
-    # Weight and moments, 12 bytes, are written in each step, and read unless they are in host memory still; what the
-    # store has yet to do when a step is over counts for the next one, so that all but the last is certain.
+    # Each step writes a weight and two moments, 12 bytes per parameter, and reads those that are no longer in host
+    # memory. Writes that the store makes after the end of a step count for the next step, so the last step's may be
+    # missing.
     written, read = (sum(report.bytes_per_parameter[f"nvme_{way}"] for report in made) for way in ("written", "read"))
     assert 5 * 12.0 <= written <= 6 * 12.2
     assert 0 <= read <= 6 * 12.2

@@ -1,5 +1,5 @@
-"""Clients that are stopped past their deadline: their leases are void, and what they write when they wake up reaches
-nobody's bytes."""
+"""Clients that are stopped past their deadline: their leases are void, and their late writes reach no bytes of another
+client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITE = pb.LEASE_MODE_WRITE
 
 
 class StoppedClient:
-    """See stopped_client.py."""
+    """A client in a process of its own that the test stops and wakes. stopped_client.py has its program."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -40,7 +40,7 @@ class StoppedClient:
         )
 
     def answer(self) -> dict[str, Any]:
-        """Its next line."""
+        """Return the client's next line of output, parsed."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the client has ended"
@@ -48,7 +48,7 @@ class StoppedClient:
         return fields
 
     def go_on(self) -> None:
-        """Lets it do what comes next."""
+        """Have the client go on with its next action."""
         assert self.process.stdin is not None
         print(file=self.process.stdin, flush=True)
 
@@ -58,7 +58,7 @@ class StoppedClient:
 
 @contextmanager
 def stopped_clients(count: int, daemon: Daemon, job: str) -> Iterator[list[StoppedClient]]:
-    """Clients that have leased and been stopped until the daemon has given them up."""
+    """Start clients that lease memory, stop them, and wait until the daemon has ended their sessions."""
     clients = [StoppedClient(daemon.address, f"{job}-{i}", f"{job}-{i}-new") for i in range(count)]
     try:
         nbytes = [client.answer()["written_bytes"] for client in clients]
@@ -80,12 +80,12 @@ def test_late_writes_of_a_client_that_was_stopped_reach_nobody(clients: Clients,
     for layout in layouts:
         clients.rank(layout, run_id="first").begin().close()
     with stopped_clients(2, daemon, job) as (waking, dying):
-        # The kernel tells that a stopped process is gone.
+        # The kernel tells the daemon that a stopped process has died, and the daemon frees its quarantined memory.
         held = tiers(daemon.address)[0].quarantined_bytes
         dying.signal(signal.SIGKILL)
         wait_until(lambda: tiers(daemon.address)[0].quarantined_bytes == held // 2)
 
-        # Meanwhile the job goes on, in memory that the stopped one does not have.
+        # Meanwhile the job goes on, in other memory than the stopped client had leased.
         rank = clients.rank(layouts[0], run_id="second")
         assert rank.resume() == 0
         leases = {group: rank.acquire(group, Kind.GRAD, WRITE, step=1) for group in rank.groups}
@@ -104,7 +104,7 @@ def test_late_writes_of_a_client_that_was_stopped_reach_nobody(clients: Clients,
         rank.commit(1)
         rank.assert_at(1)
 
-        # It may write until it has no view any more.
+        # The memory stays quarantined while the client has views of it, because it could still write.
         assert tiers(daemon.address)[0].quarantined_bytes == held // 2
         waking.go_on()
         waking.answer()

@@ -1,4 +1,4 @@
-"""The example of the engine by itself does what it says, also when it is run again on what it left."""
+"""The example that uses the engine alone does what it says, also when it runs again on its own results."""
 
 from __future__ import annotations
 

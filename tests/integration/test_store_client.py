@@ -1,4 +1,5 @@
-"""trainer_client.StoreClient, both faces, against a real daemon: values, steps, listings, and what is refused."""
+"""trainer_client.StoreClient in its asyncio and its synchronous form, against a real daemon: values, steps, listings
+and errors."""
 
 from __future__ import annotations
 
@@ -36,14 +37,15 @@ KINDS: dict[engine.Kind, Kind] = {
     engine.Kind.EXP_AVG_SQ: "exp_avg_sq",
 }
 SPECS = {
-    "table": TensorSpec(shape=(1100, 513), dtype=torch.bfloat16),  # two shards, the last one odd
+    # The tensor has two shards, and the last one has an odd size.
+    "table": TensorSpec(shape=(1100, 513), dtype=torch.bfloat16),
     "bias": TensorSpec(shape=(7,), dtype=torch.float32),
     "scale": TensorSpec(shape=(3, 5, 2), dtype=torch.float16),
 }
 
 
 def value(fqn: str, step: int, spec: TensorSpec | None = None) -> torch.Tensor:
-    """What a tensor is at a step."""
+    """Return the values that a tensor has at a step."""
     spec = spec or SPECS[fqn]
     generator = torch.Generator().manual_seed(1000 * step + len(fqn))
     return torch.randn(spec.shape, generator=generator).to(spec.dtype)
@@ -67,7 +69,7 @@ def sync_store(daemon: Daemon) -> Iterator[StoreClientSync]:
 
 
 async def write(job: StoreWriter, step: int) -> None:
-    """Puts all tensors of a step, and commits it."""
+    """Put all tensors of a step and commit it."""
     await job.put(values(step))
     assert await job.commit() == step
 
@@ -190,7 +192,7 @@ def test_every_get_equals_the_reference_of_its_step_while_a_trainer_trains(
 ) -> None:
     layout = Layout(name=job, precision=engine.DType.BFLOAT16)
     rank = clients.rank(layout).begin()
-    # In advance: while torch computes it the trainer would wait.
+    # The reference is computed in advance, because the trainer would otherwise wait while torch computes it.
     rank.reference.states(30)
     stop = threading.Event()
 
@@ -229,7 +231,7 @@ async def test_cancelled_calls_leave_no_lease_and_touch_nothing_more(
             getting = asyncio.ensure_future(reader.get("table", out=out))
             await asyncio.sleep(0.001 * (turn % 6))
             if not getting.cancel():
-                continue  # it was done by then
+                continue  # The call had ended before it could be cancelled.
             with pytest.raises(asyncio.CancelledError):
                 await getting
             untouched = out.clone()

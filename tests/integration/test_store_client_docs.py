@@ -1,4 +1,4 @@
-"""What the page about the store's client shows does what it says, and so does its example."""
+"""The scripts on the page about the store's client do what the page says, and so does its example."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_example_finds_better_neighbours_from_step_to_step(tmp_path: Path) -
     assert re.findall(r"writer: +step (\d+) is committed", printed) == ["0", "1", "2", "3", "4"]
     found = [tuple(map(int, line)) for line in re.findall(r"searcher: step (\d+), (\d+) pairs seen: (\d+)%", printed)]
     assert [step for step, _, _ in found] == sorted(step for step, _, _ in found)
-    # What a reader sees is of one step.
+    # Everything that a reader sees in one pass belongs to one step.
     assert all(seen == 4000 * (step + 1) for step, seen, _ in found)
     last, _, share = found[-1]
     assert last == 4

@@ -1,4 +1,4 @@
-"""trainer_client.StoreClient with a daemon of its own: small, stopped, killed, and started again."""
+"""trainer_client.StoreClient with a daemon that is too small for its tensors, stopped, killed, or started again."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from trainer_client import (
 
 @pytest.fixture
 def cleanup() -> Iterator[ExitStack]:
-    """For daemons that a test would leave behind if it failed."""
+    """A stack for daemons that a failing test would leave running."""
     with ExitStack() as stack:
         yield stack
 
 
 @asynccontextmanager
 async def started(state_dir: Path, config: dict[str, Any] | None = None) -> AsyncIterator[Daemon]:
-    """A daemon that serves; killed at the end, if it still runs."""
+    """Start a daemon and wait until it serves. At the end, kill it if it still runs."""
     daemon = await asyncio.to_thread(Daemon, state_dir, config)
     try:
         yield daemon
@@ -71,7 +71,7 @@ async def test_tensors_may_be_larger_than_the_host_budget(tmp_path: Path) -> Non
 
 
 class CutNext:
-    """Breaks the connection at the next bytes, when it is told to."""
+    """A proxy's function that cuts the connection at the next bytes after `now` was set."""
 
     def __init__(self) -> None:
         self.now = threading.Event()
@@ -160,7 +160,7 @@ async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(
         with pytest.raises((StoreUnavailableError, StoreTimeoutError)):
             await call
     with Daemon(tmp_path / "state", wait=False) as daemon:
-        # Waits until the daemon is there.
+        # The call waits until the daemon serves.
         assert torch.equal(await reader.get("bias"), value("bias", 0))
         with pytest.raises(StepAbortedError, match=r"put for step 1 of job 'job' is gone .bias.: put it again"):
             await writer.put({"scale": value("scale", 1)})
@@ -168,7 +168,8 @@ async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(
         assert (await anext(watch)).step == 1
         daemon.kill()
     async with started(tmp_path / "state") as daemon:
-        # Nothing was put: the writer goes on by itself. The reader's step has been replaced by a newer one.
+        # Nothing was put since the last commit, so the writer goes on without an error. A newer step has replaced the
+        # reader's step.
         await write(writer, 2)
         with pytest.raises(StoreNotFoundError, match=r"step 0 of job 'job' is gone .* open another reader"):
             await reader.get("bias")
@@ -183,7 +184,8 @@ async def test_a_killed_daemon_is_found_again_and_a_writer_is_told_what_is_gone(
 
 
 def test_a_commit_that_the_daemon_does_not_survive_is_resolved(tmp_path: Path, cleanup: ExitStack) -> None:
-    """Killed around a commit and started again, the store and its writer agree on whether the step is there."""
+    """When the daemon is killed around a commit and started again, the store and its writer agree on whether the step
+    is committed."""
     daemon = Daemon(tmp_path / "state")
     cleanup.callback(daemon.kill)
     store = StoreClientSync.connect(daemon.address)
@@ -194,7 +196,7 @@ def test_a_commit_that_the_daemon_does_not_survive_is_resolved(tmp_path: Path, c
 
     def restart() -> None:
         nonlocal daemon
-        # Before, in or after the transaction: whatever it is, both sides are to say the same.
+        # The kill comes before, in or after the catalog's transaction.
         time.sleep(random.uniform(0, 0.006))
         daemon.kill()
         daemon = Daemon(tmp_path / "state", wait=False)

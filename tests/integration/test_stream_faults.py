@@ -1,4 +1,5 @@
-"""Transfers whose clients, or connections, fail: they go on where they were, or end, and harm nobody else."""
+"""Transfers whose clients or connections fail: they go on from the byte that they had reached, or end, and do no harm
+to other transfers."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ CODE = grpc.StatusCode
 STALL_SECONDS = 1.0
 BUDGET = 8 * MIB
 SLAB_BYTES = 8 * MIB
-# gRPC's clients take some MiB of each stream by themselves; these take little, so that a stream stands still soon.
+# By default gRPC's clients buffer some MiB of each stream. With these options they buffer little, so that a stream
+# without a reader stalls soon.
 SMALL_WINDOWS = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
 
 
 @pytest.fixture(scope="module")
 def strict_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One with a small budget for streams, and little patience."""
+    """A daemon with a small budget for streams and a short stall timeout."""
     config = {"stream_budget": BUDGET, "stream_stall_seconds": STALL_SECONDS, "host_budget": "64MiB"}
     with Daemon(tmp_path_factory.mktemp("strict") / "state", config) as daemon:
         yield daemon
@@ -46,7 +48,7 @@ def strict_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def rank(strict_daemon: Daemon, job: str) -> Iterator[Rank]:
-    """A job with one slab of random values; deleted afterwards."""
+    """A rank of a job with one slab of random values. The job is deleted afterwards."""
     with Clients(strict_daemon.address) as clients:
         yield clients.rank(Layout(name=job, numels=(SLAB_BYTES // 4,), groups=("a",), with_skips=False)).begin()
     deadline = time.monotonic() + 10
@@ -59,7 +61,7 @@ def rank(strict_daemon: Daemon, job: str) -> Iterator[Rank]:
 
 @contextmanager
 def streams_through(daemon: Daemon, rank: Rank, path: Path, tamper: Tamper) -> Iterator[Streams]:
-    """The training library's streams, by way of a proxy; the session stays as it is."""
+    """Yield the training library's streams through a tampering proxy. The session itself does not use the proxy."""
     with TamperingProxy(path, daemon.socket, tamper) as proxy, open_channel(proxy.address) as channel:
         yield Streams(channel, rank.session_id, lambda: None)
 
@@ -72,7 +74,7 @@ def transfer_bytes(daemon: Daemon) -> int:
 
 
 def anonymous_bytes(daemon: Daemon) -> int:
-    """Memory of the daemon that is neither the arena nor a file."""
+    """Return the daemon's memory that is neither the arena nor a file."""
     status = Path(f"/proc/{daemon.process.pid}/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) << 10
@@ -124,7 +126,8 @@ def test_damage_on_the_way_is_found_and_named(strict_daemon: Daemon, rank: Rank,
 
 
 def test_dead_readers_neither_stall_others_nor_grow_the_daemon(strict_daemon: Daemon, rank: Rank) -> None:
-    """Two hundred that grant all credit and take nothing, while others read; they are more than the budget holds."""
+    """Two hundred readers grant all credit and read nothing, while others read. Together they ask for more than the
+    budget."""
     lease = rank.acquire("a", Kind.PARAM, pb.LEASE_MODE_READ)
     expected = bytes(rank.tensor(lease, Kind.PARAM).view(torch.uint8).numpy())
     assert read(rank, lease_id=lease.lease_id)[1] == expected
@@ -147,7 +150,7 @@ def test_dead_readers_neither_stall_others_nor_grow_the_daemon(strict_daemon: Da
         grown = anonymous_bytes(strict_daemon) - before
     print(f"{held} bytes held at most, the daemon has grown by {grown} bytes")
     assert 0 < held <= BUDGET
-    # Two hundred whole chunks would be 200 MiB. What gRPC takes for a connection is not ours to bound.
+    # Two hundred whole chunks would be 200 MiB. The daemon cannot bound the memory that gRPC uses for a connection.
     assert grown < BUDGET + 24 * MIB
     _wait_until_nothing_is_held(strict_daemon)
 
@@ -184,7 +187,7 @@ def test_writers_that_announce_and_never_send_are_ended(strict_daemon: Daemon, r
 
 
 def test_the_end_of_a_session_ends_its_transfers(strict_daemon: Daemon, rank: Rank) -> None:
-    """Also those that wait for credit: nothing would wake them."""
+    """Transfers that wait for credit end too, although no credit would ever wake them."""
     with Clients(strict_daemon.address) as others:
         other = others.client()
         lease = rank.acquire("a", Kind.PARAM, pb.LEASE_MODE_READ)

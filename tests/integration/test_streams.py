@@ -1,4 +1,4 @@
-"""Clients that cannot map the arena get and give the same bytes over streams, in bounded messages."""
+"""Clients that cannot map the arena read and write the same bytes over streams, in messages of bounded size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.integration.support.stream_client import MIB, Reading, Writing, read,
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
-# 2.4 MB of weights a group: several chunks, the last one odd.
+# A group has 2.4 MB of weights: several chunks, and the last one has an odd size.
 WIDE = Layout(numels=(600_001,), groups=("a",), with_skips=False)
 
 
 def leased_bytes(rank: Rank, lease: pb.Lease) -> bytes:
-    """The lease's bytes in the mapped arena."""
+    """Return the lease's bytes from the mapped arena."""
     return rank.map_arena()[lease.arena_offset : lease.arena_offset + lease.size_bytes]
 
 
@@ -34,7 +34,8 @@ def test_a_read_lease_streams_what_the_arena_holds(clients: Clients, job: str) -
 
 
 def test_a_run_over_streams_alone_has_the_bits_of_torch(clients: Clients, job: str) -> None:
-    """Initial values and gradients written, weights and moments read, without a byte of the arena."""
+    """Initial values and gradients are written, and weights and moments are read, over streams only. The arena serves
+    only to check the bytes."""
     layout = Layout(name=job, numels=(300_001,), groups=("a",), precision=DType.BFLOAT16, with_skips=False)
     rank = clients.rank(layout)
     rank.open()
@@ -43,7 +44,7 @@ def test_a_run_over_streams_alone_has_the_bits_of_torch(clients: Clients, job: s
     for kind in (Kind.MASTER, Kind.PARAM):
         lease = rank.acquire("a", kind, pb.LEASE_MODE_WRITE)
         values = raw(rank.reference.initial("a", 0).to(layout.dtype(kind).torch))
-        # In two pieces, the second first.
+        # The client writes the values in two pieces, the second one first.
         write(rank, lease.lease_id, values[MIB // 2 :], first_byte=MIB // 2)
         write(rank, lease.lease_id, values[: MIB // 2])
         assert leased_bytes(rank, lease)[: len(values)] == values
@@ -181,5 +182,5 @@ def test_a_lease_that_ends_while_it_is_read_gives_no_more_bytes(clients: Clients
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The tensor's bytes."""
+    """Return the tensor's bytes."""
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()

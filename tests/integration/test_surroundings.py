@@ -1,7 +1,7 @@
-"""Everyday surroundings: what shells, schedulers, containers and clusters do to a process before it starts. A daemon
-serves, ends cleanly and starts again in each of them, and a trainer trains in those that reach it.
+"""Everyday surroundings: the changes that shells, schedulers, containers and clusters make to a process before it
+starts. In each of them a daemon serves, ends cleanly and starts again. In those that reach a trainer, a trainer trains.
 
-Some run at a time, because most of what a process costs here is to import torch.
+Several cases run at the same time, because most of a process's time here is the import of torch.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ sys.exit(0 if engine.global_steps == 2 else 9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrounding:
-    """What differs from the surroundings of the tests.
+    """The differences to the surroundings of the tests.
 
     Attributes:
-        variables: of the environment; None: not set.
-        shell: runs the program, which is "$@", in a process of the same id; $0 is a directory.
-        empty: no variable is set but `variables`.
-        state_dir: name of the state directory.
-        needs_namespace: the shell makes a mount namespace, which is not allowed everywhere.
+        variables: changed environment variables; None removes a variable.
+        shell: a script that runs the program "$@" in the shell's own process; $0 is a directory.
+        empty: whether the environment has no variables but `variables`.
+        state_dir: the name of the state directory.
+        needs_namespace: whether the shell makes a mount namespace, which some systems forbid.
     """
 
     variables: Mapping[str, str | None] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Surrounding:
     needs_namespace: bool = False
 
     def environment(self, usual: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment, where `usual` is that of the tests."""
+        """Return the whole environment of the process, where `usual` is the environment of the tests."""
         changed = {} if self.empty else dict(usual)
         for name, value in self.variables.items():
             changed.pop(name, None)
@@ -72,7 +72,7 @@ class Surrounding:
         return changed
 
     def prefix(self, directory: Path) -> list[str]:
-        """What comes before the program's command; `directory` is the shell's to use, as $0."""
+        """Return the words before the program's command. The shell script finds `directory` in $0, and may use it."""
         return ["/bin/sh", "-c", self.shell, str(directory)]
 
 
@@ -106,7 +106,8 @@ FOR_DAEMONS = {
     "deleted working directory": Surrounding(shell=DELETED),
     "256 descriptors, no core, no locked memory": Surrounding(shell='ulimit -n 256 -c 0 -l 0; exec "$@"'),
     "signals that are ignored, as by nohup and &": Surrounding(shell="trap '' HUP INT QUIT TERM PIPE; exec \"$@\""),
-    # The lowest, 19, has a hundredth of a core where the machine is busy: a start would take minutes.
+    # With the lowest priority, 19, a start would take minutes on a busy machine, because the process gets a hundredth
+    # of a core.
     "lower priority": Surrounding(shell='exec nice -n 5 "$@"'),
     "no shared memory directory": Surrounding(shell=NO_SHARED_MEMORY, needs_namespace=True),
     "Python's switches": Surrounding(
@@ -132,7 +133,7 @@ FOR_TRAINERS = {
 
 
 def serve(surrounding: Surrounding, usual: Mapping[str, str], directory: Path) -> None:
-    """Starts a daemon twice; puts, commits and gets through it."""
+    """Start a daemon twice in the same state directory, and each time put, commit and get through it."""
     weight = {"w": torch.zeros(1000)}
     for value in (1.0, 2.0):
         prefix, environment = surrounding.prefix(directory), surrounding.environment(usual)
@@ -158,7 +159,7 @@ def weight_of(client: StoreClientSync) -> float:
 
 
 def train(surrounding: Surrounding, usual: Mapping[str, str], directory: Path) -> None:
-    """Trains two steps in a daemon of the trainer's own."""
+    """Train two steps with a daemon that the trainer starts."""
     script, state_dir, output = directory / "train.py", directory / surrounding.state_dir, directory / "output"
     script.write_text(TRAIN)
     with output.open("w") as file:
@@ -186,10 +187,11 @@ CASES = {f"daemon: {name}": (serve, surrounding) for name, surrounding in FOR_DA
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, Future[None]]]:
-    """Of the cases that are to be run, some at a time, in the order of the tests."""
+    """The outcomes of the chosen cases. Several cases run at the same time, in the order of the tests."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     names = [str(item.callspec.params["case"]) for item in items if item.module is request.module]
-    # A copy: pytest changes a variable with each test, and a process that starts meanwhile would find neither value.
+    # This is a copy because pytest changes an environment variable in each test, and a process that starts meanwhile
+    # could miss it.
     usual = dict(os.environ)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         started: dict[str, Future[None]] = {}

@@ -1,5 +1,5 @@
-"""A token that allows many jobs has one share for all of them: refused by its name, counted anew after a restart, and
-given back when a job is deleted, which its holder may do where the token says so."""
+"""A token that allows many jobs has one quota for all of them. A refusal names the token, a restarted daemon counts
+anew, and a deleted job makes room. The token's holder may delete jobs where the token says so."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from tests.unit.storage.builders import Layout
 from trainer_client.transport.credentials import Credentials
 
 CODE = grpc.StatusCode
-# Elements of fp32, so that a slab has 1 MiB. A job has three slabs, and needs each twice to go on.
+# These elements are fp32, so a slab has 1 MiB. A job has three slabs, and needs room for each twice: committed and
+# pending.
 NUMEL = 256 << 10
 TINY = 16
 
 
 class Store:
-    """A daemon with tokens; `carol` may delete her jobs, `dave` may not, and Dave's are some of Carol's."""
+    """A daemon with tokens. `carol` may delete her jobs and `dave` may not. Some of Dave's jobs are Carol's, too."""
 
     def __init__(self, directory: Path, quotas: list[dict[str, Any]]) -> None:
         self.token_file = directory / "tokens.toml"
@@ -52,7 +53,7 @@ class Store:
         self.daemon = Daemon(self._state_dir, self._config)
 
     def restart(self) -> None:
-        """Ends the daemon in order, and starts it again."""
+        """Stop the daemon in order and start it again."""
         assert self.daemon.stop() == 0
         assert "Traceback" not in self.daemon.log
         self.daemon = Daemon(self._state_dir, self._config)
@@ -66,7 +67,7 @@ class Store:
 
     @contextlib.contextmanager
     def job(self, token: str, job: str, numel: int = TINY) -> Iterator[Rank]:
-        """A rank whose job is opened and committed, as long as the context."""
+        """Open a job and commit its first step, and close the session at the end of the context."""
         rank = self.rank(token, job, numel)
         try:
             yield rank.begin()
@@ -74,7 +75,7 @@ class Store:
             rank.close()
 
     def delete(self, token: str, job: str) -> tuple[int, str]:
-        """Exit status and output of `paramserver-admin delete-job`; waits until no session is attached."""
+        """Run `paramserver-admin delete-job`, and return its exit status and output."""
         environment = {"PARAMSERVER_TOKEN_FILE": str(self.token_file.with_name("token"))}
         self.token_file.with_name("token").write_text(self.tokens[token])
         arguments = ["delete-job", "--address", self.daemon.address, "--yes", job]
@@ -91,7 +92,8 @@ def quotas() -> list[dict[str, Any]]:
 def store(tmp_path: Path, quotas: list[dict[str, Any]]) -> Iterator[Store]:
     store = Store(tmp_path, quotas)
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(lambda: store.daemon.kill())  # noqa: PLW0108  # the one that runs at the end
+        # The lambda reads `store.daemon` when the test ends, because a restart replaces the daemon.
+        cleanup.callback(lambda: store.daemon.kill())  # noqa: PLW0108
         yield store
         assert store.daemon.stop() == 0
         assert "Traceback" not in store.daemon.log
@@ -99,7 +101,7 @@ def store(tmp_path: Path, quotas: list[dict[str, Any]]) -> Iterator[Store]:
 
 
 def make(store: Store, token: str, job: str, numel: int = TINY) -> None:
-    """A job at step 1, which nobody trains any more."""
+    """Train a job to step 1 and close its session."""
     with store.job(token, job, numel) as rank:
         rank.train(1, 1)
 
@@ -115,7 +117,8 @@ def test_jobs_of_a_token_are_counted_whoever_made_them_and_after_a_restart(store
     for _ in range(2):
         with refused(CODE.RESOURCE_EXHAUSTED, USED_UP, "delete-job"):
             make(store, "carol", "team/3")
-        # One that is there may be used; another token's jobs do not count for her, nor an operator's for him.
+        # Carol may open a job that exists. The job "dave" does not count, because her token does not allow it.
+        # Operators have no quota.
         late = store.rank("carol", "team/1", run_id="again")
         assert late.resume() == 1
         late.close()
@@ -158,7 +161,7 @@ def test_bytes_on_nvme_are_counted_over_all_jobs_of_a_token(store: Store) -> Non
         f"the quota of token carol, nvme_bytes = {10 * MIB}, is too small: the steps of its 3 jobs need {12 * MIB} ",
     ):
         third.register()
-    # A step that a reader holds counts although its job is deleted.
+    # A step that a reader holds counts, although its job is deleted.
     reader = Client(store.daemon.address, channel=store.channel("carol"))
     reader_id = reader.call("OpenReader", job="team/1").reader_id
     assert store.delete("carol", "team/1")[0] == 0
@@ -172,7 +175,7 @@ def test_bytes_on_nvme_are_counted_over_all_jobs_of_a_token(store: Store) -> Non
     third.assert_at(2)
     third.close()
     reader.close()
-    # Others have no such limit.
+    # Tokens without such a quota have no limit.
     make(store, "dave", "dave", NUMEL)
 
 
@@ -188,7 +191,7 @@ def test_host_memory_is_counted_over_all_jobs_of_a_token(store: Store) -> None:
             f"{5 * MIB} are leased",
         ):
             second.acquire("a", kinds[2], pb.LEASE_MODE_READ)
-        # One that comes back in one job makes room in the other.
+        # A lease that is returned in one job makes room in the other job.
         giving_back = threading.Timer(0.2, first.release, [leases.pop()])
         giving_back.start()
         held.append(second.acquire("a", kinds[2], pb.LEASE_MODE_READ))
@@ -220,7 +223,7 @@ def test_sessions_and_readers_of_a_token_are_counted(store: Store) -> None:
         second.call("OpenReader", job="team/2")
     first.close()
     second.call("OpenReader", job="team/2")
-    # The first pattern that matches counts, and none for operators.
+    # The first quota whose name matches the token counts. Operators have no quota.
     dave = Client(store.daemon.address, channel=store.channel("dave"))
     with refused(CODE.RESOURCE_EXHAUSTED, "the quota of token dave, sessions = 1"):
         Client(store.daemon.address, channel=store.channel("dave"))
@@ -233,7 +236,7 @@ def test_a_token_deletes_its_own_jobs_if_it_may(store: Store) -> None:
     for job in ("team/dave-1", "dave"):
         make(store, "operator", job)
     forbidden = (1, "paramserver-admin: PERMISSION_DENIED: the token does not allow this\n")
-    # Alike whether or not the job exists.
+    # The refusal is the same whether or not the job exists.
     for token, job in (
         ("dave", "dave"),
         ("dave", "team/dave-1"),
