@@ -140,8 +140,10 @@ class StateAccess:
 
     @torch.no_grad()
     def full_state_dict(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the model's state by name, on the CPU: fp32 weights, and buffers as they are. Without `keep`, return
-        an empty dict. A collective, one group at a time."""
+        """Return the model's state by name, on the CPU: fp32 weights, and buffers as they are.
+
+        Without `keep`, return an empty dict. A collective, one group at a time.
+        """
         weights: dict[int, torch.Tensor] = {}
         for state in self._states:
             chunk = state.read(state.group.weight_kind)
@@ -195,8 +197,9 @@ class StateAccess:
 
     @torch.no_grad()
     def changes(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> list[Change]:
-        """Check new values of states, and return them as changes for `stage`. Every rank names the same parameters and
-        kinds.
+        """Check new values of states, and return them as changes for `stage`.
+
+        Every rank must name the same parameters and kinds.
 
         Args:
             values: the new values by parameter and kind.
@@ -249,10 +252,9 @@ class StateAccess:
     def stage_changed(
         self, parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor], modifier_rank: int, step: int
     ) -> None:
-        """Stage the values that `modifier_rank` has written into whole parameters, on all ranks, within `gathered`. A
-        collective.
+        """Stage, on all ranks, the values that `modifier_rank` has written into whole parameters within `gathered`.
 
-        The fp32 master weight of an element that was not changed stays as it is.
+        A collective. The fp32 master weight of an element that was not changed stays as it is.
 
         Args:
             before: what `parameters_before` returned before the change.
@@ -274,8 +276,10 @@ class StateAccess:
 
     @torch.no_grad()
     def stage(self, changes: Iterable[Change], step: int) -> None:
-        """Make changes a part of the uncommitted `step`, with one write for each kind of a group, because the store
-        takes only one in a step."""
+        """Make changes a part of the uncommitted `step`.
+
+        Each kind of a group is written once, because the store takes only one write of it in a step.
+        """
         by_state: dict[int, list[Change]] = {}
         for change in changes:
             by_state.setdefault(id(change.place.state), []).append(change)
@@ -387,8 +391,10 @@ def _has(group: FlatGroup, kind: str) -> bool:
 
 
 def _kind_of(group: FlatGroup, kind: str, fqn: str) -> Kind:
-    """Return the kind that the user names as torch names the state. "master" is the fp32 weight, which is the parameter
-    itself if that is fp32."""
+    """Return the kind that the user names as torch names the state.
+
+    "master" is the fp32 weight, which is the parameter itself if that is fp32.
+    """
     if kind == _MASTER:
         return group.weight_kind
     for candidate in group.kinds:

@@ -55,8 +55,10 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
 
 
 def _make_parts(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, resources: ExitStack) -> EngineParts:
-    """Make the parts of an engine, and install the hooks on the model. The trace and then the reporter call the store
-    when they are made."""
+    """Make the parts of an engine, and install the hooks on the model.
+
+    The constructors of the trace and of the reporter call the store, in this order.
+    """
     clipping = Clipping(norm=rank.settings.gradient_clipping, value=rank.settings.paramserver.gradient_clipping_value)
     early = EarlyUpdates(rank.store)
     gradients = _make_gradients(rank, job, early, clipping)

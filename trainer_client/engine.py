@@ -59,7 +59,9 @@ class EngineParts:
 
 
 class Engine:
-    """The engine of one training loop, made by `trainer_client.initialize`. The loop is the same as with DeepSpeed:
+    """The engine of one training loop, made by `trainer_client.initialize`.
+
+    The loop is the same as with DeepSpeed:
 
         loss = engine(batch); engine.backward(loss); engine.step()
 
@@ -74,8 +76,10 @@ class Engine:
     """
 
     def __init__(self, user: UserObjects, rank: RankContext, parts: EngineParts, resources: ExitStack) -> None:
-        """Args:
-        resources: closed when the engine leaves.
+        """Join the parts to an engine.
+
+        Args:
+            resources: closed when the engine leaves.
         """
         self.module = user.module
         self.optimizer = user.optimizer
@@ -298,8 +302,12 @@ class Engine:
         return self._store.restarts
 
     def placement(self) -> dict[str, dict[str, int]]:
-        """Return where this rank's state lives: for "parameters", "gradients" and "optimizer" (master weights and
-        optimizer states), the bytes in each home ("device", "host", "nvme")."""
+        """Return where this rank's state lives.
+
+        Returns:
+            For "parameters", "gradients" and "optimizer" (master weights and optimizer states), the bytes in each home
+            ("device", "host", "nvme").
+        """
         return placement_bytes(self._states)
 
     def step_report(self) -> StepReport | None:
@@ -371,8 +379,10 @@ class Engine:
         self._set({(parameter, kind): value}, local=False)
 
     def set_local(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
-        """Change one kind of a parameter, as `set_full`. A collective, to which each rank passes its own part [n], as
-        `get_local` returns it."""
+        """Change one kind of a parameter, as `set_full`.
+
+        A collective, to which each rank passes its own part [n], as `get_local` returns it.
+        """
         self._set({(parameter, kind): value}, local=True)
 
     def set_many(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor]) -> None:
@@ -380,11 +390,10 @@ class Engine:
         self._set(values, local=False)
 
     def state_dict(self, kind: str = "master") -> dict[str, StateShard]:
-        """Return this rank's part of one kind of all parameters that have it, by FQN, tied names included. Not a
-        collective.
+        """Return this rank's part of one kind of all parameters that have it, by FQN, tied names included.
 
-        Each part says which elements of which parameter it has, so that the dicts of all ranks together are the whole
-        state, for any number of ranks. (`full_state_dict` gathers it.)
+        Not a collective. Each part says which elements of which parameter it has, so that the dicts of all ranks
+        together are the whole state, for any number of ranks. (`full_state_dict` gathers it.)
         """
         self._require_open()
         return self._access.shards(kind)
@@ -438,8 +447,10 @@ class Engine:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Surround a change of states. A change that fails half-way cannot be undone, and a part of it would go into
-        the next commit, so the engine makes no commit after it."""
+        """Surround a change of states, and make no commit after a change that fails.
+
+        A change that fails half-way cannot be undone, so a part of it would go into the next commit.
+        """
         self.wait_for_commit()
         try:
             yield
@@ -449,8 +460,10 @@ class Engine:
             raise
 
     def _give_up(self, what: str, error: BaseException) -> None:
-        """Leave the other ranks, because this rank cannot take part in the step any more. They must not wait for it,
-        neither in a collective nor for its vote in the store."""
+        """Leave the other ranks, because this rank cannot take part in the step any more.
+
+        The other ranks must not wait for this rank, neither in a collective nor for its vote in the store.
+        """
         if self._collectives.world_size > 1:
             self._collectives.give_up(what, error)
             self._commits.abandon()
@@ -476,16 +489,19 @@ class Engine:
         self.client_state = state["user"]
 
     def commit_initial_state(self) -> None:
-        """Commit the staged states: the initial weights as step 0, or the resumed step in another layout as the next
-        one."""
+        """Commit the staged states.
+
+        They are the initial weights, committed as step 0, or the resumed step in another layout, committed as the step
+        after it.
+        """
         self._commits.begin(self._client_state())
         self._commits.wait()
 
     def close(self) -> None:
-        """Commit the last step if it is not committed yet, wait for the other ranks, leave the job, and stop the daemon
-        that belongs to it. Idempotent.
+        """Commit the last step, wait for the other ranks, leave the job, and stop the daemon that belongs to it.
 
-        A collective, because a rank that leaves early would take the daemon away from ranks that still read.
+        Idempotent: a step that is committed already is not committed again. A collective, because a rank that leaves
+        early would take the daemon away from ranks that still read.
         """
         if self._closed:
             return
@@ -498,8 +514,10 @@ class Engine:
             self.leave()
 
     def leave(self) -> None:
-        """Leave the job after a run that may have failed: begin no commit, wait only for the one that is under way, and
-        do not wait for other ranks. Idempotent."""
+        """Leave the job after a run that may have failed.
+
+        Begins no commit, waits only for the commit that is under way, and does not wait for other ranks. Idempotent.
+        """
         if self._closed:
             return
         self._closed = True

@@ -84,15 +84,6 @@ NOT_YET: frozenset[str] = frozenset(
         "tests/unit/trainer_client/step/test_phases.py",
         "tests/unit/trainer_client/step/test_tensor_tree.py",
         "tests/unit/trainer_client/transport/test_arena.py",
-        "trainer_client/ranks/collectives.py",
-        "trainer_client/ranks/watch.py",
-        "trainer_client/report/reporter.py",
-        "trainer_client/report/step_trace.py",
-        "trainer_client/run/data_loader.py",
-        "trainer_client/step/gather_counters.py",
-        "trainer_client/step/hooks.py",
-        "trainer_client/step/residency.py",
-        "trainer_client/transport/attachments.py",
     ]
 )
 

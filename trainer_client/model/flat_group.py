@@ -229,8 +229,10 @@ class FlatGroup:
         self._memory.give_back()
 
     def gather_on_use(self, gather: Callable[[ModelParameter, str], None]) -> None:
-        """Have `gather` called when a function of torch is given a released parameter, with the function's name. It
-        gathers the group, or raises. Before this call, each such use raises ReleasedParameterError."""
+        """Have `gather` called when a function of torch is given a released parameter, with the function's name.
+
+        `gather` gathers the group, or raises. Before this call, each such use raises ReleasedParameterError.
+        """
         self._gather_on_use = gather
 
     def contains(self, tensor: nn.Parameter) -> bool:

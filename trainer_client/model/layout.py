@@ -116,4 +116,5 @@ def flat_layout(sizes: Sequence[tuple[str, int]], world_size: int) -> FlatLayout
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple

@@ -20,6 +20,8 @@ from trainer_client.transport.rank_store import RankStore, Slab
 
 
 class UnitState(enum.Enum):
+    """Where the parameters of a unit are, and what memory they take on the device."""
+
     SHARDED = enum.auto()
     """The unit takes no memory on the device; its parameters are only in the store."""
 

@@ -30,7 +30,7 @@ _MAIN, _UNITS, _CONTROL = range(3)
 # The longest text of an error that is shown to other ranks.
 _SHOWN_CHARACTERS = 300
 
-# How long `close` waits for the process groups of a rank that has given up to end.
+# The time that `close` waits for the process groups of a rank that has given up to end.
 _END_SECONDS = 10.0
 
 

@@ -1,4 +1,4 @@
-"""The watch: which collective each rank is in, for the error message of a rank that waits for the others in vain.
+"""The watch: which collective each rank is in, for the error message of a rank whose wait for the others times out.
 
 Owns a thread that writes this rank's place to the store of the process group (torch.distributed's key-value store), and
 what it has last read of the other ranks' places. Must never make training wait or fail.

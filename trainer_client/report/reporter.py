@@ -71,7 +71,7 @@ class Reporter:
         self._part = part
         self._trace = trace
         self._roofline = Roofline()
-        # What was recorded before the first step belongs to no report.
+        # The times and counts that were recorded before the first step belong to no report.
         recorder.end_step()
         gathers.reset()
         self._before = pb.ReadCountersResponse()

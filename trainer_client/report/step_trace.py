@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 STEPS_ROW = "steps"
 _ROWS = (STEPS_ROW, PHASES_ROW, COMPUTE_ROW, GATHERS_ROW, FETCHES_ROW)
-# How long to wait for the store's last spans and for the file at the end of the run.
+# The time that the run waits at its end for the store's last spans and for the file.
 _CLOSE_SECONDS = 10.0
 
 

@@ -68,6 +68,11 @@ def derived_random_states(states: Mapping[str, Any], rank: int) -> dict[str, Any
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set the random generators of torch, Python, CUDA and numpy to the states that a commit carried.
+
+    The generators of `device` and of numpy are left as they are if the commit has no state for them, and numpy's also
+    if this process has not imported numpy.
+    """
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if device.type == "cuda" and "cuda" in states:

@@ -101,7 +101,7 @@ class TrainingLoader(DataLoader[Any]):
         self._order = order
         # The number of micro-batches that the loop has taken and that are not part of a finished step.
         self._taken = 0
-        # How many of these are part of the step under way.
+        # The number of these micro-batches that are part of the step under way.
         self._used = 0
         super().__init__(
             dataset,

@@ -48,6 +48,7 @@ _LOG_TAIL_LINES = 12
 
 
 def local_address(state_dir: Path) -> str:
+    """Return the address of the daemon that belongs to the job with this state directory."""
     return check_address(f"unix:{state_dir.absolute() / SOCKET_NAME}")
 
 

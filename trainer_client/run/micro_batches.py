@@ -14,16 +14,20 @@ from trainer_client.step.gradients import ReductionSchedule
 
 
 class MicroBatches:
-    """Attributes:
-    sizes: the batch sizes of the config.
-    micro_steps: micro-batches ended so far, in the life of the job.
-    backwards: backward passes since the last step was made.
-    syncs: whether backward passes may communicate: False within `no_sync`.
+    """The counts of micro-batches and backward passes of one engine.
+
+    Attributes:
+        sizes: the batch sizes of the config.
+        micro_steps: micro-batches ended so far, in the life of the job.
+        backwards: backward passes since the last step was made.
+        syncs: whether backward passes may communicate: False within `no_sync`.
     """
 
     def __init__(self, sizes: BatchSizes, reduction: ReductionSchedule, data: TrainingLoader | None) -> None:
-        """Args:
-        data: the loader whose cursor moves with the micro-batches, if the engine has one.
+        """Begin with no micro-batch.
+
+        Args:
+            data: the loader whose cursor moves with the micro-batches, if the engine has one.
         """
         self.sizes = sizes
         self.micro_steps = 0

@@ -21,8 +21,8 @@ class UnitGathers:
         gathers: how often parameters were made whole of leased bytes. Uses of a unit that was whole already are not
             counted.
         hits: how many of the gathers found their bytes there when the trainer waited for them.
-        predicted: how many of the gathers the store was told of before the use, or needed not be told of because the
-            unit was expected and lives in its host memory.
+        predicted: how many of the gathers this rank had announced to the store before the use, or had no need to
+            announce because the unit was expected and lives in the store's host memory.
         waited_seconds: the stall time between the use of a unit and the grant of its leases, without the time that the
             trainer computed meanwhile.
         fetched_bytes: how many bytes this rank leased.
@@ -63,8 +63,10 @@ class GatherCounters:
     """The counts of each unit since the last `reset`."""
 
     def __init__(self, fqns: Sequence[str]) -> None:
-        """Args:
-        fqns: the FQNs of the units, by index.
+        """Begin with zero for each unit.
+
+        Args:
+            fqns: the FQNs of the units, by index.
         """
         self._fqns = tuple(fqns)
         self._counts = [UnitGathers() for _ in fqns]

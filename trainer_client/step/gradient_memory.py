@@ -99,8 +99,10 @@ class LeasedMemory:
             self._store.give_back([leased])
 
     def _wait(self) -> LeasedBytes:
-        """Wait for the lease, and return it. After a restart of the daemon, return one of the new daemon with the same
-        bytes."""
+        """Wait for the lease, and return it.
+
+        After a restart of the daemon, return a lease of the new daemon with the same bytes.
+        """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             (self._leased,) = pending.wait()

@@ -41,8 +41,10 @@ class ReductionSchedule(enum.Enum):
 
     @classmethod
     def of(cls, config: TrainingConfig) -> ReductionSchedule:
-        """Return the schedule of the config. The default is DeepSpeed's: stages that shard gradients reduce each
-        micro-batch."""
+        """Return the schedule of the config.
+
+        The default is DeepSpeed's: stages that shard gradients reduce each micro-batch.
+        """
         chosen = config.paramserver.gradient_reduction
         if chosen == "auto":
             chosen = "micro_batch" if config.zero_optimization.stage >= 2 else "boundary"
@@ -184,8 +186,11 @@ class GradientGroup:
         return torch.zeros(group.layout.numel, dtype=group.gradient_dtype, device=self._collectives.device)
 
     def norms(self) -> tuple[list[int], torch.Tensor]:
-        """Return the indices [n] of the parameters of which this rank has a shard, and the 2-norm [n] of each shard in
-        fp32."""
+        """Return the norms of this rank's shards.
+
+        Returns:
+            The indices [n] of the parameters of which this rank has a shard, and the 2-norm [n] of each shard in fp32.
+        """
         shards = self.flat_group.shards
         if self._norms is None:
             chunk = self.chunk
@@ -200,9 +205,11 @@ class GradientGroup:
         return leased
 
     def abandon(self) -> None:
-        """Undo the early update of this gradient, and release the gradient's memory, after a failure that the caller
-        reports. If the store refuses to undo the update, it has lost this session or the step, and with it the
-        update."""
+        """Undo the early update of this gradient, and release the gradient's memory.
+
+        The caller reports the failure that made this necessary. An error of the store is ignored here, because a store
+        that refuses to undo the update has lost this session or the step, and with it the update.
+        """
         with suppress(StoreError):
             self.begin_change()
         self.memory.abandon()
@@ -320,8 +327,9 @@ class Gradients:
                 group.reduce(step)
 
     def chunk_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
-        """Return this rank's part [layout.chunk] of a group's gradient so far, if the parameter in `slot` has a
-        gradient in it; else None.
+        """Return this rank's part [layout.chunk] of a group's gradient so far.
+
+        Return None if the parameter in `slot` has no gradient in it.
 
         The values are those of backward, scaled by the loss scale, and the tensor is the memory itself. With several
         ranks, a gradient that no rank has is either zeros or None.
@@ -350,8 +358,11 @@ class Gradients:
         return next((found for found in self._groups if found.flat_group is group), None)
 
     def norm(self) -> GradientNorm:
-        """Return the global norm. A collective. With exact norms it equals that of `torch.nn.utils.clip_grad_norm_` bit
-        for bit at world size 1; see tests/integration/test_parity.py."""
+        """Return the global norm. A collective.
+
+        With exact norms it equals that of `torch.nn.utils.clip_grad_norm_` bit for bit at world size 1; see
+        tests/integration/test_parity.py.
+        """
         norms = torch.zeros(self._parameters, dtype=torch.float32)
         present = torch.zeros(self._parameters, dtype=torch.float32)
         for group in self._groups:
@@ -368,8 +379,10 @@ class Gradients:
         return GradientNorm(total=total, present=anywhere.tolist())
 
     def hand_over(self, updated: Sequence[bool]) -> Iterator[GradientGroup]:
-        """Yield the groups with a parameter that is `updated` in this step, in forward order, and finish the other
-        groups. The caller finishes those that it gets."""
+        """Yield the groups with a parameter that is `updated` in this step, in forward order.
+
+        The caller must finish the groups that it gets; this method finishes the other groups.
+        """
         for group in self._groups:
             if any(updated[parameter.index] for parameter in group.flat_group.parameters):
                 yield group

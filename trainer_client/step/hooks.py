@@ -1,5 +1,6 @@
-"""When parameters are gathered and released, and gradients taken over and reduced: hooks on the model's modules, on
-their outputs and inputs, and on its parameters.
+"""Hooks on the model that gather and release its parameters, and take over and reduce its gradients.
+
+The hooks are on the modules, on their outputs and inputs, and on the parameters.
 
 Owns the phase's transitions, the traces and the forwards under way. Must never change what the model computes: hooks
 look at tensors, they do not replace them (except for the cast of the root's floating-point inputs).
@@ -167,8 +168,9 @@ class UnitHooks:
                 group.gather_on_use(torch.compiler.disable(partial(self._lend_on_use, unit)))
 
     def lend(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather the unit of `parameter` with the unit of `module` from now on, because each forward of `module` uses
-        the parameter.
+        """Gather the unit of `parameter` with the unit of `module` from now on.
+
+        The user calls this because each forward of `module` uses the parameter.
 
         Raises:
             ConfigError: the module or the parameter is not part of the model.
@@ -210,7 +212,10 @@ class UnitHooks:
 
     def abort_backward(self) -> bool:
         """Free the units' memory and release their leases, without a collective, because autograd or a hook has failed.
-        Return whether a backward pass was under way, which is not so if the phase did not allow it."""
+
+        Returns:
+            Whether a backward pass was under way. It was not if the phase did not allow one.
+        """
         if self.phase is not Phase.BACKWARD:
             return False
         self._phases.enter(Verb.FAIL_BACKWARD)
@@ -231,8 +236,11 @@ class UnitHooks:
         self._before = None
 
     def fail_forward(self) -> None:
-        """Undo the outermost forward, which has failed: release what it held and forget what it noted, so that the next
-        forward begins in the same state as this one. Idempotent."""
+        """Undo the outermost forward, which has failed. Idempotent.
+
+        The units that it held are released and its records are dropped, so that the next forward begins in the same
+        state as this one.
+        """
         self._running.clear()
         self._forget_records(0)
         before, self._before = self._before, None
@@ -254,8 +262,10 @@ class UnitHooks:
         self._phases.enter(Verb.FAIL_CHANGE)
 
     def forget_values(self) -> None:
-        """Release all gathered units, because the user changes parameters between two steps and gathered copies would
-        be stale."""
+        """Release all gathered units.
+
+        The user changes parameters between two steps, so gathered copies would be stale.
+        """
         self._residency.let_all_go()
         # Resident units are not released, so their autocast copies are dropped here; see flat_group.py
         # [Note: autocast].
@@ -356,8 +366,10 @@ class UnitHooks:
                 self._residency.check()
 
     def _release_after_forward(self, unit: Unit, *, may_release: bool) -> None:
-        """Let go of the unit, except of the root in a forward with gradients. Without `may_release`, hold the unit for
-        its backward first."""
+        """End the unit's hold for its forward, except that of the root in a forward with gradients.
+
+        Without `may_release`, hold the unit for its backward first.
+        """
         if unit.is_root and self.phase is Phase.FORWARD:
             return
         if not may_release:
@@ -390,8 +402,10 @@ class UnitHooks:
             self._watch_inputs(unit, TensorTree.of((args, kwargs)))
 
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
-        """Watch the unit's outputs, whose gradients will say when its backward begins, and lend the unit to its caller
-        if it returns its own parameters."""
+        """Watch the unit's outputs, because their gradients will say when its backward begins.
+
+        If the unit returns its own parameters, lend it to its caller.
+        """
         tree = TensorTree.of(output)
         if torch.is_grad_enabled():
             watched = self._watch_outputs(unit, tree)
@@ -544,7 +558,7 @@ class UnitHooks:
             self._residency.share(lender, Holder(callers[-1].index, Part.FORWARD))
 
     def _end_uses(self, *, keep: bool) -> None:
-        """Let go of all units. With `keep`, they may stay gathered within the limit of the residency."""
+        """End the holds of all units. With `keep`, units may stay gathered within the limit of the residency."""
         self._running.clear()
         self._residency.let_all_go(keep=keep)
         self._in_backward.clear()

@@ -1,6 +1,6 @@
-"""The 2-norm of gradients in fp32: either the same bits as torch's, without new memory each time, or nearly the same
-value in a third of the time.
+"""The 2-norm of gradients in fp32.
 
+It has either the same bits as torch's, without new memory each time, or nearly the same value in a third of the time.
 If gradients are clipped by their norm, the bits of the update depend on it. If they are not, users look at the norm,
 and the step looks whether it is finite.
 """
@@ -26,9 +26,11 @@ class Norms:
     """
 
     def __init__(self, *, exact: bool = True) -> None:
-        """Args:
-        exact: whether the norms have torch's bits. If not, those of bf16 gradients on the CPU are right within 0.1 %,
-            and finite if the exact ones are.
+        """Choose how the norms are computed.
+
+        Args:
+            exact: whether the norms have torch's bits. If not, those of bf16 gradients on the CPU are right within
+                0.1 %, and finite if the exact ones are.
         """
         self._exact = exact
         self._kept = torch.empty(0)

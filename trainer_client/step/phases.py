@@ -90,8 +90,10 @@ class Phases:
     """The phase of one engine."""
 
     def __init__(self, entered: Callable[[str], None] = lambda _: None) -> None:
-        """Args:
-        entered: called with the name of each phase that is entered, in lower case.
+        """Begin in the phase IDLE.
+
+        Args:
+            entered: called with the name of each phase that is entered, in lower case.
         """
         self.current = Phase.IDLE
         self._entered = entered

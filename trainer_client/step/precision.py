@@ -45,8 +45,11 @@ class PrecisionPolicy:
         )
 
     def dtype_of(self, parameter: ModelParameter) -> torch.dtype:
-        """Return the dtype in which a parameter is computed with. Raises ConfigError for one that cannot keep its own
-        dtype."""
+        """Return the dtype in which the model computes with a parameter.
+
+        Raises:
+            ConfigError: the config sets no dtype, and the parameter cannot keep its own.
+        """
         if self.compute_dtype is not None:
             return self.compute_dtype
         if (dtype := parameter.tensor.dtype) not in _DTYPES.values():

@@ -85,7 +85,7 @@ class Residency:
         self._passing: list[Unit] = []
         # The unit whose leases were asked for before its use.
         self._ahead: Unit | None = None
-        # The units whose next use the store was told of, and that were not used since.
+        # The units whose next use this rank has announced to the store, and that were not used since.
         self._told: set[int] = set()
         self._was_gathered: set[int] = set()
         self._window = Window()
@@ -97,7 +97,7 @@ class Residency:
         self._passes = any(unit.passing_bytes and unit.chunk_bytes for unit in units)
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
-        """Gather the unit and keep it until `holder` lets go. A collective, unless gathers are one-sided.
+        """Gather the unit and keep it until `holder` ends its hold. A collective, unless gathers are one-sided.
 
         If the unit has no holder yet, this is a use: it is noted in `trace`, and the unit that is used next is asked
         for.
@@ -133,13 +133,16 @@ class Residency:
             unit.check()
 
     def share(self, unit: Unit, holder: Holder) -> None:
-        """Keep a unit that is gathered already until `holder` lets go."""
+        """Keep a unit that is gathered already until `holder` ends its hold."""
         self._holders[unit.index].add(holder)
         self._held_by.setdefault(holder, set()).add(unit.index)
 
     def let_go(self, holder: Holder, trace: Trace) -> None:
-        """Put away the units that no other holder needs. A unit whose forward is over stays if it is used again at
-        once, because the last unit of the forward is the first one of the backward."""
+        """End the holds of `holder`, and put away the units that no other holder needs.
+
+        A unit whose forward is over stays if it is used again at once, because the last unit of the forward is the
+        first one of the backward.
+        """
         stays = holder.user if holder.part is Part.FORWARD and trace.next_unit() == holder.user else None
         for index in self._held_by.pop(holder, ()):
             self._holders[index].discard(holder)
@@ -147,8 +150,10 @@ class Residency:
                 self._put_away_if_idle(self._units[index], trace)
 
     def let_all_go(self, *, keep: bool = False) -> None:
-        """End all holds, and release all units, also those whose gather was only begun. With `keep`, gathered units
-        stay within the limit."""
+        """End all holds, and release all units, also those whose gather was only begun.
+
+        With `keep`, gathered units stay within the limit.
+        """
         self._held_by.clear()
         for holders in self._holders:
             holders.clear()
@@ -164,8 +169,10 @@ class Residency:
         return frozenset((holder, index) for holder, indices in self._held_by.items() for index in indices)
 
     def go_back_to(self, holds: Set[tuple[Holder, int]]) -> None:
-        """End all holds that are not in `holds`, after a failure. Release the units without a holder then, and the
-        leases that were asked for ahead."""
+        """End all holds that are not in `holds`, after a failure.
+
+        Release the units that have no holder then, and the leases that were requested before a use.
+        """
         for holder, index in self.holds() - holds:
             self._held_by[holder].discard(index)
             self._holders[index].discard(holder)
@@ -176,14 +183,14 @@ class Residency:
                     every.callback(unit.release)
 
     def prefetch(self, *traces: Trace) -> None:
-        """Tell the store which units are used next in the traces, unless it was told."""
+        """Announce to the store which units are used next in the traces, unless this rank has done so already."""
         if not self._passes and len(self._was_gathered) == self._leased_units:
             return  # All leased units are in the store's host memory for good.
         self._window.note_fetches(*self._store.fetched)
         ahead = self._window.resize(self._usual_bytes)
         wants: list[tuple[Unit, int]] = []
         budget = self._prefetch_bytes
-        # The store is told of twice as many units as necessary, so that one message serves for several uses.
+        # A message announces twice as many units as necessary, so that it serves for several uses.
         for unit, position in islice(self._told_next(traces), 2 * ahead):
             budget -= unit.chunk_bytes
             if budget < 0:
@@ -198,8 +205,10 @@ class Residency:
         self._used_until = None
 
     def _is_predicted(self, unit: Unit, trace: Trace) -> bool:
-        """Return whether the store was told of this use of the unit, or need not be, because the unit is expected and
-        lives in its host memory."""
+        """Return whether this rank has announced this use of the unit to the store, or had no need to.
+
+        It has no need to if the unit is expected and lives in the store's host memory.
+        """
         if unit.state is UnitState.FETCHING or unit.index in self._told:
             return True
         return not unit.passing_bytes and unit.index in self._was_gathered and trace.expects(unit.index)
@@ -243,8 +252,10 @@ class Residency:
             self._ahead = unit
 
     def _make_room_in_store(self, unit: Unit) -> None:
-        """Copy a shown unit and release its leases, if without that the store may have no room for those of `unit`. A
-        unit that lives in the store's host memory needs no more room there."""
+        """Copy a mapped unit and release its leases, if the store may otherwise have no room for the leases of `unit`.
+
+        A unit that lives in the store's host memory needs no more room there.
+        """
         self._passing = [other for other in self._passing if other.is_shown]
         if unit.passing_bytes and len(self._passing) >= UNITS_SHOWN_AT_ONCE:
             smallest = min(self._passing, key=lambda other: other.passing_bytes)
@@ -259,16 +270,17 @@ class Residency:
             self._put_away(unit, trace)
 
     def _put_away(self, unit: Unit, trace: Trace | None) -> None:
-        """Release the unit. Set it aside instead if it takes no memory and is used again in this repetition of the
-        trace."""
+        """Release the unit, or set it aside if it takes no memory and is used again in this repetition of the trace."""
         if trace is not None and unit.takes_no_memory and trace.expects(unit.index):
             unit.set_aside()
         else:
             unit.release()
 
     def _make_room(self, unit: Unit, trace: Trace) -> None:
-        """Put away units without a holder until `unit` fits into the limit, first the one that is needed last. Held
-        units stay, so a unit that is larger than the limit is admitted, alone with the held ones."""
+        """Put away units without a holder until `unit` fits into the limit, first the one that is needed last.
+
+        Held units stay, so a unit that is larger than the limit is admitted, alone with the held ones.
+        """
         if unit.state in (UnitState.GATHERED, UnitState.SET_ASIDE):
             return
         limit = (self._kept_elements or 0) - unit.elements
@@ -291,8 +303,10 @@ class Residency:
                     yield unit, position
 
     def _following(self, trace: Trace) -> Iterator[tuple[Unit, int]]:
-        """Yield the uses in the rest of the sequence, then those in its next repetition, without units that an update
-        is about to replace."""
+        """Yield the uses in the rest of the sequence, then those in its next repetition.
+
+        Units that an update is about to replace are left out.
+        """
         for index, position in trace.upcoming():
             if self._can_be_made_ready(self._units[index]):
                 yield self._units[index], position

@@ -34,8 +34,10 @@ class Trace:
     """
 
     def __init__(self, clock: Clock, *, amid: Trace | None = None) -> None:
-        """Args:
-        amid: for a sequence that does not end in an update, the sequence that goes on when it is over.
+        """Begin with no expectation.
+
+        Args:
+            amid: for a sequence that does not end in an update, the sequence that goes on when it is over.
         """
         self.ends_in_update = amid is None
         self._amid = amid
@@ -91,8 +93,10 @@ class Trace:
         return bool(places) and places[-1] >= self._cursor
 
     def next_use(self, unit: int) -> int | None:
-        """Return the position at which a unit is expected next: in this sequence, in its next repetition, or in the
-        sequence that goes on afterwards. None: the unit is not expected."""
+        """Return the position at which a unit is expected next, or None if it is not expected.
+
+        The use may be in this sequence, in its next repetition, or in the sequence that goes on afterwards.
+        """
         uses = [self._own_next_use(unit), self._amid.next_use(unit) if self._amid is not None else None]
         return min((use for use in uses if use is not None), default=None)
 
@@ -108,8 +112,10 @@ class Trace:
         return self._clock.now + distance + 1
 
     def end(self) -> None:
-        """End the sequence. The next repetition is expected to use the same units, and those that were expected and not
-        used this time, at their old places."""
+        """End the sequence, and make its uses the expectation of the next repetition.
+
+        Units that were expected and not used this time stay in the expectation, at their old places.
+        """
         used, self._used = self._used, []
         self._cursor = 0
         if not used or used == self._expected:

@@ -37,8 +37,10 @@ class Clipping:
     value: float | None = None
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the factor by which clipping by norm multiplies gradients of this norm, 0-D fp32, computed as in
-        `clip_grad_norm_`."""
+        """Return the factor (0-D, fp32) by which clipping by norm multiplies gradients of this norm.
+
+        It is computed as in `clip_grad_norm_`.
+        """
         if self.norm > 0:
             return torch.clamp(self.norm / (norm + _CLIP_EPSILON), max=1.0)
         return torch.ones((), dtype=torch.float32)
@@ -101,8 +103,13 @@ class TrainingStep:
         self._updates.foresee(step, rule)
 
     def make(self, step: int) -> bool:
-        """Update the states to version `step`, or discard the gradients if they are not finite. A collective, in which
-        all ranks decide alike. Return whether the step was made."""
+        """Update the states to version `step`, or discard the gradients if they are not finite.
+
+        A collective, in which all ranks decide alike.
+
+        Returns:
+            Whether the step was made.
+        """
         self._gradients.complete(step)
         norm = self._gradients.norm()
         unscaled = norm.total / self._scaler.scale
@@ -127,8 +134,10 @@ class TrainingStep:
         self._gradients.abandon()
 
     def refresh(self) -> None:
-        """Bring the parameters on this rank's device up to date with the step, after all ranks have voted for it. A
-        collective."""
+        """Bring the parameters on this rank's device up to date with the step. A collective.
+
+        Call this after all ranks have voted for the step.
+        """
         self._updates.refresh()
 
     def _update(self, step: int, scale: float, present: Sequence[bool]) -> None:

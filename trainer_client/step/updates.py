@@ -90,7 +90,9 @@ class Updates:
 
     def foresee(self, step: int, rule: UpdateRule | None) -> None:
         """Take note of the rule by which the `step` will most probably be made after the backward pass that begins.
-        None: no step follows it, or the rule is not known."""
+
+        The rule None means that no step follows the backward pass, or that the rule is not known.
+        """
         self._foreseen = None if rule is None else (step, rule)
 
     def begin_early(self, gradient: GradientGroup) -> None:
@@ -193,8 +195,10 @@ class Updates:
             self._store.give_back([early.update.gradient])
 
     def refresh(self) -> None:
-        """Bring the parameters on this rank's device up to date with the step that `apply` made, after all ranks have
-        voted for it. A collective for resident parameters."""
+        """Bring the parameters on this rank's device up to date with the step that `apply` made.
+
+        Call this after all ranks have voted for the step. A collective for resident parameters.
+        """
         updated, self._updated = self._updated, []
         self._accepted = []
         for index, state in enumerate(updated):
@@ -230,8 +234,10 @@ class Updates:
 
     @torch.no_grad()
     def _update_on_device(self, state: PlacedStates, gradient: GradientGroup, rule: UpdateRule) -> None:
-        """Update a group as the store's optimizer kernel does. If its states are replicated, update the whole group. A
-        collective then."""
+        """Update a group as the store's optimizer kernel does.
+
+        If the group's states are replicated, update the whole group; this is a collective then.
+        """
         group = state.group
         replicated = state.placement.residence is Residence.REPLICATED
         values = gradient.chunk.to(group.device)

@@ -43,8 +43,10 @@ class Window:
         self._compute_seconds = _mean(self._compute_seconds, seconds)
 
     def note_fetches(self, total_bytes: int, total_seconds: float) -> None:
-        """Record how many bytes the store has fetched for this job since its start, and the sum of the times of these
-        fetches."""
+        """Record the bytes that the store has fetched for this job since its start, and the sum of the fetches' times.
+
+        The pace of the fetches follows from the differences to the last call.
+        """
         if total_bytes > self._bytes_seen:
             pace = (total_seconds - self._seconds_seen) / (total_bytes - self._bytes_seen)
             self._fetch_seconds_per_byte = _mean(self._fetch_seconds_per_byte, pace)

@@ -172,6 +172,7 @@ def kind_to_proto(kind: str) -> kinds.Kind:
 
 
 def kind_from_proto(kind: kinds.Kind) -> Kind:
+    """Return the word for the wire's number of a kind."""
     return _KIND_NAMES[kind]
 
 

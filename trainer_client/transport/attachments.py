@@ -71,7 +71,7 @@ _SLACK_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What a new daemon must be told of this rank.
+    """The messages that this rank sends to a new daemon, so that the daemon knows the rank.
 
     Attributes:
         job: the request that opened the rank's job.
