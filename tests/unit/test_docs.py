@@ -1,4 +1,4 @@
-"""What the pages name is there: links, files, tests, rooms and classes. Their paragraphs are short."""
+"""The links, files, tests, rooms and classes that the pages name exist, and the paragraphs of the pages are short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for folder in FOLDERS for page
 FILES = [path for folder in FOLDERS for ending in ("py", "proto") for path in (ROOT / folder).rglob(f"*.{ending}")]
 ARCHITECTURE = ROOT / "docs/architecture.md"
 GLOSSARY = ROOT / "docs/glossary.md"
-# Above this, a list or two paragraphs are easier to read.
+# A paragraph with more words is easier to read as a list, or as two paragraphs.
 MOST_WORDS = 90
 # The README before this heading is one screen: it says what the project is, and how to try it.
 FIRST_SCREEN = "## Your own training loop"

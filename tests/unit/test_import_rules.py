@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CLIENT_CODE = ("paramserver", "trainer_client", "benchmarks", "examples", "tests")
-# The place, and the test that shows what gRPC does elsewhere.
+# The module that makes channels, and the test that shows what gRPC does with a channel that another module makes.
 CHANNELS = (ROOT / "paramserver/contract/channel.py", ROOT / "tests/integration/test_proxies.py")
 
 # Each package's rooms (subpackages and modules), floor by floor from the ground. A room imports rooms of lower floors
@@ -63,14 +63,14 @@ FLOORS = {
 
 
 def modules(directory: str, word: str = "") -> Iterator[tuple[Path, ast.Module]]:
-    """Those that hold the word."""
+    """Yield the paths and syntax trees of the directory's modules whose source contains `word`."""
     for path in sorted((ROOT / directory).rglob("*.py")):
         if word in (text := path.read_text()):
             yield path, ast.parse(text)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """The dotted names of all imports, also of those within functions."""
+    """Yield the dotted names of all imports, also of imports within functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -85,7 +85,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
         ("paramserver", ("trainer_client",), ()),
         ("paramserver/v1", ("paramserver", "storage"), ("paramserver.v1",)),
         ("paramserver/contract", ("paramserver", "storage"), ("paramserver.v1", "paramserver.contract")),
-        # So that a module of the user's that is called `storage` is the user's own affair.
+        # A trainer may have a module of its own that is called `storage`, so the client imports no such package.
         ("trainer_client", ("paramserver", "storage"), ("paramserver.v1", "paramserver.contract")),
     ],
 )
@@ -142,7 +142,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_every_channel_is_made_where_proxies_of_the_environment_are_refused() -> None:
-    """grpc.aio's are made elsewhere, with the same options."""
+    """Channels of grpc.aio are made elsewhere, with the same options."""
     found = []
     for directory in CLIENT_CODE:
         for path, tree in modules(directory, "secure_channel"):

@@ -1,4 +1,4 @@
-"""The generated code under paramserver/v1 is what protoc makes of proto/ now."""
+"""The generated code under paramserver/v1 equals the code that protoc now generates from proto/."""
 
 from __future__ import annotations
 

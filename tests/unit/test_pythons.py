@@ -1,4 +1,4 @@
-"""The program that finds other interpreters, and runs make with them."""
+"""The program that finds the machine's Python interpreters and runs make with each of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_interpreters_are_found_on_the_path_and_where_pyenv_keeps_them(
     candidates = list(pythons.candidates())
 
     assert candidates == [str(on_path), str(of_pyenv)]
-    # Both are of one version, and the first on the PATH is taken.
+    # Both interpreters have the same version, so the program takes the one that comes first on the PATH.
     assert pythons.find(candidates) == [pythons.Python(sys.version_info[:3], str(on_path))]
 
 
@@ -68,7 +68,7 @@ def test_what_cannot_make_an_environment_is_left_out(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(("target", "status", "ending"), [("help", 0, "passed"), ("no-such-target", 1, "FAILED")])
 def test_make_runs_with_each_and_the_last_lines_say_how_it_ended(target: str, status: int, ending: str) -> None:
     command = [sys.executable, "-m", "tests.pythons", target, "--with", ORIGINAL]
-    # As below a make whose job server is closed to its grandchildren.
+    # A make that runs the tests sets these variables, and closes its job server to the processes of its children.
     environment = os.environ | {"MAKEFLAGS": " -j2 --jobserver-auth=98,99", "MAKELEVEL": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 

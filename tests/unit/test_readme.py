@@ -35,24 +35,28 @@ def section(heading: str, page: str = README) -> str:
 
 
 def keys_of_table(text: str) -> list[str]:
-    """The first column, where it is code."""
+    """Return the cells of the first column that are code."""
     return re.findall(r"^\| `([\w.]+)` \|", text, flags=re.MULTILINE)
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all keys of a config that are not sections."""
+    """Yield the dotted names of all keys of a config that are not sections."""
     for name, field in model.model_fields.items():
         candidates = (field.annotation, *get_args(field.annotation))
         inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if inner:
-            # A key that several optimizers have is one.
+            # A key that several optimizers have is yielded once.
             yield from {leaf: None for section in inner for leaf in leaves(section, f"{prefix}{name}.")}
         else:
             yield f"{prefix}{name}"
 
 
 def run_example(directory: Path) -> tuple[int, int, float]:
-    """Runs the README's training loop in `directory`; (resumed step, steps, last loss), from a line added to it."""
+    """Run the README's training loop in `directory`, with a line added that prints the results.
+
+    Returns:
+        The resumed step, the number of steps, and the last loss.
+    """
     (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     script = directory / "example.py"
     report = 'print(engine.resumed_step, engine.global_steps, float(globals().get("loss", "nan")))'
@@ -101,7 +105,7 @@ def test_the_table_of_parts_names_every_package() -> None:
     packages = {init.parent.relative_to(ROOT) for name in PACKAGES for init in ROOT.glob(f"{name}/**/__init__.py")}
 
     assert [name for name in named if not (ROOT / name).is_dir()] == []
-    # The generated package is in the row of the files that it is generated from.
+    # The table names the generated package in the row of the files from which protoc generates it.
     assert {str(package) for package in packages} - set(named) == {"paramserver/v1"}
 
 

@@ -1,4 +1,4 @@
-"""`paramserver adopt`: the command; what it does to directories is tested with the engine."""
+"""The exit status and output of `paramserver adopt`; the engine's tests check what it does to directories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def adopt(state_dir: Path, *nvme_dirs: Path) -> tuple[int, str]:
 
 async def test_it_says_what_it_did_or_why_it_could_not(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    # The command has an event loop of its own.
+    # The command starts an event loop of its own, so it needs a thread without one.
     assert await asyncio.to_thread(adopt, tmp_path / "state", data) == (
         1,
         f"paramserver: {tmp_path}/state has no catalog.sqlite: it is not a state directory\n",

@@ -1,4 +1,4 @@
-"""The daemon's configuration is checked as a whole, and what is wrong is named with what is allowed."""
+"""The daemon's configuration is checked as a whole, and the error names each wrong key with the allowed values."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_socket_may_be_at_a_long_path_and_its_name_only_as_long_as_the_kernel_
     assert load_config(None, {"state_dir": "/d", "socket": f"{deep}/{longest}"})
     with pytest.raises(ConfigError, match=f"last part may have {MAX_NAME_BYTES} bytes, not {MAX_NAME_BYTES + 1}"):
         load_config(None, {"state_dir": "/d", "socket": f"{deep}/{longest}s"})
-    # The kernel takes a short path as it is.
+    # The kernel accepts a short path directly.
     assert load_config(None, {"state_dir": "/d", "socket": "/" + "s" * 100})
     with pytest.raises(ConfigError, match=r"/\\udcff/paramserver.sock.arena' is not UTF-8"):
         load_config(None, {"state_dir": "/\udcff"})

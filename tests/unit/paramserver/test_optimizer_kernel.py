@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch._dynamo  # by torch at the first optimizer otherwise: seconds
+import torch._dynamo  # Otherwise torch would import it at the first optimizer, within a test.
 from torch.optim import SGD
 
 from paramserver.optimizer_kernel import OptimizerUpdate

@@ -1,4 +1,4 @@
-"""What the recorder adds up within a step, and what of it a trace has."""
+"""The recorder adds up phases, stalls, gathers and bytes of a step, and keeps single spans only for a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store's optimizer takes one of torch's over: its groups, its schedulers, and nothing that it could not honour."""
+"""StoreOptimizer takes over torch's optimizer with its groups and schedulers, and refuses what the store cannot do."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_flags_that_change_the_arithmetic_are_refused(flag: str) -> None:
 
 
 class OwnAdamW(AdamW):
-    """Whatever it does."""
+    """A subclass, which the store refuses because it cannot know what the subclass changes."""
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_what_has_no_states_can_neither_be_grouped_nor_thawed() -> None:
 def test_a_step_is_not_begun_with_settings_that_make_no_sense(key: str, value: Any, named: str) -> None:
     net = model()
     _, optimizer = taken_over(net, [{"params": net[0].parameters()}, {"params": net[1].parameters()}])
-    optimizer.param_groups[1][key] = value  # as a schedule does
+    optimizer.param_groups[1][key] = value  # Schedulers write here too.
 
     with pytest.raises(ConfigError, match=named):
         optimizer.check_groups()
@@ -299,7 +299,7 @@ def test_a_step_is_not_begun_with_settings_that_make_no_sense(key: str, value: A
 def test_a_momentum_that_the_job_has_no_state_for_is_refused() -> None:
     net = model()
     optimizer = StoreOptimizer(SGD(net.parameters(), lr=0.5), list_parameters(net))
-    optimizer.param_groups[0]["momentum"] = 0.5  # as a scheduler does that is made before the job is opened
+    optimizer.param_groups[0]["momentum"] = 0.5  # A scheduler that is made before the job is opened does the same.
     assert optimizer.state_kinds == (pb.KIND_MOMENTUM_BUFFER,)
 
     other = StoreOptimizer(SGD(net.parameters(), lr=0.5), list_parameters(net))
@@ -325,7 +325,7 @@ def configured(net: nn.Module, kind: str, **params: Any) -> StoreOptimizer:
             pb.AdamW(lr=0.5, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.01, update_count=1),
         ),
         (
-            "Adam",  # in DeepSpeed, AdamW
+            "Adam",  # In DeepSpeed, "Adam" means AdamW.
             {"lr": 0.5, "weight_decay": 0.1},
             pb.AdamW(lr=0.5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, update_count=1),
         ),

@@ -1,4 +1,4 @@
-"""The hand-written wire form of chunks is protobuf's own, both ways; damage and garbage are told apart from chunks."""
+"""The hand-written code reads and writes chunks exactly as protobuf does, and detects damage and malformed bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (0, 1, 127, 128, 16_384, 1 << 20)
 
 
 def sealed(first_byte: int, data: bytes) -> pb.Chunk:
-    """The chunk as a client without our code would make it."""
+    """Return the chunk as a client that uses only protobuf and xxhash would make it."""
     return pb.Chunk(checksum=xxhash.xxh3_64_intdigest(data, seed=first_byte), first_byte=first_byte, data=data)
 
 
@@ -48,7 +48,7 @@ def test_fields_in_another_order_or_twice_mean_what_protobuf_says() -> None:
         (value + b"\x1a\x02" + data, (7, 0, data)),
         (place, (0, 5, b"")),
         (b"", (0, 0, b"")),
-        # An unknown field behind the data.
+        # An unknown field follows the data.
         (value + place + b"\x1a\x02" + data + b"\x20\x01", (7, 5, data)),
     ]:
         decoded = chunks.decode(b"\x12" + bytes([len(fields)]) + fields, pb.WriteRequest)

@@ -1,4 +1,4 @@
-"""The numbers that storage keeps for itself are those of the contract."""
+"""The limits that storage defines for itself, because it may not import the contract, equal those of the contract."""
 
 from __future__ import annotations
 

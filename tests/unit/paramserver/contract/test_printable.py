@@ -1,4 +1,4 @@
-"""Whatever a client calls a thing: tables, logs and errors show the name, and the terminal does nothing but show it."""
+"""Tables, logs and errors show every name that a client may choose, and no name can control the terminal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from trainer_client.transport.channel import translate
 
 
 def assert_harmless(shown: str) -> None:
-    """Nothing but printable characters, and the ends of the program's own lines."""
+    """Check that the text has only printable characters and the ends of the program's own lines."""
     assert all(line.isprintable() for line in shown.split("\n")), ascii(shown)
 
 
 def without_lines(table: str) -> str:
-    """The characters of a table's cells in reading order: a long name is folded into several lines."""
+    """Return the characters of a table's cells in reading order, because a long name is folded into several lines."""
     return "".join(cell.strip() for line in table.split("\n") for cell in line.replace("┃", "│").split("│"))
 
 
@@ -62,13 +62,13 @@ def test_a_table_shows_every_name_as_it_is(table: str, name: str) -> None:
     Console(file=out, width=300, force_terminal=False).print(TABLES[table](name))
     assert_harmless(out.getvalue())
     whole = without_lines(out.getvalue())
-    # Folded cells of several columns alternate; a short name is in one piece.
+    # The lines of several folded cells alternate in the text, so only a short name is found in one piece.
     assert len(name) > 50 or printable(name) in whole
 
 
 @pytest.fixture
 def root_logger() -> Iterator[None]:
-    """Puts the tests' own logging back."""
+    """Restore the tests' own logging after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     yield
@@ -107,7 +107,7 @@ def test_a_stack_shows_an_exception_that_quotes_a_name(capsys: pytest.CaptureFix
 
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[grpc.Channel]:
-    """A channel to a daemon that refuses each call with the text that it was sent."""
+    """A channel to a server that refuses each call with an error whose text is the request."""
 
     def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
         context.abort(grpc.StatusCode.NOT_FOUND, request.decode())

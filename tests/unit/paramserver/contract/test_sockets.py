@@ -22,7 +22,7 @@ from tests.integration.support.forked import ROOT
 
 LONG = "d" * 200
 
-# Connects, and so does the child that it forks.
+# A program that connects to the socket, and then connects again from a child that it forks.
 CONNECT = """
 import os, socket, sys
 from pathlib import Path
@@ -50,7 +50,7 @@ def serves(address: str) -> bool:
 
 @contextmanager
 def serving(path: Path) -> Iterator[None]:
-    """A gRPC server at the socket."""
+    """Run a gRPC server at the socket."""
     server = grpc.server(ThreadPoolExecutor(1))
     servicer = health.HealthServicer()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)

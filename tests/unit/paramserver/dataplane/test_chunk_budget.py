@@ -1,4 +1,4 @@
-"""Room for chunks: bounded, shared by weight, taken from those that stall, and never lost."""
+"""The budget for chunks is bounded, shared by the weights of jobs, taken from transfers that stall, and never lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def transfers(stall_seconds: float = 10.0, **weights: float) -> Transfers:
 
 
 async def prove(room: Transfers, transfer: Transfer) -> None:
-    """As a client that takes its first chunks at once."""
+    """Let the transfer's stride grow to its largest, as for a client that takes its first chunks at once."""
     transfer.is_proven = True
     while transfer.stride_bytes < MAX_CHUNK_BYTES:
         await room.reserve(transfer, transfer.stride_bytes)
@@ -68,7 +68,7 @@ async def test_what_is_short_is_shared_by_the_weights_of_jobs_equally_inside_and
         await prove(room, holder)
         tasks = []
         for job, session in members:
-            # Each has more transfers than there is room for.
+            # Each job has more transfers than there is room for.
             for _ in range(20):
                 urgency = Urgency.PREFETCH if job == "late" else Urgency.DEMAND
                 transfer = opened.enter_context(room.open(session, job, urgency))
@@ -109,7 +109,7 @@ async def test_those_that_stall_are_ended_when_others_need_the_room_the_longest_
         assert [transfer.ended.done() for transfer in stalled] == [True] + [False] * 15
         with pytest.raises(TransferStalledError, match="2097152 bytes have not moved"):
             stalled[0].ended.result()
-        # Half of what it held is gRPC's until the call is over: not room enough.
+        # gRPC still holds half of the ended transfer's bytes until the call is over, so the waiter gets no room yet.
         with room.pinned(stalled[0], MIB):
             assert room.used_bytes == HALF - MIB and not waiting.done()
             assert room.stride_bytes(other) < MAX_CHUNK_BYTES, "what is pinned makes chunks smaller"
@@ -142,7 +142,7 @@ async def test_waiters_that_give_up_leave_nothing_behind() -> None:
         granted = asyncio.ensure_future(room.reserve(second, FIRST_STRIDE_BYTES))
         await asyncio.sleep(0)
         room.moved(first, FIRST_STRIDE_BYTES)
-        # In the moment between the grant and the waiter's next turn.
+        # The waiter has been granted its bytes and has not run since, so it is cancelled while it owns them.
         granted.cancel()
         await asyncio.wait([granted])
     assert room.used_bytes == 0

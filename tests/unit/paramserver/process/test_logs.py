@@ -1,4 +1,4 @@
-"""What the daemon writes about a failure: where it was, never what was in its variables."""
+"""The daemon's log of a failure says where it happened, and never shows the values of variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paramserver.process.logs import configure_logging
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
-    """The handlers and the level of the tests' own logging."""
+    """Restore the handlers and the level of the tests' own logging after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     yield

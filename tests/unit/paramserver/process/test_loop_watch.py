@@ -1,4 +1,4 @@
-"""The watch sees what blocks the loop, and nothing else: neither long awaits nor a machine that is short of CPU."""
+"""The watch reports what blocks the event loop, and reports neither long awaits nor a machine that is short of CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUSY = "while True: pass"
 
 
 def watched(main: Callable[[LoopWatch], Coroutine[Any, Any, None]]) -> tuple[LoopWatch, list[str]]:
-    """Runs `main` on a loop of its own; the watch, and the stacks that it reported."""
+    """Run `main` on a loop of its own, and return the watch and the stacks that the watch reported."""
     stacks: list[str] = []
     loop = uvloop.new_event_loop()
     with LoopWatch(loop, stacks.append) as watch:
@@ -33,14 +33,14 @@ def watched(main: Callable[[LoopWatch], Coroutine[Any, Any, None]]) -> tuple[Loo
 
 
 def spin(seconds: float) -> None:
-    """Takes CPU time, however long that takes."""
+    """Use that much CPU time of this thread, which takes longer on a busy machine."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
 
 
 async def sleep_on_the_loop(watch: LoopWatch) -> None:
-    """Until that is seen: on a busy machine, nobody can say when."""
+    """Block the loop until the watch has seen it, because on a busy machine the watch's thread may run late."""
     before = watch.stalls
     while watch.stalls == before:
         time.sleep(0.01)
@@ -83,7 +83,7 @@ def test_waiting_and_working_in_pieces_are_no_stalls() -> None:
 
 
 def test_a_machine_that_is_short_of_cpu_is_no_blocked_loop() -> None:
-    """Sixteen busy processes on one CPU: the loop's thread waits for its turn far longer than a stall lasts."""
+    """With sixteen busy processes on one CPU, the loop's thread waits for the CPU far longer than a stall lasts."""
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
     crowd = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(16)]

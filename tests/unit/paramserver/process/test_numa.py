@@ -14,7 +14,8 @@ from paramserver.errors import ConfigError
 from paramserver.process import numa
 
 ROOT = Path(__file__).parents[3]
-# In a process of its own, for it cannot be undone. Of a thread that starts later: its cores, its memory's policy.
+# A program that binds itself to node 0, and then prints the cores and the memory policy of a thread that it starts. It
+# needs a process of its own, because the binding cannot be undone.
 STAYS = """
 import mmap, os, threading
 from paramserver.process import numa
@@ -40,7 +41,7 @@ def test_threads_and_memory_are_on_the_node() -> None:
     run = subprocess.run([sys.executable, "-c", STAYS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     cores = numa.parse_cores((nodes()[0].parent / "node0" / "cpulist").read_text()) & os.sched_getaffinity(0)
-    # Where a sandbox does not allow it, it says so.
+    # Where a sandbox forbids the system call for memory, the program logs that.
     assert str(sorted(cores)) in run.stdout
     assert "prefer" in run.stdout or "set_mempolicy" in run.stderr
 

@@ -24,12 +24,12 @@ STORE = pb.DESCRIPTOR.services_by_name["ParameterStore"]
 ADMIN = admin_pb.DESCRIPTOR.services_by_name["StoreAdmin"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
-# Every RPC that is not here asks for a session (ParameterStore) or for an admin (StoreAdmin).
+# The rights of the RPCs that need neither a session (the others of ParameterStore) nor an admin (of StoreAdmin).
 OTHERWISE = {"Session": Right.TOKEN, "Read": Right.TOKEN, "Write": Right.TOKEN, "DeleteJob": Right.TOKEN}
 
 
 class Context:
-    """The part of gRPC's context that a call's wrapper uses."""
+    """The part of gRPC's servicer context that CheckedServer uses."""
 
     def __init__(self) -> None:
         self.status: tuple[grpc.StatusCode, str] | None = None
@@ -46,7 +46,7 @@ class Context:
 
 
 class Server:
-    """Takes handlers as gRPC's server does."""
+    """A stand-in for gRPC's server, which keeps the handlers that are added."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class Server:
 
 
 class Admission:
-    """Admits callers as `error` says, and counts them by right."""
+    """Admits each caller, or refuses each with `error`, and records for which right each was checked."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.asked: list[Right] = []
@@ -80,7 +80,7 @@ def added(service: ServiceDescriptor, servicer: object, admission: Admission, **
 
 @pytest.fixture
 def store() -> Iterator[Any]:
-    """A servicer of ParameterStore whose methods say what they were called with."""
+    """A servicer of ParameterStore whose methods record in `calls` with which arguments they were called."""
     calls: list[tuple[object, ...]] = []
 
     def method(name: str) -> Any:

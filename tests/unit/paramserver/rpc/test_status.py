@@ -1,4 +1,4 @@
-"""Work that outlives its client is finished, and says nothing of it."""
+"""Work for a client that has gone is finished, and its failure is not logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token file: what it says is what holds, it is changed as a whole, and it knows no token."""
+"""The token file decides what a token allows, is replaced as a whole at each change, and contains no token itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A session collects the spans of its own job, from its first call to its last or its end, and never too many."""
+"""A session collects the spans of its own job from its first call on, until its last call or its own end.
+
+The number of spans that the daemon keeps is bounded.
+"""
 
 from __future__ import annotations
 

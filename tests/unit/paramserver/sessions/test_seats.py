@@ -1,4 +1,7 @@
-"""Who may open one more session: everybody has a share, and the last seats are kept for those who must get in."""
+"""Each identity and each address may open a limited share of the sessions.
+
+The last seats are kept: some for clients on this machine, the very last ones for operators.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def local(owner: Principal) -> Visitor:
 
 
 def fill(seats: Seats, visitor: Visitor) -> int:
-    """Takes seats until one is refused; how many there were."""
+    """Take seats until one is refused, and return how many the visitor got."""
     for taken in range(100):
         try:
             seats.take(visitor)

@@ -1,4 +1,4 @@
-"""What zero.Init writes down gives the values that a plain construction gives, but for the random numbers."""
+"""The initialisation that zero.Init records gives the values of a plain construction, except for the random numbers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_distributions_and_buffers_are_those_of_a_plain_construction(build: Call
     for (name, expected), (same_name, parameter) in zip(
         plain.named_parameters(), model.named_parameters(), strict=True
     ):
-        assert same_name == name  # as many: tied ones are tied
+        assert same_name == name  # Tied parameters stay tied, so there are as many names.
         assert parameter.is_meta
         assert parameter.requires_grad == expected.requires_grad
         values = replay(parameter)
@@ -96,10 +96,10 @@ def test_distributions_and_buffers_are_those_of_a_plain_construction(build: Call
             assert torch.equal(values, expected), name
             continue
         deviation = expected.std()
-        error = 6 / math.sqrt(values.numel())  # six standard errors of the mean, and more of the deviation
+        error = 6 / math.sqrt(values.numel())  # This is six standard errors of the mean, and more of the deviation.
         assert abs(values.std() / deviation - 1) < error, name
         assert abs(values.mean() - expected.mean()) < 2 * error * deviation, name
-        assert torch.equal(values == 0, expected == 0), name  # padding rows and the like
+        assert torch.equal(values == 0, expected == 0), name  # Padding rows, for example, are zero in both.
     for (name, wanted), (_, buffer) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
         values = replay(buffer) if recipe_of(buffer) else buffer
         assert torch.equal(values, wanted), name
@@ -107,7 +107,7 @@ def test_distributions_and_buffers_are_those_of_a_plain_construction(build: Call
 
 
 class Odd(nn.Module):
-    """Initialises its tensors in all the ways that people have."""
+    """A module that initialises its tensors in all the ways that are found in models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_every_way_to_initialise_is_replayed() -> None:
     assert torch.equal(values["part_of_another"], by_views[1:3])
     assert torch.equal(by_views[5], torch.zeros(4))
     by_views[:, 0] /= 2
-    for first in (0, 2):  # each part has orthonormal rows
+    for first in (0, 2):  # Each part has orthonormal rows.
         part = by_views[first : first + 2]
         torch.testing.assert_close(part @ part.T, torch.eye(2))
     assert values["by_mask"].tolist() == [1, 5, 5, 1, 1, 7, 7, 7]
@@ -178,7 +178,7 @@ def test_values_follow_from_the_seed_and_nothing_else() -> None:
     assert all(map(torch.equal, values(None), drawn))
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first, other))
-    assert not any(map(torch.equal, drawn, values(None)))  # two models in one program differ
+    assert not any(map(torch.equal, drawn, values(None)))  # Two models of one program differ.
 
 
 def test_replay_and_construction_leave_torchs_generator_alone() -> None:

@@ -1,4 +1,4 @@
-"""Weights from safetensors files: element ranges, what fits a model, and damaged files."""
+"""The loading of weights from safetensors files: ranges of elements, weights that do not fit, and damaged files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer_client.model.layout import flat_layout
 
 
 def read_bytes() -> int:
-    """Bytes that this process has read by read() and its kin."""
+    """Return the number of bytes that this process has read by read() and similar system calls."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("rchar:")).split()[1])
 
@@ -35,14 +35,14 @@ def test_any_range_has_the_bits_of_the_tensor(tmp_path: Path, dtype: torch.dtype
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_together_read_each_byte_once(tmp_path: Path, world_size: int) -> None:
-    # Larger than what is read at once.
+    # The first tensor is larger than the block that `read_into` reads at once.
     tensors = {"a": torch.randn(5_000_000), "b": torch.randn(17, 1001), "c": torch.randn(3)}
     save_file(tensors, tmp_path / "model.safetensors")
     weights = Weights(tmp_path)
     layout = flat_layout([(name, tensor.numel()) for name, tensor in tensors.items()], world_size)
     chunk = torch.empty(layout.chunk)
     before = read_bytes()
-    overhead = read_bytes() - before  # of looking
+    overhead = read_bytes() - before  # Reading /proc/self/io counts too.
     for rank in range(world_size):
         for shard in layout.shards_of(rank):
             part = chunk[shard.position : shard.position + shard.numel]
@@ -65,7 +65,7 @@ class Tied(nn.Module):
 def test_what_fits_is_found_and_all_that_does_not_is_listed(tmp_path: Path) -> None:
     model = Tied()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    del state["embedding.weight"]  # the other name is enough
+    del state["embedding.weight"]  # A tied weight needs to be there under one of its names only.
     wanted = list(model.state_dict(keep_vars=True).items())
     keys = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     save_file(state, tmp_path / "a.safetensors")

@@ -19,7 +19,7 @@ COMMON: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers":
 
 
 def fill_buffers(model: nn.Module) -> None:
-    """As `initialize` does, with no parameter left on the meta device."""
+    """Give the model its parameters and buffers as `initialize` does; none of them stays on the meta device."""
     InitialValues(model, list_parameters(model), Collectives(torch.device("cpu")))
 
 
@@ -57,7 +57,7 @@ class Scale(nn.Module):
 
 def test_param_init_fn_comes_first_and_a_module_without_functions_is_named() -> None:
     def initialise(module: nn.Module) -> None:
-        module.to_empty(device="cpu", recurse=False)  # what FSDP asks of such a function; harmless here
+        module.to_empty(device="cpu", recurse=False)  # FSDP requires this call; here it is harmless.
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             nn.init.constant_(tensor, 3.0)
 

@@ -1,4 +1,4 @@
-"""A flat buffer shows bytes of a file at its own address: nothing is copied, and nothing is written back."""
+"""A flat buffer maps bytes of a file at its own address: nothing is copied, and nothing is written back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainer_client.model.flat_memory import FlatMemory
 from trainer_client.transport.mapping import FileRange, show_file
 
 PAGE = mmap.PAGESIZE
-NUMEL = 3 * PAGE // 4 + 5  # of fp32: three pages and a bit
+NUMEL = 3 * PAGE // 4 + 5  # As fp32, these are three pages and 20 bytes.
 
 
 @pytest.fixture
 def shared() -> Iterator[FileRange]:
-    """Eight pages of ones, to be shown from the second page on."""
+    """Eight pages of ones in a file, and the place of the second page, from which on a test maps them."""
     descriptor = os.memfd_create("shared")
     os.write(descriptor, torch.ones(8 * PAGE // 4).numpy().tobytes())
     yield FileRange(descriptor=descriptor, offset=PAGE)
@@ -73,9 +73,9 @@ def test_what_is_owned_keeps_its_values_whatever_the_file_becomes(shared: FileRa
     [
         (0, PAGE, 0, True),
         (PAGE, PAGE, PAGE, True),
-        (2 * PAGE, NUMEL * 4 - 2 * PAGE, 0, True),  # up to the end, which is no whole page
+        (2 * PAGE, NUMEL * 4 - 2 * PAGE, 0, True),  # The range ends with the buffer, whose last page is not whole.
         (64, PAGE, 0, False),
-        (0, PAGE + 64, 0, False),  # others share the last page
+        (0, PAGE + 64, 0, False),  # Elements behind the range share its last page.
         (0, PAGE, 64, False),
     ],
 )

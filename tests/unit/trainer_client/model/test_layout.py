@@ -1,4 +1,7 @@
-"""Flat groups: every element has one owner, every cut is a multiple of 16, and chunks in rank order are the buffer."""
+"""The layout of a flat group gives every element one owner, and cuts the buffer at multiples of 16 elements.
+
+The ranks' chunks, one behind the other in rank order, are the buffer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where state lives: what the config's keys mean, what is refused, and how fractions are spread over the model."""
+"""The placement of state: what the config's keys mean, what is refused, and how fractions are spread over the model."""
 
 from __future__ import annotations
 

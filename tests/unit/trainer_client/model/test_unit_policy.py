@@ -1,4 +1,4 @@
-"""Which modules are units, by each way to say it."""
+"""Unit policies: which modules are units, for each way in which a user can choose them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_weights_that_two_units_share_belong_to_the_root() -> None:
 
     found = sizes(model, modules_of_classes(["Embedding", "Linear"]))
 
-    assert (found[""], found["embedding"], found["head"]) == (408, 0, 0)  # with the norm's 8
+    assert (found[""], found["embedding"], found["head"]) == (408, 0, 0)  # The root has the norm's 8 elements too.
 
 
 def test_a_module_that_the_model_holds_twice_is_one_unit() -> None:

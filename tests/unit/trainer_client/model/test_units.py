@@ -1,4 +1,4 @@
-"""Which parameters form a unit, and what their memory is while gathered and while released."""
+"""Units: which parameters form one, and what memory the parameters have while they are gathered and while released."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_what_is_hidden_is_released_and_its_memory_stays() -> None:
 
 
 def private_bytes() -> int:
-    """Of this process, by the kernel's count."""
+    """Return the bytes of private memory that the kernel counts for this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1]) * 1024
 

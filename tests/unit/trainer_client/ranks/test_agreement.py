@@ -1,4 +1,4 @@
-"""Each key of the config says which ranks must have the same value of it; what differs is shown in bounded text."""
+"""Each key of the config says which ranks must have the same value, and a difference is shown in bounded text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer_client.section import Agreement, Section
 
 
 def sections_of(annotation: Any) -> Iterator[type[Section]]:
-    """All sections in a field's type."""
+    """Yield all sections in a field's type."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for argument in get_args(annotation):
@@ -23,7 +23,7 @@ def sections_of(annotation: Any) -> Iterator[type[Section]]:
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Agreement | None]]:
-    """Every key of the config, and what it says; None: nothing."""
+    """Yield every key of the config with its Agreement, or with None if the key has none."""
     for name, field in section.model_fields.items():
         said = next((mark for mark in field.metadata if isinstance(mark, Agreement)), None)
         below = [key for each in sections_of(field.annotation) for key in keys(each, f"{prefix}{name}.")]
@@ -34,7 +34,10 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Agre
 
 
 def test_only_these_keys_may_differ_between_ranks() -> None:
-    """A key that says nothing must be the same on all ranks: whoever adds one to this list has thought about it."""
+    """A key without an Agreement must be the same on all ranks.
+
+    The lists are repeated here, so that the author of a key decides on purpose that ranks may differ in it.
+    """
     said = dict(keys(TrainingConfig))
 
     assert {key for key, agreement in said.items() if agreement is Agreement.NODE} == {

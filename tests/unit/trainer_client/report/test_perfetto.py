@@ -1,4 +1,4 @@
-"""The file is what the trace viewers take: complete events in named rows, none of which overlap within a row."""
+"""The file of a trace has the form that trace viewers read: complete events in named rows, without overlaps in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the step report, by hand: stalls, bytes per parameter, the roofline and what binds."""
+"""The figures of the step report equal those computed by hand: stalls, bytes per parameter and the roofline."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_bytes_per_parameter_are_of_the_ranks_part_and_on_nvme_of_the_nodes() ->
 def test_the_roofline_is_the_longest_that_a_resource_needs_at_its_best_rate() -> None:
     made = report()
 
-    # 2.5 s in forward and backward, 0.4 of which it waited and 0.2 of which it copied.
+    # Forward and backward took 2.5 s, of which the rank waited 0.4 s and copied for 0.2 s.
     assert made.resources["compute"] == pytest.approx(1.9)
     assert made.resources["nvme_read"] == pytest.approx(1.4)
     assert made.resources["nvme_written"] == pytest.approx(0.7)

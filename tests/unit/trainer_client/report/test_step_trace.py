@@ -1,4 +1,4 @@
-"""Which steps a trace has, when its file is written, and what becomes of a clock that is not ours."""
+"""A step trace: which steps it has, when its file is written, and how it converts times of the store's clock."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ WRITE_SECONDS = 10.0
 
 
 class Store:
-    """Stands in for a RankStore: answers at once, by a clock that is ahead of ours; each answer has a span of the time
-    since the one before."""
+    """Stands in for a RankStore: answers at once, by a clock that is `ahead` seconds ahead of the trainer's.
+
+    Each answer has one span, which lasts from the answer before it until now.
+    """
 
     address = "unix:/nowhere"
 
@@ -51,7 +53,7 @@ class Store:
 
 
 class Steps:
-    """Makes steps that a trace is told of."""
+    """Makes training steps, and reports the end of each to a StepTrace."""
 
     def __init__(self, path: Path, store: Store, *, rank: int = 0, **section: int) -> None:
         self.recorder = Recorder()
@@ -121,7 +123,7 @@ def test_the_stores_spans_are_on_our_clock(tmp_path: Path, ahead: float) -> None
 
     last = [event for event in events(path) if event["cat"] == "steps"][-1]
     reads = [event for event in events(path) if event["cat"] == "nvme read"]
-    # Those of a clock that was not set right would not be within the steps, and be left out.
+    # The trace leaves out spans that are not within its steps, so spans whose clock was not converted would be missing.
     assert len(reads) >= 2
     assert all(event["ts"] >= -1 and event["ts"] + event["dur"] <= last["ts"] + last["dur"] + 1 for event in reads)
 

@@ -67,7 +67,7 @@ def test_random_generators_continue_where_they_were() -> None:
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), random.random(), float(np.random.standard_normal())
 
-    draw()  # leaves numpy with the second half of a pair
+    draw()  # numpy draws normal numbers in pairs, and now keeps the second of a pair.
     saved = encode({"random": random_states(torch.device("cpu"))})
     first = [draw() for _ in range(3)]
 
@@ -124,7 +124,7 @@ def test_a_new_rank_has_random_states_that_follow_from_another_rank_and_its_numb
     restore_random_states(derived_random_states(moved, 1), device)
     drawn.append(draw())
     assert drawn[0] == drawn[1]
-    # Every generator of every other state has its own numbers.
+    # Another rank, or another state to derive from, gives other numbers for each generator.
     for numbers in zip(*drawn[1:], strict=True):
         assert len(set(numbers)) == 3
     restore_random_states(mine, device)

@@ -1,4 +1,4 @@
-"""The order of the training data: the same samples in a step on any number of ranks, whatever was interrupted."""
+"""The order of the training data: a step has the same samples on any number of ranks, also after an interruption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE, TRAIN = 50, 12
 
 
 class Squares(Dataset[int]):
-    """What a worker process can make, too."""
+    """A dataset in the module's namespace, so that a worker process can unpickle it."""
 
     def __len__(self) -> int:
         return SIZE
@@ -53,7 +53,7 @@ def loader_of(
 
 
 def steps_of(world_size: int, accumulation: int, epochs: int = 2) -> list[list[int]]:
-    """The samples of each global step, in no order."""
+    """Return the samples of each global step, sorted."""
     batch = batch_of(world_size, accumulation)
     orders = [GlobalOrder(SIZE, batch, rank, world_size, seed=7, shuffle=True) for rank in range(world_size)]
     steps = []
@@ -100,9 +100,9 @@ def test_the_cursor_counts_what_steps_consumed_not_what_was_taken() -> None:
     loader.finish_step()
     state = loader.state_dict()
     assert (state["epoch"], state["samples"]) == (0, TRAIN)
-    # Taken and not trained on: they come again.
+    # The loop took these micro-batches and did not train on them, so the loader yields them again.
     assert next(iter(loader)).tolist() == taken[1]
-    # A step on other data moves nothing.
+    # A step that took no batch of this loader does not move its cursor.
     other = loader_of()
     other.finish_micro_batch()
     other.finish_step()

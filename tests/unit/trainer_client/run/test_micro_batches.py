@@ -1,4 +1,4 @@
-"""Which micro-batch is the last of its step, and which backward passes communicate."""
+"""The micro-batches of a step: which one is the last, and which backward passes communicate."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Accepted:
 
 
 class Store:
-    """A store that takes each gradient, or has lost it since, and remembers what is withdrawn."""
+    """A store that answers that it has each update, or that it has lost it, and records which updates are withdrawn."""
 
     def __init__(self, *, accepts: bool) -> None:
         self.withdrawn: list[tuple[int, list[str]]] = []

@@ -1,4 +1,4 @@
-"""What a step report is told of gathers: counts by unit, their sum, and a fresh start."""
+"""The counts of gathers in a step report: counts by unit, their sum, and a fresh start after a reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm is torch's, bit for bit, whatever memory it is taken in; or near enough to be looked at."""
+"""An exact norm has the bits of torch's, whatever memory it is computed in; an inexact norm has nearly its value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer_client.step.norms import Norms
 def test_it_is_that_of_the_fp32_values(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms_module, "MOST_KEPT_ELEMENTS", 300_000)
     kept, generator = Norms(), torch.Generator().manual_seed(3)
-    # Growing, shrinking, too large to be kept, nothing.
+    # The sizes grow and shrink, exceed the memory that is kept between two calls, and end with an empty gradient.
     for numel in (5, 100_003, 17, 300_000, 300_001, 1 << 20, 4096, 0):
         values = torch.randn(numel, generator=generator).to(dtype)
         assert torch.equal(kept.of(values), torch.linalg.vector_norm(values.float()))

@@ -12,7 +12,7 @@ from trainer_client.step.phases import Phase, Phases, Verb
 
 
 def documented() -> dict[tuple[Verb, Phase], Phase]:
-    """The table of the module's docstring."""
+    """Return the transitions that the table in the docstring of phases.py lists."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (phases.__doc__ or "").splitlines()]
     header, _, *body = [row for row in rows if row]
     columns = [Phase[name] for name in header[1:]]

@@ -1,4 +1,4 @@
-"""All ranks get one order of reductions out of what each of them ran; alone, no order is needed."""
+"""All ranks derive the same order of reductions from the units that each of them ran; a single rank needs no order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors are found wherever modules put them, and what may hide some is told."""
+"""A TensorTree finds tensors wherever modules put them, and reports whether an object may hide others."""
 
 from __future__ import annotations
 

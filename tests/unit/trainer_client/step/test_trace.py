@@ -1,4 +1,4 @@
-"""The trace predicts a repeating sequence, and a deviation costs neither an exception nor its knowledge."""
+"""The trace predicts a repeating sequence; a deviation raises no exception, and the trace keeps what it knows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_unexpected_unit_leaves_the_expectation_alone() -> None:
     trace = trained()
     for unit in (0, 1, 7, 1):
         trace.use(unit)
-    # The second use of 1 is taken for the one at the end of backward: nothing is left to expect.
+    # The trace takes the second use of 1 for the use at the end of backward, so it expects no further use.
     assert upcoming(trace) == []
 
     trace.end()

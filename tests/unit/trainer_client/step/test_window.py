@@ -1,4 +1,4 @@
-"""The window reaches as far ahead as hides a fetch behind the computation, and no further than stalls call for."""
+"""The window is wide enough to hide a fetch behind the computation, and no wider than the stalls require."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_pace_follows_what_was_fetched_since() -> None:
     window = measured(compute_seconds=0.1, fetch_seconds_per_mib=0.09)
     before = window.resize(4 * MIB)
     for total in range(20, 420, 10):
-        window.note_fetches(total * MIB, total * 0.001)  # nothing new is no measurement
+        window.note_fetches(total * MIB, total * 0.001)  # The second call brings no new bytes, so it measures nothing.
         window.note_fetches(total * MIB, total * 0.001)
 
     assert window.resize(4 * MIB) < before

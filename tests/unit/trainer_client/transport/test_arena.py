@@ -1,5 +1,7 @@
-"""The arena is mapped exactly where its nonce is found, by one mapping for all sessions of a process, and under a lock
-that lasts as long as anybody can write to it."""
+"""A client maps an arena only if the file has the arena's nonce, and its lock lasts as long as the client can write.
+
+All sessions of a process share one mapping.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from trainer_client.transport.arena import Arena
 
 SIZE = 1 << 16
 NONCE = b"nonce of 20 bytes..."
-# Two slots and the generations in them.
+# The offsets of two slots, each with the generation in it.
 FIRST, SECOND = (64, 7), (80, 8)
 
-# Prints for each byte whether another process has locked it.
+# A program that prints for each byte whether another process has locked it.
 WHICH_ARE_LOCKED = """
 import fcntl, struct, sys
 with open(sys.argv[1], "r+b") as file:
@@ -36,7 +38,7 @@ with open(sys.argv[1], "r+b") as file:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The file of an arena, which nobody has mapped."""
+    """The file of an arena that no process has mapped yet."""
     return make_arena(tmp_path / "arena", NONCE)
 
 
@@ -61,7 +63,7 @@ def map_arena(path: Path, slot: tuple[int, int] = FIRST) -> Arena:
 
 
 def locked(path: Path) -> str:
-    """For each slot, 1 if it is locked by this process."""
+    """Return a digit for each slot: 1 if this process has locked it, else 0."""
     command = [sys.executable, "-S", "-c", WHICH_ARE_LOCKED, str(path), str(FIRST[0]), str(SECOND[0])]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -70,7 +72,7 @@ def open_descriptors(path: Path) -> int:
     status = path.stat()
     count = 0
     for link in Path("/proc/self/fd").iterdir():
-        # The descriptor that lists them is closed by then.
+        # The listing has a descriptor of its own, which is closed before its link is read.
         with suppress(OSError):
             count += os.path.samestat(link.stat(), status)
     return count
@@ -110,7 +112,7 @@ def test_another_nonce_is_another_nodes_arena(path: Path, tmp_path: Path) -> Non
     other = make_arena(tmp_path / "other", b"another node's nonce")
     assert Arena.map(description(other)) is None and open_descriptors(other) == 0
     arena = map_arena(path)
-    # Nor does a mistaken address harm the session that has mapped what is there.
+    # A session that looks at the wrong file does no harm to the session that has mapped this file.
     wrong = description(path, SECOND)
     wrong.nonce = b"another node's nonce"
     assert Arena.map(wrong) is None
@@ -149,7 +151,7 @@ def test_sessions_of_a_process_share_the_mapping_and_end_apart(path: Path) -> No
     assert locked(path) == "11"
     shared = open_descriptors(path)
     first.close()
-    # Closing any descriptor of the file would have taken the other lock away.
+    # The kernel drops all of a process's locks on a file when the process closes any descriptor of the file.
     assert locked(path) == "01" and open_descriptors(path) == shared
     again = map_arena(path, FIRST)
     assert locked(path) == "11" and open_descriptors(path) == shared

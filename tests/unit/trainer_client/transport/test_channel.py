@@ -1,4 +1,4 @@
-"""Addresses are checked before anything is tried, and an unreachable daemon is named with the remedy."""
+"""Addresses are checked before a client connects, and the error for an unreachable daemon names it and the remedy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_unreachable_daemon_is_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_what_the_thread_computes_while_it_waits_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 s until the answer comes, and 5 s to unpack it, 4 of them on the processor."""
+    """The answer comes after 3 s, and unpacking takes 5 s, of which the thread computes 4 s: the wait lasted 4 s."""
     now = {"monotonic": 100.0, "thread_time": 7.0}
     monkeypatch.setattr(time, "monotonic", lambda: now["monotonic"])
     monkeypatch.setattr(time, "thread_time", lambda: now["thread_time"])

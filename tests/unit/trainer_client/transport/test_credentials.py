@@ -1,4 +1,4 @@
-"""Credentials are checked before anything is sent, come from the config before the environment, and never show."""
+"""Credentials are checked before anything is sent, and are never printed; the config's go before the environment's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_files_of_tls_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     credentials = Credentials(tls_ca=tmp_path / "ca", tls_certificate=tmp_path / "c", tls_key=tmp_path / "k")
     with pytest.raises(ConfigError, match=f"{tmp_path}/ca cannot be read"):
         open_channel("store.example:1", credentials)
-    # A UNIX socket has its mode: nothing of it is read.
+    # The file mode of a UNIX socket protects it, so the TLS files are not read.
     open_channel("unix:/run/s", credentials).close()
 
 

@@ -1,4 +1,4 @@
-"""The journal: what the next daemon is given, and that it is given nothing twice."""
+"""The journal hands the next daemon all that the old one may have lost, and hands no daemon the same entry twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer_client.transport.journal import Journal
 
 
 class Entry:
-    """Takes note of whom it was handed over to."""
+    """An entry that records to which daemons the journal has handed it over."""
 
     def __init__(self) -> None:
         self.given_to: list[Attachment] = []
@@ -19,7 +19,7 @@ class Entry:
 
 
 def attachments(count: int) -> list[Attachment]:
-    """Stand for daemons: without a vote, the journal does not look at them."""
+    """Return objects that stand for daemons; the journal never looks into them unless it has a vote to repeat."""
     return [cast(Any, object()) for _ in range(count)]
 
 
@@ -32,7 +32,7 @@ def opened() -> tuple[Journal, list[Entry]]:
 
 
 def test_what_is_handed_over_between_two_replays_is_given_by_the_second() -> None:
-    """The training thread writes while another one replays: the former daemon, which it believes in, is gone."""
+    """The training thread writes while another thread replays, because it has not noticed that the daemon is gone."""
     journal, (first, second, late) = opened()
     (daemon,) = attachments(1)
     journal.replay(daemon)

@@ -1,4 +1,4 @@
-"""A file's bytes in this process, as the kernel shows them."""
+"""A mapping shows a file's bytes in this process's memory, in both directions and for as long as a view of it lives."""
 
 from __future__ import annotations
 
