@@ -221,7 +221,8 @@ def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", connections_of_a_listener(listeners, config.max_sessions)),
         # The time for the TLS handshake and the first HTTP/2 frame of a client.
         ("grpc.server_handshake_timeout_ms", idle_millis),
-        # The time for which a connection may have no call under way after that. A session's stream is such a call.
+        # The longest time for which a connection may have no call under way. The stream of a session is a call, so it
+        # keeps its connection open.
         ("grpc.max_connection_idle_ms", idle_millis),
         ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
     ]

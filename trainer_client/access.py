@@ -136,7 +136,7 @@ class StateAccess:
             fqn: self._places[id(tensor)] for fqn, tensor in model.named_parameters(remove_duplicate=False)
         }
 
-    # Reading
+    # These methods read states.
 
     @torch.no_grad()
     def full_state_dict(self, *, keep: bool) -> dict[str, torch.Tensor]:
@@ -193,7 +193,7 @@ class StateAccess:
                 found[fqn] = StateShard(fqn=fqn, shape=shape, offset=place.part.start, values=values)
         return found
 
-    # Changing
+    # These methods change states.
 
     @torch.no_grad()
     def changes(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> list[Change]:
@@ -301,7 +301,7 @@ class StateAccess:
         group = place.state.group
         if kind not in (_PARAM, _MASTER):
             return [Change(place=place, kind=_kind_of(group, kind, place.parameter.fqn), values=part)]
-        # Parameter and master weight are one weight: the low-precision one always is the rounded master weight.
+        # A parameter and its master weight change together, because the parameter always is the rounded master weight.
         weight = part.to(group.dtype) if kind == _PARAM else part
         return [Change(place=place, kind=each, values=weight) for each in group.weight_kinds]
 
@@ -318,7 +318,7 @@ class StateAccess:
         value = value.detach().cpu()
         return value if local else value.reshape(-1)[place.part]
 
-    # Places
+    # These methods find the places of parameters.
 
     def _place(self, key: ParameterKey) -> _Place:
         """Return the place of a parameter, or of the parameter with that name. Raises ConfigError."""

@@ -332,7 +332,7 @@ class Engine:
         self._require_open()
         return self._access.full_state_dict(keep=not rank0_only or self._collectives.rank == 0)
 
-    # Access to single parameters
+    # These methods read and change the states of single parameters.
 
     def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return the whole values of one kind of a parameter, on the CPU, wherever they live. A collective.

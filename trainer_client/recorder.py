@@ -180,7 +180,7 @@ class Recorder:
             self._note(GATHERS_ROW, unit or ROOT_NAME, began, ended)
 
     def moved(self, link: Link, where: str, nbytes: int, began: float) -> None:
-        """Add bytes that were moved from `began` until now; on any thread."""
+        """Add bytes that were moved between the time `began` and now. Any thread may call this."""
         ended = time.monotonic()
         with self._moving:
             self._sums.link_bytes[link] += nbytes

@@ -223,7 +223,7 @@ def _quantiles(times: Sequence[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _echo_server(address: str) -> Iterator[str]:
-    """Start a process that answers ECHO_METHOD with a message as large as a lease's, and yield its address."""
+    """Start a process that answers ECHO_METHOD with a message as large as the grant of a lease; yield its address."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve_echo, args=(address, theirs), daemon=True)
     process.start()

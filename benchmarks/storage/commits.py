@@ -75,7 +75,7 @@ async def measure(commits: int, directory: Path, progress: Progress) -> dict[str
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the result as a Markdown table: every fourth sample, and the growth."""
+    """Return a Markdown table with every fourth sample, and the growth of each figure in the second half of the run."""
     shown = result["samples"][3::4]
     rows: list[list[object]] = [
         [

@@ -113,7 +113,7 @@ class Payload:
         self._marks[:] = self._written
 
     def forget(self) -> None:
-        """Clear the marks in memory, so that only a read can restore them."""
+        """Set the marks of all pages to zero in memory, so that only a read from the tier can restore them."""
         self._marks[:] = 0
 
     def check(self) -> None:

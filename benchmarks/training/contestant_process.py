@@ -117,14 +117,22 @@ class Running:
         self._stop(STOP_SECONDS)
 
     def warm_up(self, steps: int) -> Block:
-        """Make steps while the memory is sampled, and return their block. Raises ContestantError."""
+        """Have the contestant make steps while its memory is sampled, and return their figures.
+
+        Raises:
+            ContestantError: the contestant failed, or took too long.
+        """
         with MemoryWatch(self._tree) as watch:
             block = self.make(steps)
         self.memory = larger(self.memory, watch.peak)
         return block
 
     def make(self, steps: int) -> Block:
-        """Make steps, and return their block. Raises ContestantError."""
+        """Have the contestant make steps, and return their figures.
+
+        Raises:
+            ContestantError: the contestant failed, or took too long.
+        """
         before = self._tree.use()
         assert self._process.stdin is not None
         try:

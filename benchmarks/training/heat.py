@@ -21,8 +21,8 @@ from benchmarks.training.bandwidth import StepProbe
 from benchmarks.training.contestant_process import Block, ContestantError, Entry, Running
 from benchmarks.training.task import TrainingTask
 
-# A contestant whose steps move fewer bytes is not probed, because these are the catalog's few writes, for which no disk
-# is too slow.
+# A contestant whose steps move fewer bytes is not probed. Its only writes are a few of the store's catalog, and every
+# disk is fast enough for them.
 LEAST_PROBED_BYTES = 1 << 20
 
 

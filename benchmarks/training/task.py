@@ -49,7 +49,10 @@ class TrainingTask:
 
     @property
     def largest_parameter(self) -> int:
-        """The number of elements of the largest parameter of such a GPT-2: the embedding, or a layer of the MLP."""
+        """The number of elements of the largest parameter of a GPT-2 of this shape.
+
+        It is either the embedding of tokens or a layer of the MLP.
+        """
         return max(self.vocab, 4 * self.hidden) * self.hidden
 
     def deepspeed_config(self) -> dict[str, Any]:

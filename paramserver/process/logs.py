@@ -67,7 +67,7 @@ def _is_no_gone_client(record: logging.LogRecord) -> bool:
 
 
 def _escape_arguments(record: logging.LogRecord) -> bool:
-    """Escape the arguments of a record, because they may quote a client; the format string is this program's own.
+    """Escape the arguments of a record, because they may contain text of a client; the format string does not.
 
     Return True, which lets the record pass.
     """
@@ -83,7 +83,7 @@ def _escape(argument: object) -> object:
 
 
 def _write_traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
-    """Write a traceback with control characters escaped, because the exception may quote a client."""
+    """Write a traceback with control characters escaped, because the exception's text may contain text of a client."""
     frames = io.StringIO()
     structlog.dev.plain_traceback(frames, exc_info)
     stream.write("\n".join(map(printable, frames.getvalue().split("\n"))))

@@ -70,7 +70,7 @@ class LoopWatch:
                 continue
             silent_ticks += 1
             short_ticks += shortage.seconds(TICK_SECONDS) / TICK_SECONDS
-            # The shortage is rounded to whole ticks, because every thread waits a little for its CPU.
+            # Every thread waits a little for its CPU, so only whole ticks of waiting count as a shortage of CPU.
             stalled_ticks = silent_ticks - round(short_ticks)
             if stalled_ticks < self._stall_ticks:
                 continue

@@ -28,7 +28,7 @@ from storage.errors import InvalidRequestError
 Admit = Callable[[Any, Context], Any]
 # Takes what gRPC gives, parses the request and checks the right. Returns the request and what Admit has returned.
 _Enter = Callable[[Any, Context], tuple[Any, Any]]
-# Calls a method with the request, what Admit has returned and the context, as far as the method takes them.
+# Calls a method with those of three arguments that it takes: the request, the result of Admit, and the context.
 _Invoke = Callable[[Any, Any, Context], Any]
 
 

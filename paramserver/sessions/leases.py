@@ -46,7 +46,8 @@ class Lease:
 
     Attributes:
         group: the group of the slab or gradient. RANGE leases: what is read, for error texts.
-        pin: READ and STAGE leases: keeps the slab's bytes in the arena. None: the bytes are no slab's yet or at all.
+        pin: READ and STAGE leases: keeps the slab's bytes in the arena. None: the range holds bytes that do not belong
+            to a slab, or not yet.
         slab: PUT leases: the slab whose bytes of `step` the range will become.
         step: PUT and RANGE leases: the step of the bytes.
         reader: RANGE leases: the reader whose step is read.

@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.1
 
 
 class Quarantine:
-    """The ranges that are held back.
+    """The ranges that the daemon may not use again yet.
 
     While there are any, the quarantine looks from time to time whether the processes that hold the ended slots are
     gone, and frees the ranges of those that are.
@@ -34,12 +34,12 @@ class Quarantine:
 
     @property
     def ranges(self) -> Iterator[ArenaRange]:
-        """The ranges that are held back."""
+        """The ranges that are in quarantine."""
         return (range_ for ranges in self._held.values() for range_ in ranges)
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all ranges that are held back."""
+        """The size in bytes of all ranges that are in quarantine."""
         return sum(range_.nbytes for range_ in self.ranges)
 
     def hold(self, slot: Slot, ranges: Sequence[ArenaRange]) -> None:

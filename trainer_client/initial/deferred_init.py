@@ -82,7 +82,10 @@ class Recipe:
     writes: list[Operation] = field(default_factory=list)
 
     def needed(self, steps: int) -> list[Operation]:
-        """Return the first `steps` operations, from the last one on that overwrites the whole storage."""
+        """Return the operations that give the storage the content that it has after its first `steps` operations.
+
+        Operations before the last one that overwrites the whole storage are left out, because they have no effect.
+        """
         for index in range(steps - 1, -1, -1):
             if self.writes[index].overwrites:
                 return self.writes[index:steps]

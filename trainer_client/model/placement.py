@@ -122,8 +122,8 @@ class PlacementPolicy:
 def spread(shares: Shares, sizes: Sequence[int]) -> list[Home]:
     """Return a home for each item, given the items' sizes.
 
-    The next item goes to the home that lacks most of its share. So every home has its share of each beginning of the
-    sequence, as nearly as whole items allow.
+    Each item goes to the home that lacks most of its share so far. So after every item, each home has its share of the
+    items until then, as nearly as whole items allow.
     """
     homes = []
     total = 0

@@ -154,7 +154,10 @@ def _names_of_units(model: nn.Module, chosen: set[nn.Module]) -> dict[str, nn.Mo
 
 
 def _unit_of(parameter: str, names: dict[str, nn.Module], units: dict[nn.Module, str]) -> str:
-    """Return the first name of the unit that a parameter's name lies in; "" if it lies in none."""
+    """Return the name of the outermost unit around a parameter, or "" (the root) if no unit is around it.
+
+    A module with several names is a unit under its first name.
+    """
     return next((units[names[name]] for name in _ancestors(parameter) if name in names), "")
 
 

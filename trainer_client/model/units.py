@@ -84,7 +84,8 @@ class Unit:
         self._store = store
         self.passing_bytes = passing_bytes
         self._pending: Pending[list[LeasedBytes]] | None = None
-        # The leases that the unit holds: while a gather is being finished all of them, then those with mapped bytes.
+        # The leases that the unit holds: all of them while a gather ends, and afterwards only those of mapped bytes,
+        # because copied bytes need no lease.
         self._leases: list[LeasedBytes] = []
         # Whether any part of the gathered parameters was copied.
         self._copied = False
@@ -266,7 +267,11 @@ class Unit:
         self._return(leases)
 
     def _return(self, leases: list[LeasedBytes]) -> None:
-        """Release leases whose bytes were used. Raises SessionEndedError if those may have been of another session."""
+        """Release leases whose bytes this rank has used.
+
+        Raises:
+            SessionEndedError: the leases ended before this call, so the bytes may have been those of another session.
+        """
         if leases:
             check(leases)
             self._store.release(leases, self._next_use)

@@ -44,7 +44,8 @@ def _end(groups: list[dist.ProcessGroup]) -> None:
 class PendingRows:
     """The future of rows [world, n], one of each rank.
 
-    `begun` is a time.monotonic() from before `work` was made, so that torch's time-out never ends before ours.
+    `begun` is a reading of time.monotonic() from before `work` was made. When torch's time-out ends the work, the time
+    since `begun` is therefore at least the time-out, so this rank knows that the reason is the time-out.
     """
 
     def __init__(self, collectives: Collectives, work: dist.Work, rows: torch.Tensor, what: str, begun: float) -> None:
@@ -268,7 +269,7 @@ class Collectives:
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_id(self, identity: bytes) -> bytes:
-        """Return rank 0's `identity`; those of all ranks have the same length."""
+        """Return the `identity` of rank 0. The ranks must pass identities of the same length. A collective."""
         return self.gather_ids(identity)[0]
 
     def barrier(self, what: str = "a barrier") -> None:

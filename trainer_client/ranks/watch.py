@@ -101,8 +101,8 @@ class Watch:
         seen = self._place
         while not self._closed.wait(self._interval_seconds):
             self._say()
-            # While this rank waits in a collective, it reads the others' places already: when the wait has failed, the
-            # rank that it waited for may be gone, and the store with it.
+            # This rank reads the others' places while it still waits in a collective. When the wait has failed, it may
+            # be too late: the process that holds the key-value store may be gone.
             if self._place.inside and self._place is seen:
                 self._listen()
             seen = self._place

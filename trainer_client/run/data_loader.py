@@ -63,7 +63,7 @@ class GlobalOrder(Sampler[list[int]]):
                 yield [int(order[sample % self.size]) for sample in range(first, first + micro)]
 
     def advance(self, micro_batches: int) -> None:
-        """Move the cursor by a step that has consumed so many micro-batches on each rank."""
+        """Move the cursor past a step that has consumed `micro_batches` on each rank."""
         self.samples += micro_batches * self._batch.micro * self._world_size
         if self.samples >= self.size:
             self.epoch, self.samples = self.epoch + 1, 0

@@ -118,7 +118,7 @@ class Job:
         """Give the states the values that the run starts from. A collective.
 
         Returns:
-            `resumed_state` and `staged_step`.
+            The values of the attributes `resumed_state` and `staged_step`.
         """
         if start is None:
             self._begin(initial_values)

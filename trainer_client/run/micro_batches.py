@@ -79,5 +79,5 @@ class MicroBatches:
             self._data.finish_step()
 
     def go_on_from(self, micro_steps: int) -> None:
-        """Take the count over that a commit carried."""
+        """Continue the count of micro-batches from the number that a commit carried."""
         self.micro_steps = micro_steps

@@ -39,7 +39,7 @@ class GradientMemory(Protocol):
         """The leased memory that the gradient is in; None: it is on the device. Call `start` before."""
 
     def lease(self, step: int) -> LeasedBytes:
-        """Return the gradient in leased memory, for the store, and keep nothing of the step."""
+        """Return the gradient in leased memory, for the store, and drop all other state of the step."""
 
     def give_back(self) -> None:
         """Release the memory, because the gradient is not needed any more. Returns when the next step may ask."""

@@ -199,7 +199,7 @@ class GradientGroup:
         return [self.flat_group.parameters[shard.slot].index for shard in shards], self._norms
 
     def take_lease(self, step: int) -> LeasedBytes:
-        """Return the gradient in leased memory, and forget all else of the step, because the step takes it."""
+        """Return the gradient in leased memory for the update of `step`, and drop all other state of the gradient."""
         leased = self.memory.lease(step)
         self.finish()
         return leased
@@ -308,7 +308,10 @@ class Gradients:
         return group.has_all
 
     def finish_backward(self, step: int) -> None:
-        """Reduce the groups whose gradients came late, or outside of a tracked backward, on any rank. A collective."""
+        """Reduce the groups that backward has not reduced yet. A collective.
+
+        On some rank, their gradients came after the backward of their unit, or in a backward that hooks did not see.
+        """
         if self._reduces:
             self._reduce_dirty(step, "the end of a backward pass")
         self._owes_reduction = not self._reduces

@@ -291,7 +291,7 @@ class UnitHooks:
         self._residency.prefetch(self._training)
         self._phases.enter(Verb.END_STEP)
 
-    # Hooks on modules
+    # These methods are the hooks on modules.
 
     def _hook(
         self,
@@ -415,7 +415,7 @@ class UnitHooks:
         if any(group.holds_memory_of(tensor) for group in unit.groups for tensor in tree.tensors):
             self._lend_to_caller(unit)
 
-    # Backward
+    # These methods are the hooks of backward, and install them.
 
     def _step_of_backward(self) -> int:
         """Return the step that gradients belong to now. Raises PhaseError outside of `engine.backward`."""
@@ -518,7 +518,7 @@ class UnitHooks:
             self._almost_over.discard(unit.index)
             self._after_backward(unit, waits=False)
 
-    # Gather and lend
+    # These methods gather, lend and release units.
 
     def _hold(self, unit: Unit, part: Part, lent: set[int]) -> None:
         """Gather the unit and the units that it borrows, and hold them for `part`."""

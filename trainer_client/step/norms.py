@@ -50,7 +50,10 @@ class Norms:
         return norm
 
     def _by_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the norm of the norms of rows, which torch computes without converting the values."""
+        """Return the norm of the norms of rows.
+
+        torch computes the norms of rows without a copy of the values in fp32.
+        """
         rows = values.numel() // ROW_ELEMENTS
         in_rows = rows * ROW_ELEMENTS if rows >= LEAST_ROWS else 0
         norm: torch.Tensor = torch.linalg.vector_norm(values[in_rows:].float())

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 
-# A unit is not expected any more after so many repetitions in a row without a use.
+# The number of repetitions in a row without a use after which a unit is not expected any more.
 FORGOTTEN_AFTER = 8
 
 
@@ -22,7 +22,7 @@ class Clock:
         self.now = now
 
     def go_on_from(self, now: int) -> None:
-        """Take the reading over that a commit carried."""
+        """Continue from the reading that a commit carried."""
         self.now = now
 
 
@@ -84,7 +84,7 @@ class Trace:
             yield unit, self._clock.now + distance
 
     def next_unit(self) -> int | None:
-        """Return the unit that is expected next in this sequence; None: the expected rest is over."""
+        """Return the unit that is expected next in this sequence, or None if no further use is expected in it."""
         return self._expected[self._cursor] if self._cursor < len(self._expected) else None
 
     def expects(self, unit: int) -> bool:

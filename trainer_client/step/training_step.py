@@ -85,7 +85,7 @@ class TrainingStep:
         self._clips = clipping.norm > 0
 
     def go_on_from(self, *, update_counts: Sequence[int], skipped: int, skipped_in_row: int) -> None:
-        """Take the counts over that a commit carried."""
+        """Continue from the counts that a commit carried."""
         self.update_counts = list(update_counts)
         self.skipped = skipped
         self.skipped_in_row = skipped_in_row

@@ -53,12 +53,12 @@ class UpdateRule:
     table: HyperParameterTable
 
     def rows(self, group: FlatGroup, shards: Iterable[ShardRange]) -> list[int]:
-        """Return for each shard its row in the table, or -1 if the shard stays as it is."""
+        """Return for each shard the row of its hyper-parameters in `table`, or -1 if the step does not update it."""
         indices = [group.parameters[shard.slot].index for shard in shards]
         return [self.table.row_of(index) if self.updated[index] else -1 for index in indices]
 
     def rows_of(self, update: GroupUpdate) -> list[HyperParameters | None]:
-        """Return for each shard of an update by this rule its hyper-parameters; None: the shard stays as it is."""
+        """Return the hyper-parameters of each shard of an update by this rule; None: the step does not update it."""
         return [self.table.rows[row] if row >= 0 else None for row in update.hyper_parameters_of_shard]
 
     def only(self, gradient: GradientGroup) -> UpdateRule:

@@ -18,7 +18,7 @@ _MAX_UNITS = 64
 _MAX_EXTRA = 16
 # The weight of a new measurement in a mean.
 _WEIGHT = 0.125
-# The window shrinks by one unit after so many gathers in a row without a stall.
+# The number of gathers in a row without a stall after which the window shrinks by one unit.
 _CALM_GATHERS = 64
 
 

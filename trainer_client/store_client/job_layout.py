@@ -22,12 +22,13 @@ from trainer_client.model.layout import round_up
 from trainer_client.store_client.types import Placement, TensorSpec, durability_to_proto, kind_spec
 from trainer_client.transport.shard_group_name import ShardGroupName
 
-# The largest size of a pack. To put one small tensor, its whole pack is written. The store verifies and writes at least
-# so many bytes at once anyway.
+# The largest size of a pack. To put one small tensor, the client writes its whole pack. That costs little, because the
+# store verifies and writes at least 128 KiB at once anyway.
 PACK_BYTES = 128 << 10
 # The name of the layout with packs. Layouts of earlier versions have no name, and in them no tensor is packed.
 PACKED = "packed"
-# The most shards in one request. The store needs some milliseconds to parse so many, and other clients wait meanwhile.
+# The most shards in one request. The store needs some milliseconds to parse a request of this size, and other clients
+# wait meanwhile.
 _SHARDS_A_REQUEST = 16_384
 
 

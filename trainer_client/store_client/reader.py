@@ -323,7 +323,8 @@ class StoreReaderSync:
         unknown = [fqn for fqn in fqns if fqn not in self._tensors]
         if not unknown:
             return
-        # For a single tensor one result is enough: sorted by name, it comes first among those that begin with its name.
+        # For a single tensor one result is enough. The store sorts by name, so the tensor comes before all others whose
+        # names begin with its name.
         limit = 1 if len(unknown) == 1 else None
         first, last = min(unknown), max(unknown)
         prefix = first[: next((i for i, c in enumerate(first) if last[i : i + 1] != c), len(first))]

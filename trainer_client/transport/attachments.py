@@ -65,7 +65,8 @@ _STOPPING_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
 _LOOK_SECONDS = 2.0
 _LOOK_AT_VOTE_SECONDS = 0.02
-# The training thread waits so much longer than the attaching thread, because that one knows the reason if it gives up.
+# The training thread waits longer than the attaching thread by this time, because the attaching thread knows the reason
+# if it gives up.
 _SLACK_SECONDS = 60.0
 
 

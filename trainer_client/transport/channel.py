@@ -57,8 +57,8 @@ _OPTIONS = (
     # answered every second or two. The second number is also the kernel's time-out for sent bytes to be acknowledged.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 8_000),
-    # gRPC also sends pings for other purposes, and sends no keepalive ping while one of them is unanswered. Their own
-    # time-out is a minute by default.
+    # gRPC also sends pings for other purposes, and sends no keepalive ping while one of them is unanswered. Without
+    # this option, gRPC would wait a minute for the answer to such a ping.
     ("grpc.http2.ping_timeout_ms", 8_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
