@@ -68,7 +68,7 @@ class _Place:
 
     @property
     def range(self) -> slice:
-        """The range of this rank's part in its chunk."""
+        """The range of this rank's part of the parameter in this rank's chunk of the group."""
         return _range(self.shard)
 
     @property
@@ -87,13 +87,13 @@ class Change:
 
 
 def own(parameters: Iterable[ModelParameter], owner: object) -> None:
-    """Have `owner_of` find `owner` for these parameters, as long as it lives."""
+    """Have `owner_of` return `owner` for these parameters, as long as `owner` is not garbage-collected."""
     for parameter in parameters:
         setattr(parameter.tensor, _OWNER, weakref.ref(owner))
 
 
 def owner_of(parameter: torch.Tensor) -> object | None:
-    """Return the owner of a parameter; None: it has no living owner."""
+    """Return the owner of a parameter, or None if it has none or the owner was garbage-collected."""
     reference = getattr(parameter, _OWNER, None)
     return reference() if reference is not None else None
 
@@ -374,7 +374,10 @@ class _Reader:
         self._chunk = torch.empty(0)
 
     def part(self, place: _Place, kind: Kind) -> torch.Tensor:
-        """Return this rank's part [n] of one kind of a parameter. The kind must be the same in all calls."""
+        """Return this rank's part [n] of one kind of a parameter.
+
+        The kind must be the same in all calls, because the reader does not note of which kind its chunk is.
+        """
         if self._state is not place.state:
             self._state, self._chunk = place.state, place.state.read(kind)
         return self._chunk[place.range].clone()

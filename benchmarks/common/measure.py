@@ -20,7 +20,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """The number of I/O threads of each side, and so of requests at once; by default those of the engine."""
+    """The numbers of I/O threads of the store and of fio, each of which makes one request at a time.
+
+    The defaults are those of the engine.
+    """
 
     read: int = 4
     write: int = 2

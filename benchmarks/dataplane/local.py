@@ -117,7 +117,7 @@ def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:
     return store
 
 
-# --- leases
+# These functions measure leases.
 
 
 def _lease_latency(address: str, session_id: str, shard_mib: Sequence[int], calls: int) -> dict[str, object]:
@@ -264,7 +264,7 @@ def _serve_echo(address: str, ready: Connection) -> None:
     uvloop.run(serve())
 
 
-# --- bytes
+# These functions measure the transfer of bytes.
 
 
 def _same_node(store: RankStore, copied_mib: int, pairs: int) -> dict[str, object]:

@@ -109,7 +109,7 @@ def _sample(groups: Sequence[dict[str, Any]]) -> Sample:
     sides = [group[side] for group in groups for side in ("read", "write")]
     return Sample(
         nbytes=sum(side["io_bytes"] for side in sides),
-        # `runtime` is in whole milliseconds.
+        # `runtime` is in whole milliseconds, so it may be 0.
         seconds=max(1, *(side["runtime"] for side in sides)) / 1e3,
         # `usr_cpu` and `sys_cpu` are per cent of `job_runtime`, the summed run time of the group's threads in ms.
         cpu_seconds=sum((g["usr_cpu"] + g["sys_cpu"]) / 100 * g["job_runtime"] / 1e3 for g in groups),

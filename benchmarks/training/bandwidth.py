@@ -68,7 +68,7 @@ class _Load:
     """A file, and the number of requests that a run makes to it."""
 
     def __init__(self, path: Path, nbytes: int, threads: int, stack: ExitStack) -> None:
-        """Make the file, which is removed when `stack` is closed."""
+        """Make the file at `path`. Closing `stack` removes it."""
         self._requests = -(-nbytes // REQUEST_BYTES)
         self._threads = threads
         self._descriptor, self.direct = _opened(path)

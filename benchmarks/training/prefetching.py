@@ -45,7 +45,7 @@ DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench"
 MIB = 1 << 20
 # The 4 bytes are 2 for the gradient in bf16, 1 for the optimizer's tiles, and 1 for half of the parameters in bf16.
 HOST_BYTES_PER_PARAMETER = 4
-# The least budget, which the smallest models get.
+# The smallest host budget. Models that would get less by HOST_BYTES_PER_PARAMETER get this one.
 LEAST_HOST_BYTES = 32 << 20
 
 

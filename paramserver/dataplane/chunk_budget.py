@@ -33,7 +33,8 @@ _TICK_SECONDS = STALLED_SECONDS / 2
 # STALLED_SECONDS.
 FIRST_STRIDE_BYTES = 16 << 10
 _GROWTH = 8
-# A chunk takes at most 1 / _LARGEST_SHARE of its half of the budget, less the bytes there that ended transfers hold.
+# A chunk takes at most 1 / _LARGEST_SHARE of its half of the budget. Bytes that gRPC still holds for transfers that
+# have ended do not count as a part of the half.
 _LARGEST_SHARE = 32
 
 
@@ -231,7 +232,7 @@ class Transfers:
                 self._take(half, waiter.transfer, waiter.nbytes)
                 waiter.granted.set_result(None)
 
-    # --- stalled transfers
+    # These methods end stalled transfers.
 
     def _keep_ticking(self) -> None:
         if self._tick is None:

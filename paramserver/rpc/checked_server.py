@@ -74,7 +74,7 @@ class CheckedServer:
 
     def _handler(self, rpc: MethodDescriptor, method: Callable[..., Any], declared: Declaration) -> Any:
         admit, invoke = self._admission(declared.right), _invoke(method, declared)
-        # A raw method has neither: gRPC gives it bytes, and takes bytes from it.
+        # A raw method needs no parser and no serializer, because it takes bytes from gRPC and returns bytes.
         parse = None if declared.is_raw else _refusing(GetMessageClass(rpc.input_type).FromString)
         serialize = None if declared.is_raw else GetMessageClass(rpc.output_type).SerializeToString
         if rpc.client_streaming:

@@ -128,7 +128,7 @@ def _entry(path: Path, number: int, table: object) -> Entry:
         raise ConfigError(f"token_file: {path}, token {number}: {field}: {detail['msg']}") from error
 
 
-# --- the daemon's side
+# The daemon uses what follows.
 
 
 class TokenFile:
@@ -169,7 +169,7 @@ class TokenFile:
         log.info("the token file has changed: %d tokens are in use", len(entries))
 
 
-# --- the operator's side
+# The operator's commands use what follows.
 
 
 def add_token(

@@ -36,7 +36,7 @@ class Readers:
         self._engine = engine
         self._sessions = sessions
         self._quotas = quotas
-        # How many readers are being opened, by job and by principal.
+        # The number of readers that are being opened, by job and by principal.
         self._opening: Counter[str | Principal] = Counter()
 
     async def open(self, session: Session, job: Job, request: pb.OpenReaderRequest) -> pb.OpenReaderResponse:
@@ -185,7 +185,7 @@ def describe_layouts(layouts: Iterable[Job]) -> list[pb.StoredLayout]:
 
 
 def describe_job(job: Job, layouts: Iterable[Job]) -> pb.StoredJob:
-    """Return what a client that may read a job is told of it."""
+    """Return the description of a job that the daemon sends to clients that may read the job."""
     return pb.StoredJob(
         layouts=describe_layouts(layouts),
         name=job.spec.name,

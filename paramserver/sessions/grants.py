@@ -137,7 +137,7 @@ class Grants:
         session.take(lease)
         return lease
 
-    # --- gradients
+    # These methods concern the updates that use leased gradients, and the end of leases.
 
     async def apply_gradients(self, session: Session, request: pb.ApplyGradientsRequest) -> None:
         """Begin the updates of a step that use the session's leased gradients.

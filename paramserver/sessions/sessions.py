@@ -120,7 +120,7 @@ class Sessions:
         """Return how many readers the sessions of a principal hold."""
         return sum(len(session.readers) for session in self._sessions.values() if session.owner == principal)
 
-    # --- life
+    # These methods begin and end sessions.
 
     def open(self, client: str, visitor: Visitor, stream: Stream) -> Session:
         """Open a session, attached to the stream.
@@ -236,7 +236,7 @@ class Sessions:
         if self._cleaning_up:
             await asyncio.wait(self._cleaning_up)
 
-    # --- runs
+    # These methods concern the runs of a job's ranks.
 
     async def join(
         self,
@@ -278,7 +278,7 @@ class Sessions:
         self.grants.hand_over_all(session)
         return await self._runs.vote(session.require_run(), session.rank, step, client_state, settled)
 
-    # --- the end of leases
+    # These methods end leases.
 
     def _void_leases(self, session: Session) -> list[Lease]:
         """Void all leases of a session, and change the session's word in the arena.
@@ -312,7 +312,7 @@ class Sessions:
             )
         return leases
 
-    # --- readers
+    # These methods concern the readers of a session.
 
     def add_reader(self, session: Session, reader: StepReader) -> int:
         """Give a reader to a session, which closes it at its end. Return the reader's id.

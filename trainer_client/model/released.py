@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-# Attributes that return values or views of them. All other attributes of a released parameter can be read.
+# The attributes of a tensor that return its values or views of its values. All other attributes of a released parameter
+# can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 _METADATA = frozenset(

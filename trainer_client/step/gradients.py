@@ -95,8 +95,8 @@ class GradientGroup:
         self._norms: torch.Tensor | None = None
         self._reduction_dtype = reduction_dtype
         self._collectives = collectives
-        # With several ranks: this rank's unreduced gradient, the slots of the parameters that have a gradient in it,
-        # and whether `chunk` holds a sum of this step already.
+        # These three are used with several ranks only: the gradient that this rank has not reduced yet, the slots of
+        # the parameters that have a gradient in it, and whether `chunk` holds a sum of this step already.
         self._full: torch.Tensor | None = None
         self._unreduced: set[int] = set()
         self._reduced = False

@@ -23,10 +23,10 @@ _CALM_GATHERS = 64
 
 
 class Window:
-    """The depth of the window, by what was measured.
+    """The depth of the window, which follows from the measured times of fetches, computation and stalls.
 
     Attributes:
-        units: how many units ahead of the current one the store should be asked for.
+        units: the number of units, from the current one on, that the store should fetch ahead.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Window:
             self._extra, self._calm = max(self._extra - 1, 0), 0
 
     def resize(self, unit_bytes: int) -> int:
-        """Set `units` for units of about that size, by what was measured so far, and return it."""
+        """Set `units` from the times that were measured so far, for units of about this size, and return it."""
         ahead = 1
         if self._compute_seconds and self._fetch_seconds_per_byte is not None:
             fetch_seconds = unit_bytes * self._fetch_seconds_per_byte

@@ -318,8 +318,8 @@ def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]
             link = link_of()
             return attempt(link)
         except (StoreUnavailableError, StoreNotFoundError) as error:
-            # If the session has ended, the store answers every call with NOT_FOUND. Only if it knows the session, the
-            # thing that was asked for is missing.
+            # The store also answers with NOT_FOUND if it does not know the session any more. If it still knows the
+            # session, the tensor, job or step of the request does not exist, and another attempt would not help.
             if isinstance(error, StoreNotFoundError) and (link is None or link.is_known(call)):
                 raise
             failure = error

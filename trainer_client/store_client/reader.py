@@ -98,7 +98,7 @@ class _Held:
         return self.link.begin("AcquireLeases", request, timeout_seconds)
 
     def give_back(self, leased: Any) -> None:
-        """Release the lease of a future as soon as it is granted."""
+        """Release the lease that the future `leased` will return, as soon as the daemon has granted it."""
 
         def on_done(future: Any) -> None:
             with contextlib.suppress(StoreError):

@@ -121,7 +121,7 @@ class Attachment:
         try:
             return method(request, timeout=timeout_seconds or self.deadlines.control)
         except grpc.RpcError as error:
-            # If the session has ended, raise that error instead, because it is the cause of this one.
+            # If the session has ended, its error is raised instead, because the end of the session made the call fail.
             self.session.check()
             self.check_leases()
             raise translate(error) from error
