@@ -1,7 +1,7 @@
-"""Whether the budgets and the limits of jobs can carry what the jobs need. Refuses before anything is written.
+"""The admission of jobs and readers: it refuses, before anything is written, what the budgets and limits cannot carry.
 
-Owns which readers are open, because what they hold counts. Must never look at all slabs of a job, because the job's
-tally says what they need.
+Owns the set of open readers, because the versions that they hold count. Must never look at all slabs of a job, because
+a job's tally says what its slabs need.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from storage.versions import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Most bytes that the steps of some jobs may need of the tiers, all of them together.
+    """The most bytes of the tiers that the steps of some jobs together may need.
 
     Attributes:
-        what: whose limit it is, for people: "the quota of job 'a'".
-        covers: tells by a job's name whether the job counts.
-        host_bytes: None: as much as the budgets hold; so has `nvme_bytes`.
-        counts_readers: whether steps that only readers hold count, too, also those of jobs that were deleted.
+        what: the limit's name in error texts, for example "the quota of job 'a'".
+        covers: returns whether a job counts, by its name.
+        host_bytes: the most bytes of the host tier; None: only the budget limits them.
+        nvme_bytes: the most bytes of the durable tier; None: only the budget limits them.
+        counts_readers: whether steps that only readers hold count, too, also those of deleted jobs.
     """
 
     what: str
@@ -39,24 +40,27 @@ class Limit:
     counts_readers: bool = False
 
 
-# Ranks that share the store copy their units out of it: each leases the unit that it copies and the next one.
+# Each of several ranks copies its units out of the arena, and leases two at a time: the unit that it copies and the
+# next one.
 _UNITS_OF_A_RANK = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
-    """What cannot be dropped at the worst moment of a step: copies at home, gradients, and for each rank the units that
-    it has leased."""
+    """The bytes of the host tier that cannot be evicted at the worst moment of a step.
+
+    They are copies of slabs placed there, gradients, and the units that each rank has leased.
+    """
 
     home_bytes: int
     gradient_bytes: int
     units: int
-    # The bytes of so many units, the largest that there are.
+    # The bytes of the `units` largest units.
     units_bytes: int
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """The sum of all bytes."""
         return self.home_bytes + self.gradient_bytes + self.units_bytes
 
     def __str__(self) -> str:
@@ -72,9 +76,15 @@ class Admission:
     def __init__(
         self, jobs: JobTable, host: HostTier, backing: BackingTiers, tile_bytes: int, units_of_a_rank_alone: int
     ) -> None:
-        """`tile_bytes`: what the optimizer's buffers take of the host budget. `units_of_a_rank_alone`: how many units a
-        rank maps in place at once, and so leases, where it is the only one of its job."""
-        # Readers that were closed, and that no session refers to, leave by themselves.
+        """Check against the budgets of `host` and `backing`.
+
+        Args:
+            tile_bytes: the bytes of the host budget that the optimizer's tile buffers use.
+            units_of_a_rank_alone: the number of units that a rank maps in place at once, and so leases, if it is the
+                only rank of its job.
+        """
+        # The open readers. The set's references are weak, so a closed reader disappears when no session refers to it
+        # any more.
         self.readers: WeakSet[StepReader] = WeakSet()
         self._jobs = jobs
         self._host = host
@@ -88,8 +98,8 @@ class Admission:
             tier.reserve(self._need(tier))
 
     def reserve_for_reader(self, job: Job) -> None:
-        """Makes sure that a step of the job can be kept beside those to come. Raises BudgetExceededError otherwise."""
-        # A job without ranks writes no further steps, so only what is in host memory needs new room.
+        """Make sure that a step of the job can be kept beside the steps to come, or raise BudgetExceededError."""
+        # A job without ranks writes no further steps, so only bytes that are in host memory alone need new room.
         tally = job.tally
         alone = sum(slab.paged_bytes for slab in tally.unsaved)
         for tier in self._backing:
@@ -98,8 +108,12 @@ class Admission:
             tier.reserve(self._need(tier) + backed + (unbacked if tier.is_durable else 0))
 
     def _need(self, tier: BackingTier[Any]) -> int:
-        """Bytes that the next steps need of a tier besides what is in use: all jobs draw on the same free space, each
-        at its own time, and what a reader shares with a slab that is trained, it will soon have alone."""
+        """Return the bytes that the next steps of all jobs need on a tier besides the bytes in use.
+
+        The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader
+        shares with a slab of a job with ranks count as well: the next steps replace them in the slab, and then only the
+        reader holds them.
+        """
         active = [job for job in self._jobs if job.spec.local_ranks]
         shared = [
             region.nbytes
@@ -111,8 +125,10 @@ class Admission:
         return sum(shared) + sum(_need(job, tier) for job in active)
 
     def check_limit(self, job: Job, limit: Limit) -> None:
-        """Raises BudgetExceededError where the next steps of the job, and of the others that count with it, need more
-        than they may have."""
+        """Raise BudgetExceededError if the next steps of the jobs that a limit covers need more than it allows.
+
+        `job` is one of these jobs, and counts even if it has no ranks yet.
+        """
         if limit.host_bytes is None and limit.nvme_bytes is None:
             return
         names = [name for name in self._jobs.by_name if limit.covers(name)]
@@ -153,8 +169,11 @@ class Admission:
         return sum(held.values())
 
     def check_host_budget(self, job: Job) -> None:
-        """What cannot be dropped at the worst moment of a step must fit, of all jobs together, with the optimizer's
-        buffers. `job` is the one that asks: the others are named to nobody."""
+        """Raise BudgetExceededError if the host budget cannot hold what all jobs need at the worst moment of a step.
+
+        Needed are the bytes that cannot be evicted then, and the optimizer's buffers. The error text names `job`, which
+        the caller registers. It only counts the other jobs, because they may belong to other users.
+        """
         jobs = [j for j in self._jobs if j.spec.local_ranks or _has_copies(j)]
         need = self._host_need(jobs)
         others = self._host.arena.header_bytes + need.total
@@ -177,21 +196,27 @@ class Admission:
         )
 
     def _largest_units(self, job: Job) -> list[int]:
-        """Bytes of the largest parts of units that the ranks of a job can have leased at once, of those that only pass
-        through the host tier."""
+        """Return the bytes of the largest units that the ranks of a job can have leased at once.
+
+        Only units that are not placed in the host tier count, because the others count as placed there.
+        """
         ranks = job.spec.local_ranks
         count = self._units_of_a_rank_alone if ranks == 1 else _UNITS_OF_A_RANK * ranks
         return job.tally.passing[-count:] if count else []
 
 
 def _need(job: Job, tier: BackingTier[Any]) -> int:
-    """Bytes of a tier that the slabs of a job will need besides the versions they have there: for the committed version
-    and the pending one, with ranks on other nodes for the one before, which they may not have passed yet; and on the
-    durable tier for the last snapshot and the one under way."""
+    """Return the bytes of a tier that the slabs of a job will need besides their present versions.
+
+    Each slab needs room for its committed and its pending version. If the job has ranks on other nodes, it also needs
+    room for the version before, which those ranks may not have replaced yet. With snapshots it needs room on the
+    durable tier for the last snapshot and the one under way.
+    """
     settling = 1 if job.spec.local_ranks < job.spec.world_size else 0
     snapshots = 2 if tier.is_durable and job.spec.durability.every_steps > 1 else 0
     return job.tally.missing_bytes(tier.name, lambda backing: (2 + settling if backing is tier.name else 0) + snapshots)
 
 
 def _has_copies(job: Job) -> bool:
+    """Return whether a job has copies in the host tier."""
     return job.tally.copies > 0

@@ -1,7 +1,7 @@
-"""Making steps committed and durable, and going back to them.
+"""The commit of a step, its durability, and the return to an earlier committed step.
 
-The order is what keeps the promise: data is synced before the catalog names it, and extents become free only after the
-catalog no longer names them.
+Must sync the data before the catalog names it, and must free extents only after the catalog no longer names them:
+otherwise a crash in between leaves a catalog that names wrong bytes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from storage.waiting import unlogged
 
 log = logging.getLogger(__name__)
 
-# Slabs whose versions are looked at between two looks at the clock.
+# The number of slabs that `_freeing` handles before it checks the clock and reads the state of the job anew.
 _FREED_AT_ONCE = 256
 
 InCatalogThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class Committer:
-    """Moves jobs from one committed step to another."""
+    """Commits the steps of all jobs, makes them durable, and returns jobs to earlier steps."""
 
     def __init__(
         self,
@@ -52,16 +52,17 @@ class Committer:
         self._in_catalog_thread = in_catalog_thread
 
     async def commit(self, job: Job, record: CommitRecord, settled: int) -> bool:
-        """Commits a step whose updates are done; returns whether it is durable when this returns.
+        """Commit a step whose updates are done; return whether it is durable when this returns.
 
-        With durability `step` it is. With `snapshot:N` every N-th step becomes durable in the background; the last
-        snapshot must be over (see `finish_snapshot`).
+        With durability `step` every step is durable. With `snapshot:N` every N-th step becomes durable in the
+        background. The last snapshot must be over before this is called (see `finish_snapshot`).
         """
         job.settled = max(job.settled, settled)
         if job.spec.durability.every_steps == 1:
             await self._make_durable(job, record)
         elif job.begins_layout and job.spec.durability.every_steps:
-            # What it replaces is freed when all ranks have this step.
+            # Wait for the snapshot, because the old layout is freed when all ranks have this step, so this step must be
+            # durable.
             await self._finish(job, self._begin_snapshot(job, record))
         else:
             if job.spec.durability.covers(record.step):
@@ -71,14 +72,14 @@ class Committer:
         return record.step in job.durable
 
     def check_retained(self, job: Job, step: int) -> None:
-        """Raises NotFoundError for a step that cannot be gone back to."""
+        """Raise NotFoundError for a step that is not retained, so that the job cannot return to it."""
         if step not in job.retained:
             held = ", ".join(map(str, sorted(job.retained))) or "none"
             raise NotFoundError(f"job {job.spec.name!r} does not hold step {step}; it holds: {held}")
 
     async def roll_back(self, job: Job, step: int) -> None:
-        """See Engine.roll_back; nothing is pending here."""
-        # First: a snapshot that becomes durable lets go of older steps.
+        """Make a committed step the newest one again (see `Engine.roll_back`). No step may be pending."""
+        # Wait for the snapshot first, because when it becomes durable, older steps are no longer retained.
         if job.snapshot is not None:
             await asyncio.wait([job.snapshot])
         await self.settle()
@@ -97,8 +98,8 @@ class Committer:
             kept = sorted(job.durable - newer)
             await self._in_catalog_thread(lambda: self._forget(job.spec.identity, kept))
             job.durable -= newer
-            # A version that a retained step still sees may be known to no durable one any more. Of settled slabs all
-            # steps see the same one, so that it stays recorded as long as any step is.
+            # No durable step may know a version any more that a retained step still sees. All steps see the same
+            # version of a settled slab, so this version stays recorded as long as a durable step is left.
             if not kept:
                 job.tally.changed.update(dict.fromkeys(job.slabs()))
             for slab in job.tally.changed:
@@ -109,15 +110,16 @@ class Committer:
         self._restore(job, step)
 
     async def hold(self, job: Job, step: int, held: MutableMapping[Slab, Region | None]) -> None:
-        """Hold the regions that a reader of a committed step sees, and enter each into `held`; None: never written.
+        """Hold the regions that a reader of a committed step sees, and enter each region into `held`.
 
-        What is on NVMe is held, and what is in host memory only is claimed, before this waits for anything: whatever is
-        trained, committed or pruned from then on, the step stays whole. Then the claimed copies are written to NVMe;
-        the update of a slab waits until its copy was. Where this fails, the caller frees what was entered.
+        A slab that was never written is entered with None. Before this waits for anything, it holds what is on NVMe and
+        claims what is only in host memory. So the step stays whole even if later steps are trained, committed or pruned
+        meanwhile. Then the claimed copies are written to NVMe; the update of a slab waits until its copy is written. If
+        this raises, the caller frees the regions that were entered.
 
         Raises:
             NotFoundError: the step is not retained.
-            DataLossError: some of its bytes were kept in host memory only, and are gone.
+            DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
         """
         self.check_retained(job, step)
         versions = {slab: _version_seen(job, slab, step) for slab in job.slabs()}
@@ -138,18 +140,23 @@ class Committer:
                 claim.release()
 
     def _held(self, region: Region) -> Region:
+        """Hold a region, and return it."""
         self._backing.hold(region)
         return region
 
     async def settle(self) -> None:
-        """To be awaited before anything of a step whose commit was refused is given up; see Catalog.settle."""
+        """Make sure that a commit that failed cannot become valid after a crash (see `Catalog.settle`).
+
+        The caller awaits this before it discards anything of the step.
+        """
         if self._catalog.in_doubt:
             await self._in_catalog_thread(self._catalog.settle)
 
     def discard_pending(self, job: Job) -> None:
-        """Forgets what an abandoned step wrote; the catalog must be settled.
+        """Discard what an abandoned step wrote. The catalog must be settled.
 
-        Where it overwrote the only bytes of the last committed step, the job goes back to its last durable one, if any.
+        If the step overwrote the only bytes of the last committed step, the job returns to its last durable step, if
+        any.
         """
         newest = job.newest
         if newest is not None and job.durable and any(_is_lost(slab, newest) for slab in job.tally.unsettled):
@@ -162,7 +169,7 @@ class Committer:
         self._restore(job, job.newest)
 
     def discard(self, job: Job, slabs: Iterable[Slab]) -> None:
-        """Makes some slabs what the last committed step left, whatever the pending one wrote."""
+        """Make some slabs what the last committed step left, and discard the versions of the pending step."""
         for slab in slabs:
             if slab.latest is not None and job.newest is not None and slab.latest > job.newest:
                 if (region := slab.pop_version(slab.latest)) is not None:
@@ -170,21 +177,22 @@ class Committer:
                 self._restore_slab(job, slab, job.newest)
 
     def _restore(self, job: Job, step: int | None) -> None:
-        """Makes the versions that `step` sees the newest ones; None: there are none."""
+        """Make the versions that `step` sees the newest ones. None: the slabs have no bytes."""
         for slab in job.tally.unsettled:
             if slab.latest is not None and (step is None or slab.latest > step):
                 self._restore_slab(job, slab, step)
-        # At once: the next step may give a slab another version of the same number.
+        # Free the versions without a pause, because the next step may give a slab another version with the same number.
         for _ in self._freeing(job):
             pass
 
     def _restore_slab(self, job: Job, slab: Slab, step: int | None) -> None:
+        """Make the version that `step` sees the slab's newest one, and drop a copy of other bytes."""
         if step is None:
             slab.latest = None
         elif slab.backed or step in job.durable:
             slab.latest = slab.version_at(step)
         else:
-            # Gone: whoever asks for them is told so.
+            # If the bytes of this step are gone, a read of the slab raises DataLossError.
             slab.latest = step
         if slab.copy is not None and slab.copy.at_home:
             slab.copy.step = None
@@ -192,6 +200,7 @@ class Committer:
             self._host_cache.detach(slab)
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
+        """Bring a step's bytes onto the durable tier, sync them, and record the step in the catalog."""
         for slab, (version, region) in (await _unrecorded(job, record.step)).items():
             if region.doubtful or not region.tier.is_durable:
                 slab.add_version(version, await self._backing.copy_to_durable(region))
@@ -208,18 +217,22 @@ class Committer:
         job.retained = dict(sorted(job.retained.items()))
 
     async def finish_snapshot(self, job: Job, step: int) -> None:
-        """Waits for the last snapshot where the commit of `step` will begin another. Raises its failure, once: the next
-        one may find room again."""
+        """Wait for the last snapshot if the commit of `step` will begin another one, and raise its failure.
+
+        The failure is raised only once, so that the same commit, tried again, goes on: the next snapshot may find room.
+        """
         if job.snapshot is not None and job.spec.durability.covers(step):
             await self._finish(job, job.snapshot)
 
     async def _finish(self, job: Job, snapshot: asyncio.Task[None]) -> None:
+        """Wait for a snapshot, and raise its failure."""
         await asyncio.wait([snapshot])
         job.snapshot = None
         snapshot.result()
 
     def _begin_snapshot(self, job: Job, record: CommitRecord) -> asyncio.Task[None]:
-        # Before anything else runs: an update that begins later must find the claim, and wait for the slab's write.
+        # Claim the slabs before any other task runs, because an update that begins later must find the claim and wait
+        # until the slab is written.
         claims = [CopyClaim(slab, slab.latest) for slab in job.tally.unsaved if slab.latest is not None]
         job.snapshot_step = record.step
         # The next commit that waits for the snapshot raises its failure.
@@ -227,7 +240,7 @@ class Committer:
         return job.snapshot
 
     async def _snapshot(self, job: Job, record: CommitRecord, claims: list[CopyClaim]) -> None:
-        """Writes what is in host memory only, then records the step."""
+        """Write what is only in host memory to the durable tier, then record the step."""
         try:
             for claim in claims:
                 await self._copies.write(claim)
@@ -250,6 +263,10 @@ class Committer:
         written: Mapping[Slab, tuple[int, Region]],
         kept: list[int],
     ) -> None:
+        """Enter a step and its new versions into the catalog, and keep only the steps `kept` there.
+
+        This runs in the catalog's thread.
+        """
         stored_as = self._backing.durable.stored
         stored = {slab.key: (v, StoredVersion(*stored_as(region))) for slab, (v, region) in written.items()}
         with self._catalog.transaction():
@@ -259,11 +276,12 @@ class Committer:
             self._catalog.retain(job.spec.identity, kept)
 
     def _forget(self, job: str, kept: list[int]) -> None:
+        """Keep only the steps `kept` in the catalog. This runs in the catalog's thread."""
         with self._catalog.transaction():
             self._catalog.retain(job, kept)
 
     async def _prune(self, job: Job) -> None:
-        """Drops the steps that nobody can want any more. Durable ones were chosen when the catalog was written."""
+        """Drop retained steps that no rank can return to. Durable steps are dropped when the catalog is written."""
         newest = job.newest
         for step in list(job.retained):
             if step < job.settled and step != newest and step not in job.durable:
@@ -272,15 +290,16 @@ class Committer:
             pass
 
     def _freeing(self, job: Job) -> Iterator[None]:
-        """Free the versions that no step needs any more; yields after each small part of that work."""
+        """Free the versions that no step needs any more; yield after each small part of that work."""
         changed = list(job.tally.changed)
         for start in range(0, len(changed), _FREED_AT_ONCE):
             if self._catalog.in_doubt:
-                # A crash may yet make a step valid that needs them. The next commit frees them.
+                # A commit has failed, but after a crash it may still be valid, and its step may need these versions.
+                # The next commit frees them.
                 return
-            # Anew for each part: a step may have been committed between two of them.
+            # Compute this anew for each part, because a step may have been committed since the part before.
             snapshot = set() if job.snapshot_step is None else {job.snapshot_step}
-            # Of a slab in host memory only, a version on NVMe is what durable steps see, and no other.
+            # For a slab that is only in host memory between snapshots, a version on NVMe serves durable steps only.
             backed, alone = snapshot | job.retained.keys(), snapshot | job.durable
             oldest, recorded = min(backed | job.durable, default=None), job.spec.durability.every_steps > 0
             for slab in changed[start : start + _FREED_AT_ONCE]:
@@ -293,7 +312,7 @@ class Committer:
 
 
 def _version_seen(job: Job, slab: Slab, step: int) -> int | None:
-    """The version that a reader of a committed step sees. Raises DataLossError where it is gone."""
+    """Return the version that a reader of a committed step sees; raise DataLossError if its bytes are gone."""
     if slab.backed or step in job.durable:
         return slab.version_at(step)
     if _is_lost(slab, step):
@@ -305,17 +324,17 @@ def _version_seen(job: Job, slab: Slab, step: int) -> int | None:
 
 
 def _is_lost(slab: Slab, step: int) -> bool:
-    """Whether the slab's bytes of `step`, a step that is not durable, were in host memory only and are gone."""
+    """Return whether a slab's bytes of a step that is not durable were only in host memory and are gone."""
     if slab.backed or slab.latest is None:
         return False
     return slab.latest > step or (slab.current_copy is None and slab.latest not in slab.versions)
 
 
 async def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, Region]]:
-    """What `step` sees and the catalog does not know yet.
+    """Return the versions, with their regions, that `step` sees and the catalog does not name yet.
 
-    What the step sees stays the same between two slices: the step is sealed, and kept. A slab that is not among the
-    changed ones at the beginning is settled, so that what the step sees of it is recorded.
+    The step does not change while this pauses between slices, because it is sealed and retained. A slab that is not
+    among the changed ones is settled, so the catalog names the version that the step sees.
     """
     found: dict[Slab, tuple[int, Region]] = {}
     async for slab in in_slices(list(job.tally.changed)):
@@ -326,7 +345,10 @@ async def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, Region]]:
 
 
 def _durable_after(job: Job, step: int) -> set[int]:
-    """The durable steps to keep with `step` added: from the newest one on that all ranks are known to have."""
+    """Return the durable steps to keep once `step` is durable.
+
+    These are the newest one that all ranks are known to have committed, and all newer ones.
+    """
     steps = {*job.durable, step}
     base = max((s for s in steps if s <= job.settled), default=None)
     return {s for s in steps if base is None or s >= base}

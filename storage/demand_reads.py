@@ -1,7 +1,6 @@
-"""Which bytes a reader of a slab gets: the newest ones, or those that a step leaves, whatever is being written.
+"""The choice of bytes for a reader of a slab: the newest ones, or those that a given step leaves, during any write.
 
-Owns nothing: copies belong to their slabs, or to the reader alone. Must never show a reader a later step than it asked
-for.
+Must never show a reader a later step than it asked for. Owns no bytes: a copy belongs to its slab or to the reader.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from storage.versions import Job
 
 
 class DemandReads:
-    """Demand fetches of all jobs; what a method raises is said at the engine's."""
+    """The demand fetches of all jobs. `Engine.fetch` says what these methods raise."""
 
     def __init__(self, host: HostTier, backing: BackingTiers, host_cache: HostCache, queue: PrefetchQueue) -> None:
         self._host = host
@@ -27,7 +26,7 @@ class DemandReads:
         self._queue = queue
 
     async def fetch(self, job: Job, slab: Slab, position: float, as_of: int | None) -> HostCopy:
-        """A pinned copy; see Engine.fetch."""
+        """Return a pinned copy of a slab's bytes; see `Engine.fetch`."""
         write = job.pending.writes.get(slab) if job.pending else None
         if write is None and slab.current_copy is not None:
             return await self._queue.fetch(slab, position)
@@ -47,23 +46,24 @@ class DemandReads:
             write = None
         if write is not None and slab.backed:
             return await self._read(job, slab, as_of)
-        # A write of what is in host memory only has not begun: it waits for the seal, and for whoever reads.
+        # If a write is left here, its slab is in host memory only. The write has not begun: it waits for the seal, and
+        # then until the readers of the copy have released it.
         copy = await self._queue.fetch(slab, position)
         if as_of is None or copy.step is None or copy.step <= _bound(job, as_of):
             return copy
-        # An update for a later step was handed over while this waited for the device, and came first.
+        # While this waited for the device, an update for a later step arrived and ran first.
         self._host_cache.unpin(slab, copy)
         return await self._read(job, slab, as_of)
 
     async def _read(self, job: Job, slab: Slab, as_of: int | None) -> HostCopy:
-        """What a committed step left, in a copy that is the reader's alone."""
+        """Return a pinned copy of what a committed step left. The copy belongs to the reader alone."""
         copy = HostCopy(await self._host_cache.room_for(slab), step=None, at_home=False)
         self._host_cache.pin(copy)
         try:
             version = slab.version_at(_bound(job, as_of))
             view = self._host.view(copy.region)
             if version is None:
-                # Never written before.
+                # The slab had not been written by then, so its bytes are zeros.
                 view[:] = bytes(len(view))
             else:
                 await self._backing.read_into(slab.source(version), 0, view)
@@ -75,5 +75,5 @@ class DemandReads:
 
 
 def _bound(job: Job, as_of: int | None) -> int:
-    """The newest step that may be shown: none before the last committed one is kept for readers."""
+    """Return the newest step that the reader may see. Readers never get a step before the last committed one."""
     return max(as_of or 0, job.newest or 0)

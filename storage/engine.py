@@ -1,7 +1,7 @@
-"""The face of the storage engine: jobs, reads, writes, updates, commit and roll-back over the tiers.
+"""The entry point of the storage engine: jobs, reads, writes, updates, commit and roll-back over the storage tiers.
 
-Owns the state directory: the lock, the catalog and the data files. All methods are called on one event loop. Reads wait
-for the update of what they read; nothing that is committed is ever overwritten.
+Owns the state directory: its lock file, its catalog and its data files. Must be called on one event loop only, because
+nothing protects its state against other threads. Must never overwrite committed bytes on a backing tier.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A slab's bytes in the arena, held until `Engine.unpin`."""
+    """A slab's bytes in the arena, which stay in their place until `Engine.unpin` or `Engine.publish` releases them."""
 
     slab: Slab
     copy: HostCopy
 
     @property
     def region(self) -> ArenaRange:
-        """Where the bytes are."""
+        """The range of the arena that holds the bytes."""
         return self.copy.region
 
 
 class Engine:
-    """An open state directory."""
+    """An open state directory with its tiers and jobs."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Engine:
         catalog_thread: CatalogThread,
         damage_log: DamageLog,
     ) -> None:
-        """For `open` only."""
+        """Connect the parts of the engine. Only `open` calls this."""
         self.config = config
         self.host = tiers.host
         self.nvme = tiers.nvme
@@ -118,17 +118,17 @@ class Engine:
 
     @classmethod
     async def open(cls, config: EngineConfig, volatile: Sequence[BackingTier[Any]] = ()) -> Engine:
-        """Opens a state directory, creating it if it is not there, and finds every committed step of every job.
+        """Open a state directory, create it if it does not exist, and restore every committed step of every job.
 
         Args:
-            volatile: tiers beside the two that `config` describes, fastest first, which are not durable. A slab may be
-                placed on one by its name. The engine closes them; where this raises, they stay the caller's.
+            volatile: backing tiers in addition to the NVMe tier, fastest first, whose bytes a restart loses. A slab is
+                placed on one by its name. The engine closes these tiers; if this method raises, the caller closes them.
 
         Raises:
             DeviceError: the directory cannot be made or used.
-            ConflictError: another daemon has it, or its format is unknown.
+            ConflictError: another daemon has locked the directory, or its format is unknown.
             BudgetExceededError: a budget is smaller than what it must hold.
-            DiskFullError: the machine has not that much shared memory, or the disk is full.
+            DiskFullError: the machine has too little shared memory, or the disk is full.
             DataLossError: the files are damaged.
         """
         syscalls.make_directory(config.state_dir)
@@ -151,19 +151,21 @@ class Engine:
         return engine
 
     async def close(self) -> None:
-        """Finishes what must be finished, abandons the pending steps, and lets go of everything."""
+        """Abandon the pending steps, wait for commits and snapshots under way, and close the tiers and files."""
         await self.scrubber.close()
         for job in list(self._jobs):
             try:
                 await self._quiesce(job)
             except StorageError as error:
-                # Nothing is used again after this, so nothing depends on it.
+                # The engine is not used after this, so a step that could not be abandoned does no harm: a restart
+                # discards it.
                 log.error("the unfinished step of job %s could not be given up: %s", job.spec.name, error)
         await self.queue.close()
         await self.backing.close()
         await self._damage_log.close()
         self._compute.shutdown()
-        # SQLite brings its journal into the file here, which a busy disk makes slow.
+        # SQLite copies its journal into the database file here, which is slow on a busy disk, so the catalog's thread
+        # does it.
         await self._catalog_thread.run(self._catalog.close)
         self._catalog_thread.close()
         await self.host.close()
@@ -171,26 +173,27 @@ class Engine:
 
     @property
     def arena(self) -> Arena:
-        """The memory that clients map."""
+        """The shared memory that clients map."""
         return self.host.arena
 
     @property
     def tiers(self) -> Sequence[Tier]:
-        """All tiers, fastest first; what only the host tier or the NVMe tier has is at `host` and `nvme`."""
+        """All tiers, fastest first. `host` and `nvme` give the same two tiers with their own types."""
         return (self.host, *self.backing)
 
     def _durable_versions(self) -> Iterator[Region]:
+        """Return the regions of all versions on the durable tier."""
         versions = (region for job in self._jobs for slab in job.slabs() for region in slab.versions.values())
         return (region for region in versions if region.tier is self.backing.durable)
 
     def accounts(
         self, *, leased: Iterable[ArenaRange] = (), quarantined: Iterable[ArenaRange] = ()
     ) -> list[TierAccount]:
-        """Explain every used byte of each tier by its holder; walks through all slabs.
+        """Return for each tier which holder uses how many of its bytes. This walks through all slabs.
 
         Args:
-            leased: ranges that sessions have leased.
-            quarantined: ranges that processes of ended sessions may still write to.
+            leased: ranges of the arena that sessions have leased.
+            quarantined: ranges to which processes of ended sessions may still write.
         """
         slabs = [slab for job in self._jobs for slab in job.slabs()]
         host = host_account(
@@ -208,32 +211,39 @@ class Engine:
 
     @property
     def jobs(self) -> Mapping[str, Job]:
-        """All jobs, by name, in their newest committed layouts."""
+        """All jobs by name, each in its newest committed layout."""
         return self._jobs.by_name
 
     def job(self, name: str) -> Job:
-        """Raises NotFoundError for a job that is not here."""
+        """Return a job in its newest committed layout.
+
+        Raises:
+            NotFoundError: the store has no job of this name.
+        """
         return self._jobs.job(name)
 
     def layouts(self, name: str) -> list[Job]:
-        """The job in each of its layouts, oldest first: those that the newest committed one has replaced and that are
-        not freed yet, that one, and one that is being filled.
+        """Return a job in each of its layouts, oldest first.
+
+        These are the older layouts that are not freed yet, the newest committed layout, and the layout that is being
+        filled to replace it, if there is one.
 
         Raises:
-            NotFoundError: there is no such job.
+            NotFoundError: the store has no job of this name.
         """
         return self._jobs.layouts(name)
 
     async def open_job(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
-        """The job, created in memory if it has no committed step. Abandons the step that an earlier run left behind.
+        """Return the job for a new run, and abandon the step that an earlier run left unfinished.
 
-        A caller that names a layout gets the job as it is stored, whatever its world size and types are then, and uses
-        it so if it can, or calls `lay_out`.
+        A job without a committed step is created anew, in memory. If `spec` names a layout, the stored job is returned
+        even if its world size, partition or types differ: the caller then either uses the stored layout or calls
+        `lay_out`.
 
         Raises:
-            AlreadyExistsError: it has committed steps and `may_exist` is false.
-            NotFoundError: it has none and `must_exist` is true.
-            ConflictError: it was stored with another layout, world size or durability, or is being deleted.
+            AlreadyExistsError: the job has committed steps and `may_exist` is false.
+            NotFoundError: the job has no committed step and `must_exist` is true.
+            ConflictError: the job was stored with another layout, world size or durability, or is being deleted.
         """
         known = self._job_registry.find(spec, may_exist=may_exist, must_exist=must_exist)
         if known is not None:
@@ -243,10 +253,12 @@ class Engine:
         return self._job_registry.attach(spec)
 
     async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
-        """The job in another layout, `spec.layout`, without groups or bytes: its first commit, of step `first_step`,
-        takes the place of the present layout at once, which is kept until all ranks everywhere have that commit.
+        """Return the job in a new layout, `spec.layout`, which has no groups and no bytes yet.
 
-        What a run leaves behind without that commit is discarded. A job without commits just begins with that step.
+        The first commit of the new layout has the number `first_step`. From that commit on the new layout is the job's;
+        the old one is freed when all ranks on all nodes have the commit. If the run ends before its first commit, the
+        new layout is discarded. A job without any commit keeps its layout and only takes `first_step` as the number of
+        its first step.
 
         Raises:
             ConflictError: the job has a layout of that name, was deleted, or is being deleted.
@@ -255,12 +267,12 @@ class Engine:
         return await self._job_registry.lay_out(job, spec, first_step)
 
     async def delete_job(self, name: str) -> None:
-        """Forgets a job in all its layouts, and frees all that it has.
+        """Delete a job with all its layouts, and free its bytes in all tiers.
 
         Raises:
-            NotFoundError: there is no such job.
-            ConflictError: it is being deleted already.
-            DeviceStuckError: a device does not answer; the job stays.
+            NotFoundError: the store has no job of this name.
+            ConflictError: the job is being deleted already.
+            DeviceStuckError: a device does not answer; the job remains.
         """
         with self._job_registry.deleting(name) as job:
             await self.backing.watch.unless_stuck(self._quiesce_all(job))
@@ -273,20 +285,23 @@ class Engine:
             await self._job_registry.discard(job)
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit] = ()) -> None:
-        """Declares groups of a job, and reserves the room that its next step needs. Called once per rank.
+        """Register groups of a job, and reserve the room that the job's next step needs. Each rank calls this once.
 
         Raises:
             InvalidRequestError: a group is malformed.
-            ConflictError: the job has other groups, or a placement changed that cannot be changed.
-            BudgetExceededError: a budget or one of the limits is too small; nothing new is registered then.
+            ConflictError: the job has a group of that name with other shards or types, or cannot change a placement
+                now.
+            BudgetExceededError: a budget or one of the limits is too small; then no group of the call is registered.
         """
         moved = await self._job_registry.register(job, specs, limits)
         if moved and job.durable:
             await self._catalog_thread.run(lambda: self._catalog.set_placements(moved))
 
     async def detach(self, job: Job) -> None:
-        """To be called when no client uses the job any more: its unfinished step is abandoned, and host memory that
-        holds nothing unique is given back."""
+        """Abandon a job's unfinished step and free host memory that holds no unique bytes.
+
+        The caller calls this when no client uses the job any more. A new layout without a commit is discarded.
+        """
         await self.abandon_pending(job)
         if job.begins_layout:
             await self._job_registry.discard(job)
@@ -294,13 +309,14 @@ class Engine:
             await self._job_registry.detach(job)
 
     async def _quiesce_all(self, job: Job) -> None:
-        """As `_quiesce`; what was being filled to replace the job is discarded."""
+        """Quiesce a job, and discard the layout that was being filled to replace it."""
         if (filling := job.unfinished_successor) is not None:
             await self.abandon_pending(filling)
             await self._job_registry.discard(filling)
         await self._quiesce(job)
 
     async def _quiesce(self, job: Job) -> None:
+        """Abandon the job's pending step and wait for its snapshot."""
         await self.abandon_pending(job)
         if job.snapshot is not None:
             await asyncio.wait([job.snapshot])
@@ -308,17 +324,19 @@ class Engine:
     # --- reads and writes
 
     async def fetch(self, job: Job, group: str, kind: Kind, position: float = NEVER, as_of: int | None = None) -> Pin:
-        """Pins the newest bytes of a slab in the arena; waits for the update that writes them.
+        """Return the newest bytes of a slab, pinned in the arena; wait for the update that is writing them.
 
         Args:
-            as_of: the last committed step, or the pending one: the bytes as that step leaves them. None: the newest,
-                committed or not. A step before the last committed one counts as that one.
+            position: the trace position at which the caller needs the bytes.
+            as_of: a step, either the last committed one or the pending one: return the bytes as this step leaves them.
+                A step before the last committed one counts as the last committed one. None: return the newest bytes,
+                committed or not.
 
         Raises:
             ConflictError: the job has no committed step yet.
-            StepAbortedError: that update failed or was abandoned.
-            DeviceStuckError: a device does not answer, and the bytes are not here.
-            BudgetExceededError: what others hold left no room for it before the deadline.
+            StepAbortedError: the update failed or was abandoned.
+            DeviceStuckError: a device does not answer, and the bytes are not in host memory.
+            BudgetExceededError: other bytes in use left no room for the slab before the deadline.
         """
         slab = job.slab(group, kind)
         if job.newest is None:
@@ -326,12 +344,13 @@ class Engine:
         return Pin(slab, await self._demand_reads.fetch(job, slab, position, as_of))
 
     def prefetch(self, owner: str, job: Job, wants: Iterable[tuple[str, Kind, float]]) -> None:
-        """Replaces the prefetch window of `owner`: (group, kind, trace position) of what it will need soon.
+        """Replace the prefetch window of `owner`: the slabs, as (group, kind, trace position), that it will need soon.
 
-        What an update under way is about to replace is fetched when that is done: its old bytes are of no use.
+        If an update is writing a slab, the slab is fetched when the update is done, because the old bytes are of no
+        use.
 
         Raises:
-            NotFoundError: for a slab that the job does not have.
+            NotFoundError: the job does not have one of the slabs.
         """
         slabs = [(job.slab(group, kind), position) for group, kind, position in wants]
         writes = job.pending.writes if job.pending else {}
@@ -339,19 +358,22 @@ class Engine:
         self.queue.replace_window(owner, slabs, later)
 
     def end_prefetch(self, owner: str) -> None:
-        """Drops the prefetch window of `owner`."""
+        """Remove the prefetch window of `owner`."""
         self.queue.replace_window(owner, [])
 
     def unpin(self, pin: Pin, next_use: float = NEVER) -> None:
-        """Gives a pin back; `next_use` is the trace position at which the slab is needed again."""
+        """Release a pin. `next_use` is the trace position at which the slab is needed again."""
         self.host_cache.unpin(pin.slab, pin.copy, next_use)
 
     async def stage(self, job: Job, group: str, kind: Kind) -> Pin:
-        """Room in the arena for the bytes of a slab at its job's first step, to be filled, then published or unpinned.
+        """Return pinned room in the arena for the bytes of a slab at its job's first step.
+
+        The caller writes the bytes there, and then calls `publish`, or `unpin` to discard them.
 
         Raises:
-            ConflictError: the job has committed steps; its bytes change through updates only.
-            BudgetExceededError: what others hold left no room for it before the deadline.
+            ConflictError: the job has committed steps, so its bytes change through updates only; or another lease
+                writes the slab.
+            BudgetExceededError: other bytes in use left no room for the slab before the deadline.
         """
         slab = job.slab(group, kind)
         job.open_pending(job.first_step).check_open()
@@ -363,7 +385,8 @@ class Engine:
             slab.copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
         elif slab.copy.pins:
             raise ConflictError(f"{slab.key} is being written by another lease")
-        # What was published before is about to be overwritten here, and stays valid only where it is on NVMe too.
+        # A new write overwrites the bytes that an earlier `publish` left in this copy, so that version stays valid only
+        # if it is on a backing tier, too.
         slab.copy.step = None
         if not slab.backed:
             slab.latest = None
@@ -371,12 +394,12 @@ class Engine:
         return Pin(slab, slab.copy)
 
     async def publish(self, pin: Pin) -> None:
-        """Makes staged bytes the slab's version of its job's first step, to be committed, and unpins them.
+        """Make staged bytes the slab's version of its job's first step, and unpin them.
 
         Raises:
             ConflictError: that step is committed already, or being committed.
-            StepAbortedError: it was abandoned while the bytes were written.
-            DeviceStuckError: a device does not answer; they become that version when it does.
+            StepAbortedError: the step was abandoned while the bytes were written.
+            DeviceStuckError: a device does not answer; the bytes become that version as soon as it does.
         """
         await self.backing.watch.unless_stuck(self._publish(pin))
 
@@ -391,7 +414,8 @@ class Engine:
                     new = self.backing.new_version(slab.backing, slab.nbytes, slab.label(step))
                     region = await filling.enter_async_context(new)
                     await region.tier.write_from(region, 0, self.host.view(pin.region))
-                # Not before: while the bytes were written a commit may have come, or the end of the step or the job.
+                # Check after the write, because the step may have been committed or abandoned, or the job deleted,
+                # while the bytes were written.
                 job.open_pending(step).check_open()
                 if job.pending is not pending:
                     raise StepAbortedError(f"the first step of job {job.spec.name!r} was abandoned; begin it again")
@@ -403,28 +427,32 @@ class Engine:
             self.host_cache.unpin(slab, pin.copy)
 
     async def allocate_put(self, job: Job, step: int, group: str, kind: Kind) -> ArenaRange:
-        """Room for the bytes that `put` will give a slab at a step after the first, until then or until it is freed.
+        """Return room in the arena for the bytes that `put` gives a slab at a step after the first.
+
+        The room is the caller's until it passes the range to `put` or frees it.
 
         Raises:
-            ConflictError: it is not the next step, or the slab was written in it already.
-            BudgetExceededError: what others hold left no room for it before the deadline.
+            ConflictError: `step` is not the next step, or the slab was written in it already.
+            BudgetExceededError: other bytes in use left no room for the slab before the deadline.
         """
         slab = job.slab(group, kind)
         self._pending_steps.check_put(job, step, slab)
         return await self.scratch.allocate(job.spec.name, slab.nbytes)
 
     async def put(self, job: Job, step: int, group: str, kind: Kind, staged: ArenaRange) -> None:
-        """Makes staged bytes the slab's version of the pending step, which keeps the committed one; consumes the range.
+        """Make staged bytes the slab's version of the pending step.
 
-        Returns when they are on NVMe. A slab that is in host memory only gets them when `commit` is called. `commit`
-        reports a failure, too.
+        The engine takes the range `staged` over: on success it becomes the slab's host copy, on failure it is freed.
+        The version of the last committed step is kept beside the new one. This returns when the bytes are on the slab's
+        backing tier. A slab without a backing tier takes the bytes only when `commit` is called. `commit` reports a
+        failed put, too.
 
         Raises:
             ConflictError: see `allocate_put`.
             StepAbortedError: the step was abandoned.
-            BudgetExceededError: nvme_budget or the disk has no room for them.
-            DeviceError: they cannot be written.
-            DeviceStuckError: a device does not answer; they are the slab's when it does.
+            BudgetExceededError: nvme_budget or the disk has no room for the bytes.
+            DeviceError: the bytes cannot be written.
+            DeviceStuckError: a device does not answer; the slab takes the bytes as soon as it does.
         """
         try:
             slab = job.slab(group, kind)
@@ -443,11 +471,11 @@ class Engine:
             self.scratch.let_go(staged)
 
     async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
-        """Room for the gradient of a group, until it is consumed by `update` or freed.
+        """Return room in the arena for the gradient of a group, until `update` consumes it or the caller frees it.
 
         Raises:
             ConflictError: the group is frozen.
-            BudgetExceededError: what others hold left no room for it before the deadline.
+            BudgetExceededError: other bytes in use left no room for the gradient before the deadline.
         """
         spec = job.group(group).spec
         if Kind.GRAD not in spec.slab_of_kind:
@@ -457,19 +485,22 @@ class Engine:
         return await self.scratch.allocate(job.spec.name, spec.slab_bytes(Kind.GRAD), from_top=True)
 
     def abandon_stage(self, pin: Pin) -> ArenaRange:
-        """Takes a slab's staged bytes away from it, as if they had never been.
+        """Discard the staged bytes of a slab, and return their range of the arena.
 
-        A process may still write to the range: the caller gives it to `HostTier.free` when none does any more.
+        A client's process may still write to the range, so the caller passes it to `HostTier.free` only when no process
+        can.
         """
         return self.host_cache.surrender(pin.slab, pin.copy)
 
     async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
-        """A range of the arena, on account of a job, that `fill` has filled (see StepReader.fill), until it is freed.
+        """Return a range of the arena that `fill` has filled. The range is charged to the job until it is freed.
+
+        See `StepReader.fill` for an example of `fill`.
 
         Raises:
-            BudgetExceededError: what others hold left no room for it before the deadline.
+            BudgetExceededError: other bytes in use left no room for the range before the deadline.
             DeviceStuckError: a device does not answer.
-            StorageError: what `fill` raises.
+            StorageError: `fill` has raised this.
         """
         return await self.backing.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.scratch.free)
 
@@ -483,21 +514,22 @@ class Engine:
         return region
 
     async def open_reader(self, job: Job, step: int | None = None) -> StepReader:
-        """A committed step (the newest one), held whole until the reader is closed, while training goes on.
+        """Return a reader of a committed step, by default the newest one.
 
-        What is in host memory only is written to NVMe for it.
+        The step's bytes are held until the reader is closed, while training goes on. Bytes that are only in host memory
+        are written to NVMe first.
 
         Raises:
             NotFoundError: the step is not retained.
-            DataLossError: some of its bytes were kept in host memory only, and are gone.
-            BudgetExceededError: nvme_budget has no room to keep it beside the steps to come.
+            DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
+            BudgetExceededError: nvme_budget has no room to keep the step beside the steps to come.
             DeviceStuckError: a device does not answer.
         """
         return await self.backing.watch.unless_stuck(self._open_reader(job, step), give_back=StepReader.close)
 
     async def _open_reader(self, job: Job, step: int | None) -> StepReader:
-        # A step that is being committed overwrites what is in host memory only. When this wakes, the next commit may
-        # have begun already.
+        # The commit of a step overwrites bytes that are only in host memory, so wait until no commit is under way. This
+        # is a loop because the next commit may have begun before this task runs again.
         while job.tally.has_unbacked and job.pending is not None and not job.pending.at_rest.is_set():
             await job.pending.at_rest.wait()
         wanted = job.newest if step is None else step
@@ -506,7 +538,7 @@ class Engine:
         self._committer.check_retained(job, wanted)
         self._job_registry.admission.reserve_for_reader(job)
         reader = StepReader(job, job.retained[wanted], self.reader, self.backing)
-        # From here on all that is held for the reader is the reader's, and goes with it.
+        # From here on the admission counts the regions that the reader holds, and `close` frees them.
         self._job_registry.admission.readers.add(reader)
         try:
             await self._committer.hold(job, wanted, reader.regions)
@@ -518,7 +550,7 @@ class Engine:
     # --- steps
 
     def check_update(self, job: Job, step: int, group: str) -> None:
-        """Raises ConflictError unless `update` would take this group in this step now."""
+        """Raise ConflictError unless `update` would accept this group in this step now."""
         self._pending_steps.check_update(job, step, group)
 
     def update(
@@ -532,14 +564,16 @@ class Engine:
         position: float = NEVER,
         keeps_gradient: bool = False,
     ) -> asyncio.Task[None]:
-        """Schedules the update of a group to version `step`; consumes the gradient. `commit` reports its failure.
+        """Start the update of a group to version `step`, and return its task. `commit` reports a failed update.
 
-        An update of slabs that are in host memory only begins when `commit` is called: until then its step can still be
-        abandoned, and their old bytes are nowhere else.
+        The gradient's range is freed when the update is done. If a slab of the group is in host memory only, the update
+        waits until `commit` is called: before that the step can still be abandoned, and the update would overwrite the
+        only bytes of the last committed step.
 
         Args:
-            position: of the updates that wait, the one with the lowest is next.
-            keeps_gradient: the gradient stays the caller's, who leaves it alone until the update is done or withdrawn.
+            position: the trace position of the group. Among the updates that wait, the one with the lowest position
+                runs next.
+            keeps_gradient: the caller frees the gradient itself, after the update is done or withdrawn.
 
         Raises:
             ConflictError: see `check_update`.
@@ -550,31 +584,37 @@ class Engine:
         return update
 
     def free_gradient(self, gradient: ArenaRange, update: asyncio.Task[None]) -> None:
-        """Frees a gradient as soon as its update is done with it."""
-        # Not at its end: one that is cancelled before it begins never gets there.
+        """Free a gradient as soon as its update is done."""
+        # A callback frees the gradient, and not the end of the update, because an update that is cancelled before it
+        # begins does not run to its end.
         update.add_done_callback(lambda _: self.scratch.free(gradient))
 
     async def withdraw(self, job: Job, step: int, group: str) -> None:
-        """Undoes the update of a group in the pending step, if there is one: the group is as the last committed step
-        left it, and may be updated again.
+        """Undo the update of a group in the pending step, if there is one.
+
+        Afterwards the group is as the last committed step left it, and may be updated again.
 
         Raises:
-            ConflictError: it is not the pending step, or is being committed.
-            DeviceStuckError: a device does not answer; it is undone when it does.
+            ConflictError: `step` is not the pending step, or is being committed.
+            DeviceStuckError: a device does not answer; the update is undone as soon as it does.
         """
         await self.backing.watch.unless_stuck(self._pending_steps.withdraw(job, step, group))
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
-        """Waits for what the step writes and makes it the newest committed one; returns whether it is durable already.
+        """Wait for the writes of a step and make it the newest committed one; return whether it is durable already.
 
-        From here on the step is finished whoever dies. `settled` is the newest step that all ranks everywhere have.
+        From here on the step is finished even if ranks die.
+
+        Args:
+            client_states: the state that each rank of this node stores with the step, by rank.
+            settled: the newest step that all ranks on all nodes have committed.
 
         Raises:
             ConflictError: the step is not the next one, or initial values are missing.
-            StorageError: the last snapshot failed, which this commit, tried again, leaves behind; or an update failed:
-                `roll_back` is then the only way on.
-            DeviceStuckError: a device does not answer. A commit that had begun goes on when it does: ask for the newest
-                step then.
+            StorageError: the last snapshot failed, and the same commit may be tried again; or an update failed, and
+                only `roll_back` can follow.
+            DeviceStuckError: a device does not answer. A commit that had begun goes on as soon as it does: the caller
+                then asks for the newest step.
         """
         self.backing.watch.check()
         return await self.backing.watch.unless_stuck(self._commit(job, step, client_states, settled))
@@ -591,23 +631,23 @@ class Engine:
         return durable
 
     async def roll_back(self, job: Job, step: int) -> None:
-        """Makes a committed step the newest one again, and abandons the pending step.
+        """Make a committed step the newest one again, and abandon the pending step.
 
         Raises:
             NotFoundError: the step is not retained.
-            DataLossError: some of its bytes were kept in host memory only, and are gone.
-            DeviceStuckError: a device does not answer; the job goes back when it does.
+            DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
+            DeviceStuckError: a device does not answer; the roll-back is done as soon as it does.
         """
         self._committer.check_retained(job, step)
         await self.backing.watch.unless_stuck(self._pending_steps.roll_back(job, step))
 
     async def abandon_pending(self, job: Job) -> None:
-        """Stops the writes of an unfinished step and discards what they wrote. A commit under way is waited for."""
+        """Stop the writes of an unfinished step and discard their results. A commit under way is finished first."""
         await self._pending_steps.abandon(job)
 
 
 async def _outcome(write: asyncio.Task[None]) -> None:
-    """Waits for a write of a step, which goes on by itself when this is cancelled; raises its failure."""
+    """Wait for a write of a step, and raise its failure. The write goes on if this call is cancelled."""
     await asyncio.wait([write])
     if write.cancelled():
         raise StepAbortedError(

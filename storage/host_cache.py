@@ -1,7 +1,7 @@
-"""Which copies stay in the host tier: pins, and eviction by next use.
+"""The cache of slab copies in the host tier: which copies are pinned, and in which order the others are evicted.
 
-A step uses slabs in an order that repeats, so the copy whose next use is farthest goes first; least-recently-used order
-would hit nothing.
+Must evict the copy with the farthest next use first, because training steps use the slabs in an order that repeats.
+Least-recently-used order would always evict the slab that is needed next.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from storage.tiers.host import HostTier
 
 
 class EvictionOrder:
-    """Which copies in the host tier are in use, and in which order the others are evicted."""
+    """The set of copies in use, and the order in which the other copies in the host tier are evicted."""
 
     def __init__(self) -> None:
         self._evictable: dict[HostCopy, Slab] = {}
-        # A heap of (negated next use, sequence, copy). Entries that do not hold any more are left in it until they come
-        # to its top, or are the most of it.
+        # A heap of (negated next use, sequence number, copy). An outdated entry stays in the heap until it comes to the
+        # top, or until outdated entries are more than half of the heap.
         self._by_next_use: list[tuple[float, int, HostCopy]] = []
         self._sequence = itertools.count()
         self.pinned: set[HostCopy] = set()
@@ -33,27 +33,31 @@ class EvictionOrder:
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of copies that can be dropped at once."""
+        """Bytes of copies that can be evicted at once."""
         return sum(copy.region.nbytes for copy in self._evictable)
 
     def offer(self, slab: Slab, copy: HostCopy) -> None:
-        """Let a copy be evicted from now on."""
+        """Allow a copy to be evicted from now on."""
         self._evictable[copy] = slab
         self._rank(copy)
 
     def withdraw(self, copy: HostCopy) -> None:
-        """Keep a copy from being evicted; idempotent."""
+        """Keep a copy from being evicted; a repeated call has no effect."""
         self._evictable.pop(copy, None)
 
     def move(self, copy: HostCopy) -> None:
-        """Take in that the next use of a copy has changed, if the copy can be evicted."""
+        """Update the order after the next use of a copy has changed. A copy that cannot be evicted is ignored."""
         if copy in self._evictable:
             self._rank(copy)
 
     def evict(self, later_than: float | None) -> ArenaRange | None:
-        """Take from its slab the copy that is needed last, if that is after the position `later_than` (None: any).
+        """Take the copy with the farthest next use away from its slab, and return its range, which the caller frees.
 
-        Returns its range, which is the caller's to free; None where there is no such copy.
+        Args:
+            later_than: evict only a copy whose next use comes after this trace position. None: evict any copy.
+
+        Returns:
+            The range of the evicted copy; None if there is no such copy.
         """
         copy = self._farthest()
         if copy is None or (later_than is not None and copy.next_use <= later_than):
@@ -62,34 +66,35 @@ class EvictionOrder:
         return copy.region
 
     def _rank(self, copy: HostCopy) -> None:
-        """Makes a copy that can be dropped known by its next use."""
+        """Enter a copy that can be evicted into the heap by its next use."""
         heapq.heappush(self._by_next_use, (-copy.next_use, next(self._sequence), copy))
         if len(self._by_next_use) > 2 * len(self._evictable) + 64:
             self._by_next_use = [entry for entry in self._by_next_use if self._holds(entry)]
             heapq.heapify(self._by_next_use)
 
     def _holds(self, entry: tuple[float, int, HostCopy]) -> bool:
+        """Return whether a heap entry is up to date: its copy can be evicted and still has this next use."""
         negated, _, copy = entry
         return copy in self._evictable and copy.next_use == -negated
 
     def _farthest(self) -> HostCopy | None:
-        """Of the copies that can be dropped the one that is needed last; of those alike the one known longest."""
+        """Return the evictable copy with the farthest next use; among equal ones, the one that was entered first."""
         while self._by_next_use and not self._holds(self._by_next_use[0]):
             heapq.heappop(self._by_next_use)
         return self._by_next_use[0][2] if self._by_next_use else None
 
 
 class HostCache:
-    """All copies in the host tier. A copy without pins, away from home, can be dropped at any time."""
+    """All copies in the host tier. A copy without pins can be evicted, unless its slab is placed in the host tier."""
 
     def __init__(self, host: HostTier, order: EvictionOrder) -> None:
-        """`order` is the one that makes room in `host`."""
+        """Manage the copies in `host`. `order` is the eviction order that `host` uses to make room."""
         self._host = host
         self._order = order
 
     @property
     def pinned_ranges(self) -> Iterable[ArenaRange]:
-        """Ranges of copies in use."""
+        """Ranges of the arena that hold copies in use."""
         return (copy.region for copy in self._order.pinned)
 
     @property
@@ -99,11 +104,14 @@ class HostCache:
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of copies that can be dropped at once."""
+        """Bytes of copies that can be evicted at once."""
         return self._order.evictable_bytes
 
     async def room_for(self, slab: Slab, *, until: float | None = None) -> ArenaRange:
-        """Wait for a range that a copy of a slab fits into; `until` is the deadline, see HostTier.allocate.
+        """Wait for a range of the arena that is large enough for a copy of a slab, and return it.
+
+        Args:
+            until: the deadline, see `HostTier.allocate`.
 
         Raises:
             ConflictError: the slab was deleted while this waited.
@@ -116,14 +124,18 @@ class HostCache:
         return region
 
     def pin(self, copy: HostCopy) -> None:
-        """Keeps a copy where it is until it is unpinned as often."""
+        """Keep a copy in its place until each of its pins is released."""
         copy.pins += 1
         copy.idle.clear()
         self._order.pinned.add(copy)
         self._order.withdraw(copy)
 
     def unpin(self, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
-        """Takes a pin back. A copy that nobody uses any more, and that does not hold the newest bytes, is dropped."""
+        """Release a pin.
+
+        With its last pin, a copy away from home is dropped if it does not hold its slab's newest bytes; otherwise it
+        may be evicted from then on.
+        """
         copy.pins -= 1
         copy.next_use = next_use
         if copy.pins:
@@ -136,16 +148,20 @@ class HostCache:
             self._offer(slab, copy)
 
     def lend(self, slab: Slab, copy: HostCopy) -> None:
-        """Takes back the only pin of a copy away from home that is being written, for whoever needs the room: until it
-        is pinned again, it can be dropped, and is not the slab's any more then."""
+        """Release the only pin of a copy that an update is writing, so that it can be evicted while the update waits.
+
+        The copy is not at home. If it was evicted before the update pins it again, the slab has no copy any more.
+        """
         copy.pins -= 1
         copy.idle.set()
         self._order.pinned.discard(copy)
         self._offer(slab, copy)
 
     def surrender(self, slab: Slab, copy: HostCopy) -> ArenaRange:
-        """Takes back the only pin of a copy that holds nothing, and the copy from its slab; the range is the
-        caller's."""
+        """Release the only pin of a copy without valid bytes, take the copy away from its slab, and return its range.
+
+        The caller frees the range.
+        """
         copy.pins -= 1
         copy.idle.set()
         self._order.pinned.discard(copy)
@@ -154,31 +170,32 @@ class HostCache:
         return copy.region
 
     def adopt(self, slab: Slab, copy: HostCopy) -> None:
-        """Makes a copy that nobody uses yet that of a slab without one."""
+        """Make a copy that is not in use yet the copy of a slab that has none."""
         slab.copy = copy
         self.pin(copy)
         self.unpin(slab, copy)
 
     def detach(self, slab: Slab) -> None:
-        """Lets the slab's copy go, at home or not: now if it is idle, else when its last pin is taken back."""
+        """Take the copy away from its slab, at home or not, and free it: now if it is idle, else with its last pin."""
         copy, slab.copy = slab.copy, None
         if copy is not None and not copy.pins:
             self._order.withdraw(copy)
             self._host.free(copy.region)
 
     def set_next_use(self, slab: Slab, position: float) -> None:
-        """Says when an idle copy is needed, for those that nobody fetched through a lease."""
+        """Set the trace position at which the slab's copy is needed next, for example from a prefetch window."""
         copy = slab.copy
         if copy is not None and copy.next_use != position:
             copy.next_use = position
             self._order.move(copy)
 
     def _offer(self, slab: Slab, copy: HostCopy) -> None:
-        """Lets a copy be dropped from now on."""
+        """Allow a copy to be evicted from now on, and wake the tasks that wait for room."""
         self._order.offer(slab, copy)
         self._host.room_made()
 
     def _drop(self, slab: Slab, copy: HostCopy) -> None:
+        """Free a copy, and take it away from its slab if it is the slab's."""
         self._order.withdraw(copy)
         if slab.copy is copy:
             slab.copy = None

@@ -1,6 +1,6 @@
-"""The registry, which adds, changes and deletes jobs and groups once what they need is admitted; see admission.py.
+"""The registry, which adds, changes and deletes jobs and groups, after admission.py has admitted what they need.
 
-Owns no table: the jobs are in job_table.py, which the admission and the damage log read, too.
+Must not own a table of jobs: the jobs are in job_table.py, because the admission and the damage log read them, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JobRegistry:
         tile_bytes: int,
         units_of_a_rank_alone: int,
     ) -> None:
-        """`tile_bytes` and `units_of_a_rank_alone` are for the Admission, which explains them."""
+        """Make a registry of the jobs in `jobs`. Admission explains `tile_bytes` and `units_of_a_rank_alone`."""
         self._jobs = jobs
         self._host = host
         self._backing = backing
@@ -46,16 +46,16 @@ class JobRegistry:
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:
-        """Takes in what the catalog holds, the older layouts of a job first: all as the last durable commit left it."""
+        """Restore all jobs as their last durable commits left them. Of one job, `stored` has older layouts first."""
         for job in map(self._restored, stored):
             if job.spec.name in self._jobs.by_name:
                 self._replace(self._jobs.by_name[job.spec.name], job)
             self._jobs.by_name[job.spec.name] = job
 
     def find(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job | None:
-        """The job as it is now, if there is one and the caller may have it; see Engine.open_job for what is raised.
+        """Return the job as it is now, or None, if the caller may have it; see `Engine.open_job` for what this raises.
 
-        A caller that names a layout may have it however it is laid out.
+        A caller that names a layout gets the job in any layout, if the models agree.
         """
         self._check_not_deleting(spec.name)
         job = self._jobs.by_name.get(spec.name)
@@ -72,22 +72,24 @@ class JobRegistry:
         return job
 
     def attach(self, spec: JobSpec) -> Job:
-        """The job for a new run: as it was committed, or fresh where nothing was."""
+        """Return the job for a new run: as it was committed, or a new one if it has no committed step."""
         self._check_not_deleting(spec.name)
         job = self._jobs.by_name.get(spec.name)
         if job is not None and job.newest is None:
-            # The engine has discarded what an earlier run left; this one was begun meanwhile, and has next to nothing.
+            # The engine has discarded what an earlier run left, so another client opened this job since then, and it
+            # has hardly any slabs.
             self._take_out(job)
             self._give_up(job.slabs())
             job = None
         if job is None:
             self._jobs.by_name[spec.name] = job = Job(spec, created_at=time.time())
-        # The number of ranks on this node may have changed. In another layout it stays as it is, and has no ranks.
+        # The number of ranks on this node may have changed, so take the new specification. A job in another layout
+        # keeps its specification, without ranks.
         job.spec = replace(spec, layout=job.spec.layout) if _fits(job.spec, spec) else job.spec.without_ranks()
         return job
 
     async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
-        """See Engine.lay_out; no layout is being filled, and nothing is pending."""
+        """Return the job in a new layout (see `Engine.lay_out`). It has no other new layout and no pending step."""
         name = spec.name
         self._check_not_deleting(name)
         if self._jobs.by_name.get(name) is not job:
@@ -102,7 +104,7 @@ class JobRegistry:
         return successor
 
     def succeed(self, job: Job) -> None:
-        """A layout that was being filled has its first commit: it takes the place of the one that it replaces."""
+        """Make a layout the job's present one, because it has its first commit. A layout that is so already stays."""
         before = self._jobs.by_name[job.spec.name]
         if before is not job:
             self._replace(before, job)
@@ -110,22 +112,26 @@ class JobRegistry:
             before.announce()
 
     def _replace(self, before: Job, job: Job) -> None:
+        """Enter `job` as the layout that replaces `before`."""
         job.older = [*before.older, before]
         before.older, before.successor = [], job
 
     async def detach(self, job: Job) -> None:
-        """See Engine.detach."""
+        """Remove the ranks of a job, and free its copies that are not the only ones (see `Engine.detach`)."""
         job.spec = job.spec.without_ranks()
         async for slab in in_slices(list(job.slabs())):
             if job.spec.local_ranks:
-                # Another run has attached the job meanwhile, and has a use for the copies.
+                # Another run has attached the job since this began, and needs the copies.
                 return
             if slab.backed or slab.latest is None or slab.latest in slab.versions:
                 self._host_cache.detach(slab)
 
     @contextmanager
     def deleting(self, name: str) -> Iterator[Job]:
-        """The job, which nobody can open or delete meanwhile: a run that began while it goes would be lost."""
+        """Return the job, and keep clients from opening or deleting it within the context.
+
+        Otherwise a run that began during the deletion would lose its job.
+        """
         job = self._jobs.job(name)
         self._check_not_deleting(name)
         self._deleting.add(name)
@@ -139,8 +145,10 @@ class JobRegistry:
             raise ConflictError(f"job {name!r} is being deleted; try again when it is gone")
 
     async def discard(self, job: Job) -> None:
-        """Takes a job, in one layout, out of memory, and frees what it has in all tiers, in slices; not a second time.
-        The catalog must not name it any more."""
+        """Take one layout of a job out of memory, and free its bytes in all tiers, in slices.
+
+        A repeated call has no effect. The catalog must not name the layout any more.
+        """
         if self._jobs.has(job):
             self._take_out(job)
             walk = self._giving_up(list(job.slabs()))
@@ -148,11 +156,11 @@ class JobRegistry:
                 async for _ in in_slices(walk):
                     pass
             finally:
-                # Where this was cancelled, the rest goes at once: no registry entry leads to it any more.
+                # If this is cancelled, free the rest at once, because no registry entry leads to these slabs any more.
                 deque(walk, maxlen=0)
 
     def _take_out(self, job: Job) -> None:
-        """Take a job, in one layout, out of the registry; what it has stays."""
+        """Take one layout of a job out of the registry. Its bytes stay."""
         current = self._jobs.by_name[job.spec.name]
         if current is job:
             del self._jobs.by_name[job.spec.name]
@@ -163,12 +171,15 @@ class JobRegistry:
         job.announce()
 
     def _give_up(self, slabs: Iterable[Slab]) -> None:
-        """Free what slabs have in all tiers, at once."""
+        """Free the bytes of slabs in all tiers, without a pause."""
         deque(self._giving_up(slabs), maxlen=0)
 
     def _giving_up(self, slabs: Iterable[Slab]) -> Iterator[None]:
-        """Free what slabs have in all tiers, and their versions with it: a fetch that waits for room would read, and
-        free a second time, what is freed here. Yields after each slab."""
+        """Free the bytes of slabs in all tiers; yield after each slab.
+
+        Their versions are removed as well. Otherwise a fetch that waits for room would read bytes that are freed here,
+        and free them again.
+        """
         for slab in slabs:
             slab.deleted = True
             self._host_cache.detach(slab)
@@ -178,9 +189,10 @@ class JobRegistry:
             yield
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit]) -> dict[SlabKey, TierName]:
-        """See Engine.register; returns the slabs that have a new home."""
+        """Register groups (see `Engine.register`); return the new placement of each slab whose placement changed."""
         until = self._host.deadline()
-        # One at a time: a registration takes many slices, and waits for room; another one may name the same groups.
+        # Hold the lock, because a registration takes many slices and waits for room, and another one may name the same
+        # groups.
         async with self._registering_until(job, until):
             known = {spec.name: group.spec for spec in specs if (group := job.groups.get(spec.name)) is not None}
             await asyncio.to_thread(_check_groups, known, specs, self._backing)
@@ -206,7 +218,7 @@ class JobRegistry:
 
     @asynccontextmanager
     async def _registering_until(self, job: Job, until: float) -> AsyncIterator[None]:
-        """Hold the lock of a job's registrations. Raises BudgetExceededError where it does not come free until then."""
+        """Hold the lock of a job's registrations. Raise BudgetExceededError if it is not free before `until`."""
         try:
             async with asyncio.timeout_at(until):
                 await job.registering.acquire()
@@ -240,7 +252,7 @@ class JobRegistry:
         return group
 
     def _update_placements(self, job: Job, group: Group, wanted: GroupSpec, undo: ExitStack) -> dict[SlabKey, TierName]:
-        """Moves the slabs of a stored group to where the client wants them now; `undo` moves them back."""
+        """Move the slabs of a stored group to the placements that the client wants; `undo` moves them back."""
         moved: dict[SlabKey, TierName] = {}
         for slab in group.slabs:
             placement = wanted.slab_of_kind[slab.key.kind].placement
@@ -259,7 +271,7 @@ class JobRegistry:
         return moved
 
     def _place(self, job: Job, slab: Slab, spec: SlabSpec) -> None:
-        """Give a slab another placement. Its copy goes, because it may be in the wrong home."""
+        """Give a slab another placement, and drop its copy, because `HostCopy.at_home` may be wrong now."""
         job.tally.leave(slab)
         slab.spec = spec
         slab.backing = self._backing_of(job.spec, spec)
@@ -267,7 +279,7 @@ class JobRegistry:
         self._host_cache.detach(slab)
 
     async def _settle_at_home(self, groups: Sequence[Group], until: float) -> None:
-        """Gives every slab placed in the host tier its place there; the bytes come when they are first needed."""
+        """Allocate a copy for every slab that is placed in the host tier. Its bytes are read when first needed."""
         async for slab in in_slices(slab for group in groups for slab in group.slabs):
             if slab.at_home_in_host and slab.copy is None:
                 region = await self._host_cache.room_for(slab, until=until)
@@ -287,6 +299,7 @@ class JobRegistry:
         return Group(spec, slabs)
 
     def _restored(self, stored: StoredJob) -> Job:
+        """Return a job as the catalog has it."""
         job = Job(stored.spec, stored.created_at)
         job.retained = {commit.step: commit for commit in stored.commits}
         job.durable = set(job.retained)
@@ -302,14 +315,19 @@ class JobRegistry:
                 slab.latest = max(slab.versions, default=None)
                 job.tally.settle(slab, min(job.durable, default=None), recorded=True)
         job.index.add_at_once(job.groups.values())
-        # Made now: a run that opens the job is not to wait for them, nor all others with it.
+        # Compute these cached values at the start of the daemon, because computing them later would make the client
+        # that opens the job, and all other clients, wait.
         _ = job.spec.model.digest, job.spec.model.by_name
         return job
 
 
 def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec], backing: BackingTiers) -> None:
-    """Raises InvalidRequestError for a malformed group, or one for a tier that is not here, ConflictError for one that
-    is stored in another way."""
+    """Check each group by itself, against the tiers of this store and against the stored group of the same name.
+
+    Raises:
+        InvalidRequestError: a group is malformed, or is placed on a tier that this store does not have.
+        ConflictError: the stored group has other shards, kinds or types.
+    """
     for spec in specs:
         spec.validate()
         for slab in spec.slabs:
@@ -323,7 +341,7 @@ def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec], ba
 
 
 def _fits(stored: JobSpec, wanted: JobSpec) -> bool:
-    """Whether the job can go on as it is stored."""
+    """Return whether the job can go on in its stored layout."""
     try:
         check_layout(stored, wanted)
     except ConflictError:

@@ -1,7 +1,8 @@
-"""The life of the step under way: its updates and puts, the seal, its commit or its end.
+"""The life of the pending step: its updates and puts, its seal, and its commit or its end without a commit.
 
-A step is open while gradients come in, sealed when its commit begins, and then finished whoever dies. What is in host
-memory only is not touched before the seal: until then the step can be abandoned, and its old bytes are nowhere else.
+Owns the tasks that write a pending step. A step is open while gradients arrive, and sealed when its commit begins; from
+then on it is finished even if ranks die. Must not change bytes that are only in host memory before the seal, because
+until then the step can be abandoned, and these are the only bytes of the last committed step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from storage.waiting import unlogged
 
 
 class PendingSteps:
-    """Prepares and finishes steps; what a method raises is said at the engine's of the same name."""
+    """Prepares and finishes steps. The engine's methods of the same names say what each method raises."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class PendingSteps:
         self._committer = committer
 
     def check_update(self, job: Job, step: int, group: str) -> None:
-        """Raises ConflictError unless `update` would take this group in this step now."""
+        """Raise ConflictError unless `update` would accept this group in this step now."""
         pending = self._pending_after_the_first(job, step)
         if any(slab in pending.writes for slab in job.group(group).slabs):
             raise ConflictError(f"group {group!r} was updated in step {step} already, or a part of it was put")
@@ -57,13 +58,13 @@ class PendingSteps:
     def update(
         self, job: Job, step: int, group: str, gradient: ArenaRange, kernel: Kernel, position: float
     ) -> asyncio.Task[None]:
-        """Begins the update of a group, which uses the gradient until it is done."""
+        """Start the update of a group, and return its task. The task uses the gradient until it is done."""
         self.check_update(job, step, group)
         slabs = job.group(group).slabs
         return self._begin(job, step, slabs, self._update(job, job.group(group), step, gradient, kernel, position))
 
     async def withdraw(self, job: Job, step: int, group: str) -> None:
-        """Stops the update of a group, or undoes it: its slabs are as the last committed step left them."""
+        """Stop the update of a group, or undo it, so that its slabs are as the last committed step left them."""
         pending = self._pending_after_the_first(job, step)
         slabs = [slab for slab in job.group(group).slabs if slab in pending.writes]
         if not slabs:
@@ -71,19 +72,24 @@ class PendingSteps:
         writes = {pending.writes[slab] for slab in slabs}
         _stop(writes)
         await asyncio.wait(writes)
-        # The end of the step may have come meanwhile, and discards all of it.
+        # If the step was abandoned while this waited, `abandon` discards all its writes.
         if job.pending is pending and not pending.abandoned:
             for slab in slabs:
                 pending.writes.pop(slab, None)
             self._committer.discard(job, slabs)
 
     def check_put(self, job: Job, step: int, slab: Slab) -> None:
-        """Raises ConflictError unless `put` would take this slab in this step now."""
+        """Raise ConflictError unless `put` would accept this slab in this step now."""
         pending = self._pending_after_the_first(job, step)
         if slab in pending.writes:
             raise ConflictError(f"{slab.key} was put in step {step} already, or its group was updated")
 
     def _pending_after_the_first(self, job: Job, step: int) -> PendingStep:
+        """Return the pending step if it is open for updates and puts.
+
+        Raises:
+            ConflictError: the step is not open, or is the job's first step, which takes initial values only.
+        """
         pending = job.open_pending(step)
         pending.check_open()
         if job.newest is None:
@@ -93,14 +99,18 @@ class PendingSteps:
         return pending
 
     def put(self, job: Job, step: int, slab: Slab, staged: ArenaRange) -> asyncio.Task[None]:
-        """Begins to make staged bytes the slab's version `step`; the range is the slab's once that is done."""
+        """Start to make staged bytes the slab's version `step`, and return the task.
+
+        When the task is done, the range `staged` is the slab's copy.
+        """
         self.check_put(job, step, slab)
         return self._begin(job, step, [slab], self._put(job, step, slab, staged))
 
     def _begin(
         self, job: Job, step: int, slabs: Sequence[Slab], writing: Coroutine[Any, Any, None]
     ) -> asyncio.Task[None]:
-        # `commit` raises the first failure.
+        # `commit` raises the first failure, so asyncio need not log it.
+        """Start a task that writes slabs in the pending step, and return the task."""
         task = unlogged(asyncio.ensure_future(writing))
         job.open_pending(step).writes.update(dict.fromkeys(slabs, task))
         return task
@@ -109,7 +119,8 @@ class PendingSteps:
         pending = job.pending
         assert pending is not None
         if not slab.backed:
-            # As for an update: until the seal the step can be abandoned, and the old bytes are nowhere else.
+            # Wait for the seal, because until then the step can be abandoned, and the old bytes are in host memory
+            # only.
             await pending.sealed.wait()
         await slab.unclaimed()
         if slab.backing is not None:
@@ -117,7 +128,7 @@ class PendingSteps:
                 await region.tier.write_from(region, 0, self._host.view(staged))
                 slab.add_version(step, region)
         slab.latest = step
-        # The staged range takes the place of the copy, whose readers keep what they have.
+        # The staged range replaces the copy. Readers that have pinned the old copy keep it.
         self._host_cache.detach(slab)
         self._host_cache.adopt(slab, HostCopy(staged, step=step, at_home=slab.at_home_in_host))
 
@@ -127,7 +138,8 @@ class PendingSteps:
         pending = job.pending
         assert pending is not None
         if not all(slab.backed for slab in group.slabs):
-            # The old bytes are in one place only: touch them when nothing can stop the step any more.
+            # Wait for the seal before the only bytes of the last committed step are overwritten, because until then the
+            # step can be abandoned.
             await pending.sealed.wait()
         dtype = group.spec.slab_of_kind[Kind.GRAD].dtype
         low_precision = any(slab.key.kind is Kind.MASTER for slab in group.slabs)
@@ -145,12 +157,12 @@ class PendingSteps:
             )
 
     async def commit(self, job: Job, step: int, client_states: Mapping[int, bytes], settled: int) -> bool:
-        """Seals the step and finishes it; returns whether it is durable already."""
+        """Seal the step and finish it; return whether it is durable already."""
         pending = job.open_pending(step)
         pending.check_open()
         pending.at_rest.clear()
         try:
-            # Before the seal: when this raises, nothing has been overwritten, and the commit can be tried again.
+            # Do this before the seal: if it raises, no bytes have been overwritten, and the commit can be tried again.
             await self._committer.finish_snapshot(job, step)
             pending.sealed.set()
             await self._finish_writes(job, pending)
@@ -164,7 +176,7 @@ class PendingSteps:
             pending.at_rest.set()
 
     async def _finish_writes(self, job: Job, pending: PendingStep) -> None:
-        """Returns when the step has all its bytes; raises what prevents that."""
+        """Wait until all writes of the step are done, and raise what prevents the step's commit."""
         step = pending.step
         if pending.writes:
             await asyncio.wait(pending.writes.values())
@@ -178,12 +190,12 @@ class PendingSteps:
                 raise ConflictError(f"{slab.key} has no initial values; publish them before step {step} is committed")
 
     async def roll_back(self, job: Job, step: int) -> None:
-        """Makes a committed step the newest one again."""
+        """Make a committed step the newest one again."""
         await self.abandon(job)
         await self._committer.roll_back(job, step)
 
     async def abandon(self, job: Job) -> None:
-        """Stops the writes of an unfinished step and discards what they wrote. A commit under way is waited for."""
+        """Stop the writes of an unfinished step and discard their results. A commit under way is finished first."""
         pending = job.pending
         if pending is None:
             return
@@ -200,7 +212,9 @@ class PendingSteps:
 
 
 def _stop(writes: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel writes."""
     for write in writes:
-        # Once only: a second cancellation would break into the undoing that the first one began.
+        # Cancel each write only once, because a second cancellation would interrupt the cleanup that the first one
+        # began.
         if not write.cancelling():
             write.cancel()

@@ -1,9 +1,10 @@
-"""The asynchronous fetch queue: brings slabs from NVMe into the host tier, in the order in which they are needed.
+"""The asynchronous fetch queue: it brings slabs from NVMe into the host tier, in the order in which they are needed.
 
-A demand is served before any prefetch. Prefetches run under a byte budget, in trace order inside a job and fairly
-between jobs, whose positions do not compare: one that has run for a week would wait for each that has just begun. They
-only ever displace what is needed later than themselves. Nothing here raises or blocks because a client deviates from
-its trace.
+Owns the fetches that wait or run. Must never raise or block because a client deviates from its trace.
+
+A demand fetch is served before any prefetch. Prefetches share a byte budget. Inside a job they run in trace order, and
+between jobs fairly, because trace positions of different jobs do not compare: a job that has run for a week would wait
+for each job that has just begun. A prefetch evicts only copies that are needed later than its own slab.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ NOTHING_LATER: Mapping[Slab, asyncio.Future[Any]] = {}
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
+    """One slab to fetch: for the windows of `owners` (a prefetch), for `waiters` (a demand), or for both."""
+
     slab: Slab
     position: float
     owners: set[str] = field(default_factory=set)
@@ -38,19 +41,20 @@ class _Fetch:
 
     @property
     def priority(self) -> Priority:
+        """The priority of the read: a fetch with waiters is a demand."""
         return Priority.DEMAND if self.waiters else Priority.PREFETCH
 
 
 @dataclass(slots=True)
 class Fetched:
-    """What was read from NVMe for a job, and the sum of what each read took."""
+    """The bytes read from NVMe for a job, and the sum of the seconds that each read took."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
 
 class PrefetchQueue:
-    """One queue for the whole store."""
+    """The one queue of the whole store, for all jobs."""
 
     def __init__(
         self,
@@ -62,7 +66,12 @@ class PrefetchQueue:
         in_flight_bytes: int,
         weight_of: Callable[[str], float],
     ) -> None:
-        """Prefetch at most `in_flight_bytes` at once; `weight_of` says what a job weighs against others."""
+        """Make an empty queue.
+
+        Args:
+            in_flight_bytes: prefetches under way have at most this many bytes together; one alone may have more.
+            weight_of: returns the weight of a job, by its name, in the fair order between jobs.
+        """
         self._host = host
         self._backing = backing
         self._host_cache = host_cache
@@ -79,20 +88,21 @@ class PrefetchQueue:
 
     @property
     def depth(self) -> int:
-        """DemandReads waiting or under way."""
+        """The number of fetches that wait or run."""
         return len(self._fetches)
 
     def fetched(self, job: str) -> Fetched:
-        """What fetches of a job's slabs have taken since the store was opened."""
+        """Return the counters of what was read for a job since the store was opened."""
         return self._fetched.setdefault(job, Fetched())
 
     async def fetch(self, slab: Slab, position: float) -> HostCopy:
-        """The newest bytes of a slab in the host tier, pinned for the caller; waits for room and for the device.
+        """Return the newest bytes of a slab in the host tier, pinned for the caller; wait for room and for the device.
 
         Raises:
-            BudgetExceededError: the slab can never fit, or there was no room before the deadline; it is as it was.
-            DataLossError: the bytes are nowhere any more.
-            DeviceError: they cannot be read.
+            BudgetExceededError: the slab can never fit, or there was no room before the deadline; the slab is
+                unchanged.
+            DataLossError: the bytes were kept in host memory only, and are gone, or they are damaged.
+            DeviceError: the bytes cannot be read.
         """
         if copy := slab.current_copy:
             self._host.counters.hits += 1
@@ -121,15 +131,21 @@ class PrefetchQueue:
         wants: Iterable[tuple[Slab, float]],
         later: Mapping[Slab, asyncio.Future[Any]] = NOTHING_LATER,
     ) -> None:
-        """Sets what `owner` will need soon. What it wanted before, and nobody else does, is dropped if not started, and
-        becomes the first to be displaced if it is already here. Those named in `later` are fetched when that is done,
-        if they are wanted still."""
+        """Replace the slabs, each with its trace position, that `owner` will need soon.
+
+        A fetch that no window and no waiter wants any more is dropped if it has not started. A copy of a slab that the
+        owner no longer wants becomes the first one to be evicted.
+
+        Args:
+            later: slabs that are being written now, each with the write's task. Such a slab is fetched when its write
+                is done, if the window still names it.
+        """
         window = dict(wants)
         before = self._windows.pop(owner, {})
         if window:
             self._windows[owner] = window
         for slab, position in before.items():
-            # Unless a lease that was returned since has named another use.
+            # A lease that was returned in the meantime may have set another next use, which stays.
             if slab not in window and slab.copy is not None and slab.copy.next_use == position:
                 self._host_cache.set_next_use(slab, NEVER)
         for fetch in list(self._fetches.values()):
@@ -138,7 +154,8 @@ class PrefetchQueue:
                 self._drop_if_unwanted(fetch)
         for slab, position in window.items():
             if (write := later.get(slab)) is not None:
-                # The update works on the copy that is here, if there is one: it must not be displaced meanwhile.
+                # The update works on the copy in the host tier, if there is one, so this copy must not be evicted
+                # before the update.
                 self._host_cache.set_next_use(slab, position)
                 write.add_done_callback(partial(self._want_written, owner, window, slab))
             else:
@@ -146,7 +163,7 @@ class PrefetchQueue:
         self._pump()
 
     def _want(self, owner: str, slab: Slab, position: float) -> None:
-        """Queues a slab of a window, unless it is here."""
+        """Queue a slab of a window, unless its newest bytes are in the host tier."""
         if slab.current_copy:
             self._host_cache.set_next_use(slab, position)
             return
@@ -160,13 +177,13 @@ class PrefetchQueue:
                 self._waiting.push(fetch, (Share(job, self._weight_of(job)),), order=position)
 
     def _want_written(self, owner: str, window: dict[Slab, float], slab: Slab, write: asyncio.Future[Any]) -> None:
-        """A slab of a window has its new bytes, unless its update failed."""
+        """Queue a slab of a window after its update, unless the update failed or `owner` has another window by now."""
         if self._windows.get(owner) is window and not write.cancelled() and write.exception() is None:
             self._want(owner, slab, window[slab])
             self._pump()
 
     async def close(self) -> None:
-        """Drops what has not started and waits for the rest."""
+        """Drop the fetches that have not started, and cancel and wait for the others."""
         tasks = [fetch.task for fetch in self._fetches.values() if fetch.task]
         for fetch in self._fetches.values():
             for waiter in fetch.waiters:
@@ -188,12 +205,13 @@ class PrefetchQueue:
             self._waiting.remove(fetch)
 
     def _drop_if_unwanted(self, fetch: _Fetch) -> None:
+        """Drop a fetch that has not started, if no window and no waiter wants it."""
         if not fetch.task and not fetch.owners and not fetch.waiters:
             self._leave_queue(fetch)
             self._fetches.pop(fetch.slab, None)
 
     def _pump(self) -> None:
-        """Starts the prefetches that may start now."""
+        """Start the prefetches for which there is budget and room now."""
         without_room: set[str] = set()
         while (fetch := self._waiting.peek(excluding=without_room)) is not None:
             nbytes = round_up(fetch.slab.nbytes)
@@ -201,7 +219,7 @@ class PrefetchQueue:
                 return
             region = self._host.try_allocate(nbytes, fetch.position)
             if region is None:
-                # Nor is there room for what the job needs later.
+                # The job's later slabs may evict even fewer copies, so skip the whole job.
                 without_room.add(fetch.slab.key.job_name)
                 continue
             self._waiting.take(fetch, nbytes)
@@ -237,14 +255,14 @@ class PrefetchQueue:
             self._pump()
 
     async def _load(self, fetch: _Fetch, region: ArenaRange | None) -> HostCopy:
-        """A pinned copy of the newest bytes; read again where they changed meanwhile."""
+        """Return a pinned copy of the slab's newest bytes. If the bytes change while they are read, read them again."""
         slab = fetch.slab
         if slab.deleted and region is not None:
             self._host.free(region)
         slab.check_present()
         copy = slab.copy
         if copy is not None and copy.at_home:
-            # Its bytes were discarded by a roll-back: read the older ones into the same place.
+            # A roll-back discarded the bytes of this copy at home, so read the older ones into the same place.
             if region is not None:
                 self._host.free(region)
             self._host_cache.pin(copy)
@@ -257,7 +275,7 @@ class PrefetchQueue:
         try:
             while copy.step is None or copy.step != slab.latest:
                 if slab.copy is not copy and (newer := slab.current_copy):
-                    # A put has brought another copy meanwhile.
+                    # A put replaced the slab's copy while this one was read.
                     self._host_cache.pin(newer)
                     self._host_cache.unpin(slab, copy)
                     return newer

@@ -1,5 +1,9 @@
-"""Reads of any range of a tensor by name, whatever the partition it is stored in, through one small buffer: of the
-newest bytes, or of one committed step that is held while training goes on."""
+"""Reads of any range of a tensor by name, independently of the partition in which it is stored.
+
+A `RangeReader` reads the newest bytes; a `StepReader` reads one committed step, which it holds while training goes on.
+Both read through one tile buffer at a time. Must not keep a buffer while a client takes the bytes, because a client may
+be slow and the optimizer needs the buffers.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ from storage.tiers.host import HostTier
 from storage.transform import TilePool
 from storage.versions import Job
 
-# Fills a buffer with whole blocks of a slab from a byte on.
+# A function that fills a buffer with whole checksum blocks of a slab, from a byte offset on.
 ReadBlocks = Callable[[int, memoryview], Awaitable[None]]
 
 
 class RangeReader:
-    """Reads the newest bytes. Holds at most one tile buffer per read under way."""
+    """Reads the newest bytes. Each read under way holds at most one tile buffer."""
 
     def __init__(self, host: HostTier, backing: BackingTiers, tiles: TilePool) -> None:
         self._host = host
@@ -33,29 +37,29 @@ class RangeReader:
         self._tiles = tiles
 
     async def describe(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> tuple[DType, int]:
-        """Element type and newest version of elements `[offset, offset + numel)` of one tensor.
+        """Return the element type and the newest version of elements `[offset, offset + numel)` of one tensor.
 
         Raises:
-            NotFoundError: this store does not have all of them.
+            NotFoundError: this store does not have all of these elements.
         """
         first = (await self.slabs(job, fqn, kind, offset, numel))[0]
         return first.spec.dtype, first.latest or 0
 
     async def slabs(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> list[Slab]:
-        """The slabs that hold elements `[offset, offset + numel)` of one tensor, `numel` > 0, in order.
+        """Return the slabs that hold elements `[offset, offset + numel)` of one tensor, in order. `numel` is above 0.
 
         Raises:
-            NotFoundError: this store does not have all of them.
+            NotFoundError: this store does not have all of these elements.
         """
         return [slab async for slab, _, _ in in_slices(parts_of(job, fqn, kind, offset, numel))]
 
     async def read(self, job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> AsyncGenerator[bytes, None]:
-        """The bytes of that range, in pieces.
+        """Yield the newest bytes of elements `[offset, offset + numel)` of one tensor, in pieces.
 
         Raises:
-            NotFoundError: this store does not have all of them.
-            ConflictError: an update changed them meanwhile.
-            DeviceError: they cannot be read.
+            NotFoundError: this store does not have all of these elements.
+            ConflictError: an update changed the bytes during the read.
+            DeviceError: the bytes cannot be read.
         """
         for slab, start, count in parts_of(job, fqn, kind, offset, numel):
             itemsize = slab.spec.dtype.itemsize
@@ -73,9 +77,10 @@ class RangeReader:
             start += len(piece)
 
     async def piece(self, slab: Slab, start: int, end: int, read: ReadBlocks) -> bytes:
-        """As many of a slab's bytes `[start, end)` as one buffer holds, filled by `read` in whole blocks.
+        """Return as many of a slab's bytes `[start, end)`, from `start` on, as fit into one tile buffer.
 
-        The buffer is taken for them only: the reader may be slow, and optimizers need the buffers.
+        `read` fills the buffer in whole checksum blocks. The bytes are copied out of the buffer, because a client may
+        take them slowly and optimizers need the buffers.
 
         Raises:
             DeviceStuckError: a device does not answer.
@@ -91,7 +96,7 @@ class RangeReader:
             return bytes(buffer[start - first : min(end, first + length) - first])
 
     async def read_version(self, slab: Slab, region: Region, start: int, buffer: memoryview) -> None:
-        """Whole blocks of the version that a region holds: from host memory, where it is the newest and is there."""
+        """Read whole blocks of the version in a region: from host memory if its copy is there, else from the region."""
         copy = slab.current_copy
         if copy is not None and copy.step is not None and slab.versions.get(copy.step) is region:
             await self._host.read_into(copy.region, start, buffer)
@@ -109,16 +114,17 @@ class RangeReader:
 
 
 class StepReader:
-    """A committed step, held whole: what it reads stays the same whatever is trained, rolled back or deleted meanwhile.
+    """A reader of one committed step. Its bytes stay the same, whatever is trained, rolled back or deleted meanwhile.
 
-    The space of what it holds is free when the last reader has closed.
+    The space of the step's versions is freed when no reader, retained step or slab needs them any more.
     """
 
     def __init__(self, job: Job, record: CommitRecord, ranges: RangeReader, backing: BackingTiers) -> None:
-        """Make a reader of the step of `record` that holds nothing yet; see `Committer.hold`."""
+        """Make a reader of the step of `record` that holds nothing yet. `Committer.hold` fills `regions`."""
         self.job = job
         self.step = record.step
-        # Each region is held, and freed by `close`. None: the slab was never written, and reads as zeros.
+        # The region of each slab's bytes, held until `close` frees it. None: the slab was never written, and reads as
+        # zeros.
         self.regions: dict[Slab, Region | None] = {}
         self._client_states = record.client_states
         self._ranges = ranges
@@ -126,11 +132,15 @@ class StepReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on NVMe that it holds."""
+        """Bytes on backing tiers that the reader holds."""
         return sum(region.nbytes for region in self.regions.values() if region is not None)
 
     def client_state(self, rank: int) -> bytes:
-        """What a rank gave to the commit. Raises NotFoundError where no such rank gave anything here."""
+        """Return the state that a rank stored with the commit.
+
+        Raises:
+            NotFoundError: no rank of this number stored a state on this node.
+        """
         if rank not in self._client_states:
             raise NotFoundError(
                 f"step {self.step} of job {self.job.spec.name!r} has no client state of rank {rank} on this node"
@@ -138,18 +148,18 @@ class StepReader:
         return self._client_states[rank]
 
     async def describe(self, fqn: str, kind: Kind, offset: int, numel: int) -> DType:
-        """Element type of elements `[offset, offset + numel)` of one tensor.
+        """Return the element type of elements `[offset, offset + numel)` of one tensor.
 
         Raises:
-            NotFoundError: this store does not have all of them.
+            NotFoundError: this store does not have all of these elements.
         """
         return (await self._ranges.describe(self.job, fqn, kind, offset, numel))[0]
 
     async def gather(self, gathering: Gathering, view: memoryview) -> None:
-        """Reads many ranges into whole pages of the arena, each slab's pieces together.
+        """Read many ranges into whole pages of the arena; the pieces of each slab are read together.
 
         Raises:
-            NotFoundError, DataLossError, DeviceError: as `read`.
+            NotFoundError, DataLossError, DeviceError: see `read`.
         """
         for slab, window in gathering.windows():
             start = window.start
@@ -159,10 +169,12 @@ class StepReader:
                 start += len(data)
 
     async def fill(self, fqn: str, kind: Kind, offset: int, numel: int, view: memoryview) -> None:
-        """Reads that range into whole pages of the arena, without a copy where its blocks lie as they do on NVMe.
+        """Read elements `[offset, offset + numel)` of one tensor into whole pages of the arena.
+
+        Where whole blocks of the slab come to the start of a page, they are read into the arena without a copy.
 
         Raises:
-            NotFoundError, DataLossError, DeviceError: as `read`.
+            NotFoundError, DataLossError, DeviceError: see `read`.
         """
         at = 0
         for slab, position, count in parts_of(self.job, fqn, kind, offset, numel):
@@ -178,12 +190,12 @@ class StepReader:
                 start, at = start + length, at + length
 
     async def read(self, fqn: str, kind: Kind, offset: int, numel: int) -> AsyncGenerator[bytes, None]:
-        """The bytes of elements `[offset, offset + numel)` of one tensor at the step, in pieces.
+        """Yield the bytes of elements `[offset, offset + numel)` of one tensor at the step, in pieces.
 
         Raises:
-            NotFoundError: this store does not have all of them, or the reader is closed.
-            DataLossError: they are damaged.
-            DeviceError: they cannot be read.
+            NotFoundError: this store does not have all of these elements, or the reader is closed.
+            DataLossError: the bytes are damaged.
+            DeviceError: the bytes cannot be read.
         """
         for slab, position, count in parts_of(self.job, fqn, kind, offset, numel):
             start, stop = (n * slab.spec.dtype.itemsize for n in (position, position + count))
@@ -202,7 +214,7 @@ class StepReader:
             await self._ranges.read_version(slab, region, start, buffer)
 
     def close(self) -> None:
-        """Lets go of the step; may be called again."""
+        """Free the regions that the reader holds; a repeated call has no effect."""
         regions, self.regions = self.regions, {}
         for region in regions.values():
             if region is not None:

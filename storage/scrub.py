@@ -1,7 +1,7 @@
-"""Background verification: reads all that is committed, again and again, slowly, so that damage is found while an older
-step or a copy elsewhere can still help.
+"""Background verification: it reads all committed versions again and again, slowly, to find damage early.
 
-What it finds, the tier counts, names and sets aside, as for any other read.
+When damage is found early, an older step or a copy elsewhere can still help. Must only read: the tier counts, names and
+sets aside damaged blocks as it does for any other read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from storage.errors import DamagedBlockError, DeviceError
 from storage.tiers.contract import DurableTier, Region
 from storage.tiers.io_engine import Priority
 
-# A read of it costs the event loop as much as a small one.
+# The bytes of one read. The event loop spends as much time on a small read as on one of this size.
 CHUNK_BYTES = 4 << 20
-# Between two passes, and where there is nothing to read.
+# The pause between two passes, also if there was nothing to read.
 PAUSE_SECONDS = 1.0
 
 
 class Scrubber:
-    """One task that reads at most `bytes_per_second`, behind everybody else."""
+    """One task that reads at most `bytes_per_second`, with a lower priority than all other requests."""
 
     def __init__(self, tier: DurableTier[Any], regions: Callable[[], Iterable[Region]], bytes_per_second: int) -> None:
-        """`regions` gives all versions on `tier`; 0 bytes per second: nothing is read."""
+        """Start the task.
+
+        Args:
+            regions: returns all versions on `tier`.
+            bytes_per_second: the speed of reading; 0: nothing is read.
+        """
         self.passes = 0
         self.bytes_read = 0
         self._tier = tier
@@ -36,7 +41,7 @@ class Scrubber:
         self._task = asyncio.ensure_future(self._run()) if bytes_per_second else None
 
     async def close(self) -> None:
-        """Ends the task."""
+        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -51,10 +56,11 @@ class Scrubber:
     async def _read(self, region: Region) -> None:
         for offset in range(0, region.nbytes, CHUNK_BYTES):
             if not region.holders:
-                # Its step was left behind since the pass began.
+                # The version was freed after the pass began.
                 return
             length = min(CHUNK_BYTES, region.nbytes - offset)
-            # The tier counts and logs damage; a device's other troubles are reported by everybody who reads.
+            # The tier counts and logs damage. Other device errors are reported by the clients that read from the
+            # device.
             with contextlib.suppress(DamagedBlockError, DeviceError):
                 await self._tier.read_into(region, offset, self._buffer[:length], Priority.SCRUB)
             self.bytes_read += length

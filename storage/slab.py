@@ -1,6 +1,7 @@
-"""The state of a slab: which versions of its bytes exist, and the copy of the newest one in the host tier, if any.
+"""The state of a slab: which versions of its bytes exist, and the copy in the host tier, if any.
 
-Plain records with the few rules that concern one slab; who changes them, and when, is written in the modules above.
+Owns the rules that concern one slab, and the sums over a job's slabs. Must not decide when a version or a copy is made
+or freed: the modules that import this one do that.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ NEVER = math.inf
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """A slab's bytes in the arena. Pinned while somebody reads or writes them."""
+    """A slab's bytes in the arena. It is pinned while a task or a client reads or writes the bytes."""
 
     region: ArenaRange
-    # The version of the bytes; None while they are being written: nobody may read them then.
+    # The step whose version the bytes are; None while they are being written, so that they must not be read.
     step: int | None
-    # A copy at home stays: its slab's placement is the host tier.
+    # True if the slab is placed in the host tier. Such a copy is at home and is never evicted.
     at_home: bool
     pins: int = 0
-    # Trace position of the next use; what is needed last is dropped first.
+    # The trace position of the next use. The copy with the highest one is evicted first.
     next_use: float = NEVER
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_of_use(self) -> bool:
-        """Whether it holds bytes, or its slab's placement is the host tier."""
+        """Whether the copy holds bytes, or its slab is placed in the host tier."""
         return self.at_home or self.step is not None
 
 
 @dataclass(slots=True, eq=False)
 class CopyWrite:
-    """The write of a slab's newest bytes to NVMe, for all who claim them; see copy_writes.py."""
+    """The write of a slab's newest bytes to NVMe, for all snapshots and readers that claim them; see copy_writes.py."""
 
-    # Snapshots and readers that need the bytes on NVMe. The bytes do not change while there is one.
+    # The number of snapshots and readers that need the bytes on NVMe. The bytes do not change while it is above 0.
     claims: int = 0
-    # Held by the claimant that writes.
+    # The lock that the claimant holds while it writes the bytes.
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     # Set when the last claim was released.
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -55,33 +56,36 @@ class CopyWrite:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What the slabs of one job are and have, kept up by themselves: so that no commit, no registration and no listing
-    has to look at all of them."""
+    """Sums over the slabs of one job, and the slabs that a commit must look at.
 
-    # Slabs that a commit has to look at: they have versions that the catalog does not name yet, or that some retained
-    # step sees and others do not. The commit takes out those that are settled (see Slab.is_settled).
-    # A dict for its order: runs that do the same are to be alike.
+    Each change of a slab updates them, so that no commit, registration or listing has to look at all slabs.
+    """
+
+    # Slabs that a commit has to look at: the catalog does not name all their versions yet, or the retained steps do not
+    # all see the same version. A commit removes the slabs that are settled (see Slab.is_settled). This is a dict and
+    # not a set because of its order, so that equal runs do equal things.
     changed: dict[Slab, None] = field(default_factory=dict)
     # Slabs whose newest bytes are in host memory only.
     unsaved: dict[Slab, None] = field(default_factory=dict)
-    # Bytes of slabs, in whole pages, by the backing tier that every version goes to (see Slab.backing).
+    # Bytes of slabs in whole pages, by the backing tier that each version goes to (see Slab.backing).
     by_backing: Counter[TierName | None] = field(default_factory=Counter)
-    # Those of the slabs that have versions on a backing tier, by (Slab.backing, that tier, how many versions).
+    # The same bytes, but only of slabs with versions on a backing tier, by (Slab.backing, that tier, number of
+    # versions).
     by_versions: Counter[tuple[TierName | None, TierName, int]] = field(default_factory=Counter)
-    # Bytes of slabs at home in the host tier, and of gradients.
+    # Bytes of the slabs that are placed in the host tier, and bytes of all gradients.
     home_bytes: int = 0
     gradient_bytes: int = 0
-    # Bytes of each parameter slab that only passes through the host tier, ascending.
+    # The bytes of each parameter slab that is not placed in the host tier, ascending.
     passing: list[int] = field(default_factory=list)
-    # Copies in the host tier.
+    # The copies in the host tier: their number and their bytes.
     copies: int = 0
     copied_bytes: int = 0
-    # Elements of all shards.
+    # The number of elements of all shards.
     elements: int = 0
 
     @property
     def unsettled(self) -> dict[Slab, None]:
-        """The slabs whose newest version is not the one that all retained steps see."""
+        """The slabs whose newest version may differ from the one that all retained steps see."""
         return self.changed | self.unsaved
 
     @property
@@ -107,14 +111,14 @@ class Tally:
         return missing.total()
 
     def add(self, group: Group) -> None:
-        """Count a group that is registered."""
+        """Add a registered group and its slabs to the sums."""
         for slab in group.slabs:
             self.enter(slab)
         self.elements += sum(shard.numel for shard in group.spec.shards)
         self.gradient_bytes += group.gradient_bytes
 
     def remove(self, group: Group) -> None:
-        """Count a group no more, whose registration failed and whose slabs have nothing."""
+        """Remove a group from the sums because its registration failed; its slabs must have no bytes."""
         for slab in group.slabs:
             self.leave(slab)
             self.changed.pop(slab, None)
@@ -123,7 +127,7 @@ class Tally:
         self.gradient_bytes -= group.gradient_bytes
 
     def enter(self, slab: Slab) -> None:
-        """Count a slab as it is now; `leave` comes before its placement changes."""
+        """Add a slab, as it is now, to the sums. Call `leave` before its placement changes."""
         self._count(slab, 1)
         if slab.at_home_in_host:
             self.home_bytes += slab.paged_bytes
@@ -131,17 +135,18 @@ class Tally:
             bisect.insort(self.passing, slab.paged_bytes)
 
     def _count(self, slab: Slab, sign: int) -> None:
+        """Add a slab's bytes to the sums by tier, or subtract them if `sign` is -1."""
         self.by_backing[slab.backing] += sign * slab.paged_bytes
         for tier, count in Counter(region.tier.name for region in slab.versions.values()).items():
             self.by_versions[slab.backing, tier, count] += sign * slab.paged_bytes
 
     def settle(self, slab: Slab, oldest: int | None, *, recorded: bool) -> None:
-        """Have commits look at a slab no more, if it is settled (see Slab.is_settled)."""
+        """Remove a slab from those that commits look at, if it is settled (see Slab.is_settled)."""
         if slab.is_settled(oldest, recorded=recorded):
             self.changed.pop(slab, None)
 
     def leave(self, slab: Slab) -> None:
-        """Undo `enter`."""
+        """Remove a slab from the sums; this undoes `enter`."""
         self._count(slab, -1)
         if slab.at_home_in_host:
             self.home_bytes -= slab.paged_bytes
@@ -151,22 +156,23 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """One kind of one group."""
+    """The bytes of one kind of one group, in all their versions."""
 
     key: SlabKey
     spec: SlabSpec
     numel: int
-    # The backing tier that every version goes to; None: the host copy is all there is between snapshots.
+    # The backing tier that each version goes to. None: between snapshots the bytes are in the host copy only.
     backing: TierName | None
-    # That of its job.
+    # The tally of the slab's job.
     tally: Tally = field(default_factory=Tally, repr=False)
-    # Which of the versions the catalog names.
+    # The versions that the catalog names.
     recorded: set[int] = field(default_factory=set)
-    # When an update made the newest bytes what they are, by time.monotonic().
+    # The time, by time.monotonic(), at which an update wrote the newest bytes.
     updated_at: float = -math.inf
-    # Set when the job, or this layout of it, was deleted: an operation that waited meanwhile must end.
+    # True once the job, or this layout of it, was deleted. An operation that waited in the meantime must then end.
     deleted: bool = False
-    # Under way for a snapshot or a reader: the newest bytes must not change in place meanwhile.
+    # The write of the newest bytes for a snapshot or a reader, if one is under way. The bytes must not change until it
+    # ends.
     copy_write: CopyWrite | None = None
     _versions: dict[int, Region] = field(default_factory=dict)
     _latest: int | None = None
@@ -184,7 +190,7 @@ class Slab:
 
     @property
     def backed(self) -> bool:
-        """Whether every version goes to a backing tier."""
+        """Whether each version goes to a backing tier."""
         return self.backing is not None
 
     @property
@@ -193,7 +199,7 @@ class Slab:
         return self._versions
 
     def add_version(self, step: int, region: Region) -> Region | None:
-        """Keep a region as the version of a step. Returns the one whose place it takes, for the caller to free."""
+        """Keep a region as the version of a step. Return the region that it replaces, if any; the caller frees it."""
         before = self.pop_version(step)
         self._recount(region.tier.name, 1)
         self._versions[step] = region
@@ -201,7 +207,7 @@ class Slab:
         return before
 
     def pop_version(self, step: int) -> Region | None:
-        """Give up a version. Returns its region, which is the caller's to free, if there was one."""
+        """Remove the version of a step. Return its region, if there was one, which the caller frees."""
         if step not in self._versions:
             return None
         self.recorded.discard(step)
@@ -211,7 +217,7 @@ class Slab:
         return region
 
     def _recount(self, tier: TierName, more: int) -> None:
-        """Count a version more, or less, on a tier."""
+        """Update the tally for `more` versions (1 or -1) on a tier."""
         count, by_versions = 0, self.tally.by_versions
         for region in self._versions.values():
             count += region.tier.name is tier
@@ -222,7 +228,7 @@ class Slab:
 
     @property
     def latest(self) -> int | None:
-        """The step of the newest bytes, committed or not; None: never written, which reads as zeros."""
+        """The step of the newest bytes, committed or not. None: the slab was never written, and reads as zeros."""
         return self._latest
 
     @latest.setter
@@ -231,7 +237,7 @@ class Slab:
         self._touch()
 
     def _touch(self) -> None:
-        """Have the next commit look at the slab."""
+        """Let the next commit look at the slab, and note whether its newest bytes are in host memory only."""
         self.tally.changed[self] = None
         if self._latest is None or self._latest in self._versions:
             self.tally.unsaved.pop(self, None)
@@ -239,11 +245,14 @@ class Slab:
             self.tally.unsaved[self] = None
 
     def is_settled(self, oldest: int | None, *, recorded: bool) -> bool:
-        """Whether no commit and no roll-back has to look at the slab before it changes again.
+        """Return whether no commit and no roll-back has to look at the slab before it changes again.
 
-        So it is where `oldest`, the oldest step that is kept, and all newer ones see the only version, which the
-        catalog names (unless `recorded` is false: the job is never in there). One without versions on NVMe has none to
-        record or to free; that its bytes are in host memory only is known apart.
+        A slab is settled if it has only one version, which `oldest` (the oldest retained step) and all newer steps see
+        and which the catalog names. A slab without versions on NVMe has none to record or to free, so it is settled,
+        too: `Tally.unsaved` names it if its newest bytes are in host memory only.
+
+        Args:
+            recorded: whether the catalog must name the version; false for a job that is never in the catalog.
         """
         if not self._versions:
             return True
@@ -253,7 +262,7 @@ class Slab:
 
     @property
     def copy(self) -> HostCopy | None:
-        """The copy in the host tier, of whatever version."""
+        """The copy in the host tier, of any version; None if there is none."""
         return self._copy
 
     @copy.setter
@@ -266,17 +275,17 @@ class Slab:
 
     @property
     def paged_bytes(self) -> int:
-        """Bytes in whole pages, as the tiers keep them."""
+        """The slab's bytes rounded up to whole pages, as the tiers keep them."""
         return round_up(self.nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes without padding to pages."""
+        """The slab's bytes without padding."""
         return self.numel * self.spec.dtype.itemsize
 
     @property
     def at_home_in_host(self) -> bool:
-        """Whether the newest version stays in the host tier."""
+        """Whether the slab is placed in the host tier, so that its newest version stays there."""
         return self.spec.placement is TierName.HOST
 
     @property
@@ -286,14 +295,14 @@ class Slab:
         return copy if copy is not None and copy.step is not None and copy.step == self.latest else None
 
     def label(self, step: int) -> str:
-        """Names a version, for checksums and errors."""
+        """Return a name for a version, for traces, checksums and error texts."""
         return f"{self.key.job}/{self.key.group}/{self.key.kind.value} at step {step}"
 
     def source(self, step: int) -> Region:
-        """Where a version is on a backing tier.
+        """Return the region of a version on a backing tier.
 
         Raises:
-            DataLossError: it was kept in host memory only.
+            DataLossError: the version was kept in host memory only.
         """
         if step not in self.versions:
             raise DataLossError(
@@ -303,8 +312,8 @@ class Slab:
         return self.versions[step]
 
     def version_at(self, step: int) -> int | None:
-        """The newest version on NVMe that a reader of `step` sees."""
-        # The usual case first: a commit asks for ten thousand slabs at once.
+        """Return the newest version on a backing tier that a reader of `step` sees; None if there is none."""
+        # The usual case comes first, because a commit calls this for ten thousand slabs.
         if self.latest is not None and self.latest <= step and self.latest in self.versions:
             return self.latest
         return max((version for version in self.versions if version <= step), default=None)
@@ -319,11 +328,18 @@ class Group:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of its gradient in whole pages; 0: it has none."""
+        """Bytes of the group's gradient, rounded up to whole pages; 0 if it has none."""
         return round_up(self.spec.slab_bytes(Kind.GRAD)) if Kind.GRAD in self.spec.slab_of_kind else 0
 
     def slab(self, kind: Kind, job: str) -> Slab:
-        """Raises NotFoundError, naming the job, for a kind that the group does not have."""
+        """Return the slab of a kind.
+
+        Args:
+            job: the name of the job, for the error text.
+
+        Raises:
+            NotFoundError: the group does not have the kind.
+        """
         for slab in self.slabs:
             if slab.key.kind is kind:
                 return slab

@@ -1,8 +1,9 @@
-"""Streams the slabs of a group through a kernel, tile by tile: read-ahead | kernel | write-behind, all three busy.
+"""The passage of a group's slabs through a kernel, tile by tile, so that reads, work and writes overlap.
 
-Optimizers ride on this. The bytes of a committed version on NVMe are never overwritten: results go to new extents. A
-copy in the host tier is worked on in place; a slab without one passes through tile buffers, so that the room needed
-does not depend on the size of the group.
+Owns the tile buffers. Must never overwrite the bytes of a committed version on NVMe, so results go to new extents.
+
+Optimizer updates run on this. A copy in the host tier is worked on in place. A slab without a copy passes through tile
+buffers, so that the memory needed does not depend on the size of the group.
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
 from storage.waiting import settle
 
-# Tiles are cut at whole blocks of the narrowest element type, so that each tile can be verified on its own everywhere.
+# Tiles are cut at whole checksum blocks of the narrowest element type, so that the bytes of each tile can be verified
+# without those of its neighbours, in every element type.
 TILE_QUANTUM = BLOCK_BYTES // 2
 MAX_TILE_ELEMENTS = 1 << 21
-# What a kernel gets at a time: a part of a tile whose bytes are verified, updated and recorded while they are in the
-# processor's cache.
+# The most elements that a kernel gets at a time. The bytes of such a part of a tile are verified, updated and recorded
+# while they are in the processor's cache.
 PART_ELEMENTS = 1 << 18
-# Master weight and optimizer states in fp32, and the parameter in 16 bits.
+# The master weight and the optimizer states are fp32, and the parameter has 16 bits.
 BYTES_PER_TILE_ELEMENT = 4 * (1 + MAX_OPTIMIZER_STATES) + 2
-# One is read, one worked on, two are written; the smallest budgets have to do with fewer.
+# One set of buffers is read, one is worked on and two are written. The smallest budgets have only two sets.
 TILE_SETS = 4
 LEAST_TILE_SETS = 2
-# What the tile sets take of the host budget, as far as that is between the next two.
+# The tile sets take 1 / TILE_BUDGET_FRACTION of the host budget, but at least LEAST_TILE_BYTES and at most
+# MOST_TILE_BYTES.
 TILE_BUDGET_FRACTION = 8
 LEAST_TILE_BYTES = LEAST_TILE_SETS * TILE_QUANTUM * BYTES_PER_TILE_ELEMENT
 MOST_TILE_BYTES = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
@@ -51,10 +54,14 @@ MOST_TILE_BYTES = TILE_SETS * MAX_TILE_ELEMENTS * BYTES_PER_TILE_ELEMENT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What a kernel works on: elements `[start, start + numel)` of the group, at most PART_ELEMENTS, in every kind, as
-    1-D tensors.
+    """The part of a group that one call of a kernel works on, in each kind, as 1-D tensors.
 
-    `gradient` has its own dtype; `scratch` is fp32, of the same length, with undefined contents.
+    Attributes:
+        start: the first element in the group.
+        numel: the number of elements, at most PART_ELEMENTS.
+        tensors: the parameter, master weight and states of these elements.
+        gradient: the gradient of these elements, in its own dtype.
+        scratch: `numel` fp32 elements with undefined contents.
     """
 
     start: int
@@ -69,27 +76,31 @@ Kernel = Callable[[Tile], None]
 
 @dataclass(slots=True, kw_only=True)
 class _Stream:
-    """How one slab passes through: where its old bytes come from and its new ones go."""
+    """The passage of one slab through the kernel: the region of its old bytes and the region of its new ones."""
 
     slab: Slab
     reads: bool
-    copy: HostCopy | None  # worked on in place, where there is one
-    source: Region | None  # read from, where there is no usable copy; held meanwhile
-    target: Region | None  # new extents
-    lent: bool = False  # while the update waits, the copy may be dropped
+    # The copy that the kernel works on in place, if there is one.
+    copy: HostCopy | None
+    # The region that the old bytes are read from if no copy holds them. It is held until the update ends.
+    source: Region | None
+    # The new extents that the result is written to; None for a slab without a backing tier.
+    target: Region | None
+    # True while the update waits for another one, so that the copy may be evicted.
+    lent: bool = False
 
 
 def host_budget_for(other_bytes: int) -> int:
-    """The smallest host budget that leaves `other_bytes` beside the tile buffers, whose share grows with it."""
+    """Return the smallest host budget that has room for `other_bytes` and for the tile buffers, which grow with it."""
     share = -(-other_bytes // (TILE_BUDGET_FRACTION - 1))
     return round_up(other_bytes + max(LEAST_TILE_BYTES, min(share, MOST_TILE_BYTES)))
 
 
 class TilePool:
-    """Equal buffers of the arena, taken at start and lent out in turn."""
+    """Tile buffers of equal size in the arena, allocated at start and lent to one tile or read at a time."""
 
     def __init__(self, host: HostTier) -> None:
-        """Takes an eighth of the host budget, within limits; of the smallest budgets, half.
+        """Allocate the buffers in an eighth of the host budget, but in at least LEAST_TILE_BYTES.
 
         Raises:
             BudgetExceededError: the budget is too small for the smallest tiles.
@@ -116,16 +127,16 @@ class TilePool:
         return self._sets * round_up(self.elements * BYTES_PER_TILE_ELEMENT)
 
     async def take(self) -> ArenaRange:
-        """One buffer, when there is one; to be given back with `give`."""
+        """Wait until a buffer is free, and return it. The caller passes it to `give` afterwards."""
         return await self._free.get()
 
     def give(self, region: ArenaRange) -> None:
-        """Gives a buffer back."""
+        """Return a buffer to the pool."""
         self._free.put_nowait(region)
 
     @asynccontextmanager
     async def buffer(self) -> AsyncIterator[memoryview]:
-        """One buffer as plain bytes."""
+        """Lend one buffer, as plain bytes, for the length of a `with` block."""
         region = await self.take()
         try:
             yield self._host.view(region)
@@ -134,7 +145,7 @@ class TilePool:
 
 
 class Transformer:
-    """Runs kernels over groups: of those that wait, the next tile is of the one that is needed first. Tiles overlap."""
+    """Runs kernels over groups, several tiles at once. The waiting group with the lowest position goes first."""
 
     def __init__(
         self, host: HostTier, backing: BackingTiers, host_cache: HostCache, tiles: TilePool, executor: Executor
@@ -157,17 +168,22 @@ class Transformer:
         kernel: Kernel,
         position: float,
     ) -> None:
-        """Gives every slab of the group a new version `step`; `reads` are the kinds whose old bytes the kernel needs.
+        """Give every slab of the group a new version `step`.
 
-        A group with a lower `position` goes first, also between two tiles of this one. All or nothing: on an error the
-        slabs' versions are as before, except that a copy in the host tier whose bytes are not on NVMe as well is lost.
+        A group with a lower `position` goes first, also between two tiles of this one. On an error the slabs keep their
+        old versions, but a host copy that the kernel worked on loses its bytes, even if they were nowhere else.
+
+        Args:
+            reads: the kinds whose old bytes the kernel needs.
+            position: the trace position at which the group is needed next.
 
         Raises:
             BudgetExceededError: there is no room for the new versions.
             DeviceError: a read or a write failed.
         """
         async with AsyncExitStack() as undo:
-            # Not within the turn: what is in use now may be so for long.
+            # Wait before taking the position lock, because readers may use the slabs for a long time, and other groups
+            # must not wait for them.
             for slab in group.slabs:
                 await self._idle(slab)
             streams: list[_Stream] = []
@@ -189,6 +205,7 @@ class Transformer:
     async def _open_stream(
         self, slab: Slab, step: int, kinds_read: frozenset[Kind], position: float, undo: AsyncExitStack
     ) -> _Stream:
+        """Choose the slab's copy or new extents to work on, and register in `undo` how to release them."""
         await self._idle(slab)
         reads = slab.key.kind in kinds_read
         copy = self._copy_to_work_on(slab, position if slab.key.kind is Kind.PARAM else NEVER)
@@ -207,8 +224,11 @@ class Transformer:
         return stream
 
     async def _lend(self, streams: Sequence[_Stream], tasks: Sequence[asyncio.Task[None]]) -> None:
-        """While a group waits for one that is needed sooner, its copies give their room to whoever needs it: there may
-        be many such groups. What they hold is on NVMe, too, tile by tile as it was or as it is now."""
+        """Let the copies of a waiting group be evicted, after its tiles under way are done.
+
+        Many groups may wait for one that is needed sooner, and their copies would fill the host tier. What the copies
+        hold is on NVMe, too: each tile either as it was or as it is now.
+        """
         if tasks:
             await asyncio.wait(tasks)
         for stream in streams:
@@ -217,7 +237,7 @@ class Transformer:
                 stream.lent = True
 
     def _take_back(self, streams: Sequence[_Stream]) -> None:
-        """What is left of what was lent; the rest passes through tiles from here on."""
+        """Pin the lent copies that were not evicted. The slabs of the others pass through tile buffers from here on."""
         for stream in streams:
             if stream.lent:
                 stream.lent = False
@@ -228,9 +248,10 @@ class Transformer:
                     self._hold_source(stream)
 
     def _hold_source(self, stream: _Stream) -> None:
-        """Find where the old bytes are, if they are needed and there are any, and hold them there.
+        """Find and hold the region of the slab's old bytes, if the kernel needs them and there are any.
 
-        A snapshot that runs beside the update may give their version another region: a durable one for a volatile one.
+        The region must be held because a snapshot that runs beside the update may replace a volatile region of this
+        version by a durable one, and free the volatile one.
         """
         slab = stream.slab
         if stream.source is None and stream.reads and slab.latest is not None:
@@ -238,6 +259,7 @@ class Transformer:
             self._backing.hold(stream.source)
 
     def _release_source(self, stream: _Stream) -> None:
+        """Release the region of the slab's old bytes."""
         if stream.source is not None:
             self._backing.free(stream.source)
 
@@ -248,10 +270,11 @@ class Transformer:
             self._host_cache.unpin(stream.slab, stream.copy)
 
     def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
-        """The slab's copy, or a new one where there is room that nobody needs sooner: what stays in host memory is not
-        read again. A copy away from home that is in use is left to its readers.
+        """Return the slab's copy, or a new one if there is room; None if the slab must pass through tile buffers.
 
-        States have no next use: each update needs all of them once, so that none would take the place of another.
+        A new copy evicts only copies that are needed later than `next_use`, and saves the next read of the slab. A copy
+        away from home that readers have pinned is left to them. Optimizer states have no next use, because each update
+        needs all of them once: none of them would be worth the place of another.
         """
         copy = slab.copy
         if copy is None and (region := self._host.try_allocate(slab.nbytes, next_use)) is not None:
@@ -262,7 +285,7 @@ class Transformer:
         return copy
 
     async def _idle(self, slab: Slab) -> None:
-        """Waits until the slab may be worked on in place, where it will be."""
+        """Wait until no snapshot needs the slab's bytes and, if its copy is at home, no reader has pinned the copy."""
         while True:
             if slab.copy_write is not None:
                 await slab.unclaimed()
@@ -280,20 +303,22 @@ class Transformer:
         gradient: torch.Tensor,
         kernel: Kernel,
     ) -> None:
+        """Read, update and write one tile, and give its buffer back."""
         try:
             numel = min(self._tiles.elements, group.spec.numel - start)
             parts = _Parts(start, numel, self._map(region, start, numel, streams), gradient, kernel, self._scratch)
             await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
             loop, done = asyncio.get_running_loop(), 0
             while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
-                # It may not be the disk's mistake: what is wrong is read once more before that counts.
+                # A wrong checksum may come from the transfer and not from the disk, so read the part once more before
+                # it counts as damaged.
                 await self._backing.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
             await self._backing.write_raw(parts.writes(), Priority.UPDATE)
         finally:
             self._tiles.give(region)
 
     def _map(self, region: ArenaRange, start: int, numel: int, streams: Sequence[_Stream]) -> list[_Mapped]:
-        """Where each slab's part of the tile is: in its copy, or in the tile's buffer."""
+        """Return where each slab's part of the tile is in memory: in the slab's copy, or in the tile's buffer."""
         mapped, used = [], 0
         for stream in streams:
             itemsize = stream.slab.spec.dtype.itemsize
@@ -306,6 +331,7 @@ class Transformer:
         return mapped
 
     def _finish(self, stream: _Stream, step: int) -> None:
+        """Make the result the slab's newest version."""
         slab = stream.slab
         slab.latest = step
         slab.updated_at = time.monotonic()
@@ -316,19 +342,19 @@ class Transformer:
             copy, stream.copy = stream.copy, None
             self._host_cache.unpin(slab, copy, copy.next_use)
         elif slab.copy is not None:
-            # Read by others while the update ran; what they hold is the old version.
+            # Readers fetched this copy while the update ran, and it holds the old version.
             self._host_cache.detach(slab)
 
 
 class _Scratch(threading.local):
-    """One buffer for each thread that runs kernels: it stays in that one's cache."""
+    """One scratch tensor for each thread that runs kernels, so that it stays in that processor's cache."""
 
     def __init__(self) -> None:
         self.tensor = torch.empty(PART_ELEMENTS, dtype=torch.float32)
 
 
 class _Mapped:
-    """A stream's bytes of one tile: `view`, whole pages of host memory, is at byte `offset` of the slab."""
+    """The bytes of one slab in one tile: `view`, whole pages of host memory, is at byte `offset` of the slab."""
 
     def __init__(self, stream: _Stream, view: memoryview, offset: int) -> None:
         dtype = stream.slab.spec.dtype
@@ -342,16 +368,19 @@ class _Mapped:
         self._itemsize = dtype.itemsize
 
     def transfer(self, region: Region, first: int, end: int | None) -> Transfer[Region]:
-        """Elements `[first, end)` of the tile as bytes of a region; to the end of the last page without an `end`."""
+        """Return elements `[first, end)` of the tile as a transfer from or to a region.
+
+        Without `end` the transfer goes to the end of the tile's last page.
+        """
         start = first * self._itemsize
         stop = None if end is None else end * self._itemsize
         return Transfer(region, self._offset + start, self._view[start:stop])
 
 
 class _Parts:
-    """A tile's work on the optimizer's thread, part after part, each while it is in the processor's cache.
+    """The work on one tile in an optimizer thread, part by part, so that each part stays in the processor's cache.
 
-    The bytes of all kinds are verified before the kernel touches a part, so that a part is done or as it was.
+    The bytes of all kinds are verified before the kernel touches a part, so a part is either done or unchanged.
     """
 
     def __init__(
@@ -371,21 +400,25 @@ class _Parts:
         self._scratch = scratch
 
     def end_of(self, first: int) -> int:
-        """Where the part that begins at element `first` of the tile ends."""
+        """Return the end of the part that begins at element `first` of the tile."""
         return min(first + PART_ELEMENTS, self._numel)
 
     def reads(self, first: int, end: int) -> list[Transfer[Region]]:
-        """What elements `[first, end)` of the tile need from NVMe."""
+        """Return the reads from backing tiers that elements `[first, end)` of the tile need."""
         stop = end if end < self._numel else None
         return [m.transfer(m.source, first, stop) for m in self._mapped if m.source is not None]
 
     def writes(self, first: int = 0, end: int | None = None) -> list[Transfer[Region]]:
-        """What goes to NVMe of them; by default of all."""
+        """Return the writes to backing tiers of elements `[first, end)` of the tile, by default of the whole tile."""
         stop = end if end is not None and end < self._numel else None
         return [m.transfer(m.target, first, stop) for m in self._mapped if m.target is not None]
 
     def work(self, first: int) -> int:
-        """Does the parts from element `first` on. Returns the element where one with wrong bytes begins, or `numel`."""
+        """Work on the parts from element `first` on.
+
+        Returns:
+            The first element of a part whose bytes are wrong, or the tile's number of elements if all parts are done.
+        """
         while first < self._numel:
             end = self.end_of(first)
             try:

@@ -9,26 +9,26 @@ PAGE_BYTES = 4096
 
 
 def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
-    """The next multiple of `unit`."""
+    """Return the next multiple of `unit` that is not below `nbytes`."""
     return -(-nbytes // unit) * unit
 
 
 @dataclass(slots=True)
 class BusyClock:
-    """The time in which at least one operation was under way."""
+    """A clock that runs while at least one operation is under way."""
 
     seconds: float = 0.0
     _running: int = 0
     _since: float = 0.0
 
     def start(self) -> None:
-        """One more operation is under way."""
+        """Note that one more operation is under way."""
         if self._running == 0:
             self._since = time.perf_counter()
         self._running += 1
 
     def stop(self) -> None:
-        """One of them is over."""
+        """Note that one operation has ended."""
         self._running -= 1
         if self._running == 0:
             self.seconds += time.perf_counter() - self._since
@@ -42,7 +42,7 @@ class BusyClock:
 
 @dataclass(slots=True)
 class TierCounters:
-    """Grows from the start of the daemon; read by metrics and the admin tool."""
+    """Counters of one tier since the start of the daemon, for metrics and the admin tool."""
 
     hits: int = 0
     misses: int = 0

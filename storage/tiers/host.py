@@ -1,7 +1,7 @@
 """The host tier: ranges of the arena under its exact budget, with fair waiting that ends at a deadline.
 
-Owns the arena and the queue of those who wait for room. Which clean copies to drop when room is short is not its to
-decide: it asks its `RoomMaker`.
+Owns the arena and the queue of requests that wait for room. Must not choose which copies to evict when room is short:
+the `RoomMaker` does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from storage.tiers.base import TierCounters, round_up
 
 @dataclass(slots=True)
 class _Waiter:
+    """A request for a range that waits for room."""
+
     nbytes: int
     from_top: bool
     since: float
@@ -32,18 +34,22 @@ class _Waiter:
 class RoomMaker(Protocol):
     """The order in which copies are evicted from the arena: `storage.host_cache.EvictionOrder`.
 
-    The contract is here because the cache of copies is built upon the tier.
+    This protocol is declared here and not in host_cache.py, because host_cache.py imports this module.
     """
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of copies that stay because a client or the engine uses them."""
+        """Bytes of copies that cannot be evicted because a client or the engine uses them."""
         ...
 
     def evict(self, later_than: float | None) -> ArenaRange | None:
-        """Take from its slab one clean copy whose next use comes after the position `later_than` (None: any copy).
+        """Take the copy with the farthest next use away from its slab, and return its range, which the tier frees.
 
-        Returns its range, which the tier frees; None where there is no such copy.
+        Args:
+            later_than: evict only a copy whose next use comes after this trace position. None: evict any copy.
+
+        Returns:
+            The range of the evicted copy; None if there is no such copy.
         """
         ...
 
@@ -66,15 +72,15 @@ class HostTier:
         huge_pages: bool = False,
         lock_memory: bool = False,
     ) -> None:
-        """Allocates the whole budget; see Arena for `slots`, `huge_pages` and `lock_memory`.
+        """Allocate the whole budget as one arena; see Arena for `slots`, `huge_pages` and `lock_memory`.
 
         Args:
-            room_maker: evicts copies where an allocation finds no room.
+            room_maker: evicts copies if an allocation finds no room.
 
         Raises:
-            DiskFullError: the machine has not that much shared memory.
-            DeviceError: it has none at all, or none can be named `arena_file`.
-            ConflictError: another daemon has `arena_file`.
+            DiskFullError: the machine has too little shared memory.
+            DeviceError: the machine has no shared memory, or the arena cannot be named `arena_file`.
+            ConflictError: another daemon uses `arena_file`.
         """
         self.arena = Arena(budget_bytes, slots=slots, path=arena_file, huge_pages=huge_pages, lock_memory=lock_memory)
         self.counters = TierCounters()
@@ -90,22 +96,22 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in allocated ranges, with the arena's own header."""
+        """Bytes of the allocated ranges and of the arena's own header."""
         return self.arena.used_bytes
 
     @property
     def queue_depth(self) -> int:
-        """Allocations that wait for room."""
+        """The number of allocations that wait for room."""
         return len(self._waiters)
 
     @property
     def waiting_seconds(self) -> float:
-        """For how long the first allocation in the queue has waited; 0 where none waits."""
+        """The seconds for which the first allocation in the queue has waited; 0 if none waits."""
         return asyncio.get_running_loop().time() - self._waiters[0].since if self._waiters else 0.0
 
     @property
     def detail(self) -> str:
-        """What the memory is, as the system granted it."""
+        """A description of the memory as the system granted it: huge pages, locked or not, and its name."""
         collapsed = f"{self.arena.collapsed_bytes / self.arena.size_bytes:.0%} in huge pages"
         granted = (
             ("huge pages", self.arena.huge_pages),
@@ -125,17 +131,19 @@ class HostTier:
         self._on_room.append(callback)
 
     def deadline(self) -> float:
-        """Return until when a request that begins to wait for room now may wait, on the loop's clock."""
+        """Return the time, on the loop's clock, until which a request that begins now may wait for room."""
         return asyncio.get_running_loop().time() + self._admission_timeout_seconds
 
     async def allocate(self, nbytes: int, *, from_top: bool = False, until: float | None = None) -> ArenaRange:
-        """Waits in turn until clean copies that were dropped, or ranges that were freed, make room.
+        """Wait in turn until a range is free, and return it. Copies are evicted to make room.
 
         Args:
-            until: what `deadline` gave when the request began, where it takes several ranges; None: as if it began now.
+            from_top: take the range from the top of the arena.
+            until: the deadline. A request that takes several ranges passes the result of `deadline` from its beginning.
+                None: the deadline of a request that begins now.
 
         Raises:
-            BudgetExceededError: more than the whole arena is asked for, or there was no room before the deadline.
+            BudgetExceededError: `nbytes` is more than the whole arena, or there was no room before the deadline.
         """
         if round_up(nbytes) > self.budget_bytes - self.arena.header_bytes:
             raise BudgetExceededError(
@@ -160,44 +168,47 @@ class HostTier:
             deadline.cancel()
 
     def try_allocate(self, nbytes: int, later_than: float) -> ArenaRange | None:
-        """Without waiting, dropping only copies that are needed after position `later_than`; yields to all who wait."""
+        """Return a range without waiting, or None. Tasks that wait in `allocate` go first.
+
+        Only copies whose next use comes after position `later_than` are evicted.
+        """
         if self._waiters:
             return None
         return self._allocate(nbytes, from_top=False, later_than=later_than)
 
     def free(self, region: ArenaRange) -> None:
-        """Gives a range back and serves those who wait."""
+        """Free a range, and serve the allocations that wait for room."""
         self.arena.free(region)
         self.room_made()
 
     def room_made(self) -> None:
-        """To be called when a copy becomes clean and unused: those who wait may go on."""
+        """Serve the allocations that wait. The host cache calls this when a copy can be evicted from now on."""
         self._serve()
         for callback in self._on_room:
             callback()
 
     def view(self, region: ArenaRange) -> memoryview:
-        """The bytes of a range, whole pages."""
+        """Return the bytes of a range, in whole pages."""
         return self.arena.view(region)
 
     def tensor(self, region: ArenaRange, dtype: DType, numel: int, offset: int = 0) -> torch.Tensor:
-        """`numel` elements from element `offset` of a range, as a 1-D tensor over the same memory."""
+        """Return `numel` elements of a range, from element `offset` on, as a 1-D tensor over the same memory."""
         start = offset * dtype.itemsize
         view = self.arena.view(region)[start : start + numel * dtype.itemsize]
         return torch.frombuffer(view, dtype=dtype.torch)
 
     async def read_into(self, region: ArenaRange, offset: int, buffer: memoryview) -> None:
-        """Copies out of a range."""
+        """Copy bytes of a range into `buffer`."""
         buffer[:] = self.arena.view(region)[offset : offset + len(buffer)]
         self.counters.bytes_read += len(buffer)
 
     async def write_from(self, region: ArenaRange, offset: int, buffer: memoryview) -> None:
-        """Copies into a range."""
+        """Copy `buffer` into a range."""
         self.arena.view(region)[offset : offset + len(buffer)] = buffer
         self.counters.bytes_written += len(buffer)
 
     async def close(self) -> None:
-        """Lets go of the arena."""
+        """Close the arena."""
         self.arena.close()
 
     def _allocate(self, nbytes: int, *, from_top: bool, later_than: float | None) -> ArenaRange | None:
@@ -205,14 +216,14 @@ class HostTier:
             if (evicted := self._room_maker.evict(later_than)) is None:
                 return None
             self.counters.demotions += 1
-            # Straight to the arena: the one who asked for room takes it before those who wait.
+            # Free the range in the arena directly. `HostTier.free` would serve the tasks that wait before this request.
             self.arena.free(evicted)
         return range_
 
     def _give_up(self, waiter: _Waiter) -> None:
-        """Its deadline has passed."""
+        """Fail a request whose deadline has passed."""
         if waiter.granted.done():
-            # Granted or cancelled in this very moment; its task has not run since.
+            # The request was granted or cancelled just now, and its task has not run since then.
             return
         waiter.granted.set_exception(
             BudgetExceededError(
@@ -225,14 +236,16 @@ class HostTier:
         self._leave(waiter)
 
     def _leave(self, waiter: _Waiter) -> None:
+        """Remove a request from the queue, and serve those behind it."""
         self._waiters.remove(waiter)
         self.room_made()
 
     def _serve(self) -> None:
+        """Grant the requests at the head of the queue for which there is room."""
         while self._waiters:
             waiter = self._waiters[0]
             if waiter.granted.cancelled():
-                # Its task has not run since, to leave the queue itself.
+                # The request was cancelled, and its task has not run since then to remove it.
                 self._waiters.popleft()
                 continue
             range_ = self._allocate(waiter.nbytes, from_top=waiter.from_top, later_than=None)

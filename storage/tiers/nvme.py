@@ -1,8 +1,9 @@
-"""The NVMe tier: regions are lists of extents of preallocated data files, one in each directory, best on own devices.
+"""The NVMe tier: one preallocated data file in each directory, if possible on different devices, and regions in them.
 
-Owns the files, the budget over all of them, and what is known of the health of the devices. Bytes are spread over the
-devices in proportion to their measured speed. Everything that is read is verified before it is used: by the tier, or
-by whoever asks for it raw because the bytes go through the processor's cache there anyway.
+Owns the files, the budget over all of them, and what is known of the health of the devices. A region is a list of
+extents of the files. Bytes are spread over the devices in proportion to their measured speed. Must never give out bytes
+that are not verified, except to a caller of `read_raw`, which verifies them itself while they are in the processor's
+cache.
 """
 
 from __future__ import annotations
@@ -28,34 +29,38 @@ from storage.waiting import settle
 
 log = logging.getLogger(__name__)
 
-# Of damaged versions, in a list for people.
+# The most damaged versions that `problems` names one by one.
 MOST_NAMED = 5
-# One request to a device, and the stripe in which a region is spread over several.
+# The bytes of one request to a device, and of one stripe of a region that is spread over several devices.
 REQUEST_BYTES = 4 << 20
 
 
 @dataclass(slots=True, eq=False)
 class NvmeRegion:
-    """Bytes in extents, in order, with what is known of their contents."""
+    """Bytes of a version in extents, in order, with their checksums and their state."""
 
     tier: NvmeTier
     extents: tuple[Extent, ...]
     checksums: Checksums
-    # Those who need the bytes: the slab, readers, transfers under way. The last one to leave frees the extents.
+    # The number of holders: the slab, readers and transfers under way. When the last one calls `free`, the extents are
+    # freed.
     holders: int = 1
     writers: int = 0
-    # A sync that covered its bytes failed: they may be on the device or not, and no later sync will tell.
+    # True if a sync after a write to the region failed. Its bytes may or may not be on the device, and no later sync
+    # can tell.
     doubtful: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes in whole pages."""
+        """Bytes of the extents, in whole pages."""
         return sum(extent.nbytes for extent in self.extents)
 
     @property
     def blocks_are_whole(self) -> bool:
-        """Whether every checksum's block lies in one extent, so that requests can be checked one by one. Where free
-        space was in short pieces only, a block may lie in several."""
+        """Whether every checksum block lies in one extent, so that each request can be verified by itself.
+
+        If there was free space in short pieces only, a block may lie in several extents.
+        """
         return all(extent.nbytes % self.checksums.block_bytes == 0 for extent in self.extents[:-1])
 
     @property
@@ -68,7 +73,7 @@ class NvmeRegion:
         self.checksums.verify(offset, buffer)
 
     def record(self, offset: int, buffer: memoryview) -> None:
-        """Take the checksums of bytes that are about to be written; see `Checksums.record`."""
+        """Compute and keep the checksums of bytes that are about to be written; see `Checksums.record`."""
         self.checksums.record(offset, buffer)
 
 
@@ -76,7 +81,7 @@ OnDamage = Callable[[DamagedBlockError, Sequence[Extent]], None]
 
 
 class NvmeTier:
-    """Data files behind one budget."""
+    """Data files under one common budget."""
 
     name = TierName.NVME
     is_durable = True
@@ -90,11 +95,12 @@ class NvmeTier:
         tracer: Tracer,
         on_damage: OnDamage,
     ) -> None:
-        """Takes over the files; `bad` are extents that were found damaged, and are never used again.
+        """Take over the files.
 
         Args:
-            on_damage: completes the error of a damaged block with the parameters whose bytes they are, and keeps the
-                extents that the tier sets aside for the next start.
+            bad: extents that were found damaged, and are never used again.
+            on_damage: adds to the error of a damaged block the names of the parameters whose bytes it had, and stores
+                the extents that are never to be used again for the next start.
 
         Raises:
             BudgetExceededError: committed versions alone exceed the budget.
@@ -128,27 +134,27 @@ class NvmeTier:
 
     @property
     def new_regions(self) -> Collection[NvmeRegion]:
-        """Regions that are being filled by a `new_version` block, and belong to no slab yet."""
+        """Regions that a `new_version` block is filling and that belong to no slab yet."""
         return self._new
 
     @property
     def queue_depth(self) -> int:
-        """Requests waiting or under way."""
+        """The number of requests that wait or run."""
         return sum(file.io.load.queued for file in self.files)
 
     @property
     def bandwidth(self) -> float:
-        """Measured bytes per second of all devices that were measured."""
+        """The measured bytes per second of all devices that were measured."""
         return sum(file.bandwidth or 0.0 for file in self.files)
 
     @property
     def devices(self) -> Sequence[DataFile]:
-        """The files, each on its device."""
+        """The data files, each on its device."""
         return self.files
 
     @property
     def problems(self) -> list[str]:
-        """What makes the tier degraded apart from stuck devices, for operators; empty: nothing."""
+        """Texts for operators that say why the tier is degraded, except by stuck devices; empty if it is not."""
         damaged = [f"{error.label} is damaged" for error in self._damaged.values()]
         problems = damaged[:MOST_NAMED] + ([f"{len(damaged)} versions are damaged"] if damaged[MOST_NAMED:] else [])
         if doubtful := sum(region.doubtful for region in self._unsynced):
@@ -157,7 +163,7 @@ class NvmeTier:
 
     @property
     def detail(self) -> str:
-        """The files and how they are accessed."""
+        """A description of the files and of how they are accessed."""
         return "; ".join(
             f"{file.path} ({'O_DIRECT' if file.direct else 'buffered: no O_DIRECT on this file system'})"
             for file in self.files
@@ -166,11 +172,11 @@ class NvmeTier:
     # --- space
 
     def reserve(self, nbytes: int) -> None:
-        """Makes sure that `nbytes` more can be allocated, now rather than in the middle of a step.
+        """Make sure that `nbytes` more can be allocated, so that a step does not fail in its middle for lack of space.
 
         Raises:
             BudgetExceededError: the budget cannot hold them.
-            DiskFullError: the file systems cannot.
+            DiskFullError: the file systems cannot hold them.
         """
         need = round_up(nbytes)
         if self.used_bytes + need > self.budget_bytes:
@@ -181,13 +187,13 @@ class NvmeTier:
         self._grow(need - sum(file.usable_bytes for file in self.files))
 
     async def allocate(self, nbytes: int, label: str = "scratch") -> NvmeRegion:
-        """Extents for `nbytes` of what `label` names; the files grow where their free space is too small."""
+        """Return a region of `nbytes` for the version `label`. The files grow if their free space is too small."""
         extents = self._place(nbytes)
         if extents is None:
             self.reserve(nbytes)
             extents = self._place(nbytes)
         if extents is None:
-            # Enough, but in pieces that are too small.
+            # There are enough free bytes, but in pieces that are too small.
             self._grow(round_up(nbytes))
             extents = self._place(nbytes)
             assert extents is not None
@@ -198,7 +204,7 @@ class NvmeTier:
         return region.extents, region.checksums.dump()
 
     def restored(self, extents: tuple[Extent, ...], checksums: bytes, label: str, nbytes: int) -> NvmeRegion:
-        """Return the region that the catalog knows by what `stored` gave.
+        """Return the region of a version that is in the catalog, from the values that `stored` returned.
 
         Raises:
             DataLossError: the checksums do not fit `nbytes`, which are whole pages.
@@ -206,7 +212,7 @@ class NvmeTier:
         return NvmeRegion(self, extents, Checksums(label, nbytes, checksums))
 
     def damaged_bytes(self, regions: Iterable[NvmeRegion]) -> int:
-        """Return the bytes that were found damaged, are never used again, and are part of none of `regions`."""
+        """Return the number of damaged bytes that are never used again and lie outside of `regions`."""
         if not self.bad:
             return 0
         extents = [extent for region in regions for extent in region.extents]
@@ -214,16 +220,16 @@ class NvmeTier:
 
     @contextlib.asynccontextmanager
     async def new_version(self, nbytes: int, label: str) -> AsyncIterator[NvmeRegion]:
-        """Allocate extents for a block that fills them and gives them to a slab.
+        """Allocate a region, which the body of the `with` block fills and gives to a slab.
 
-        A block that fails, or is cancelled, gives them back:
+        If the body fails or is cancelled, the region is freed:
 
             async with nvme.new_version(slab.nbytes, slab.label(step)) as region:
                 await nvme.write_from(region, 0, view)
                 slab.add_version(step, region)
 
         Raises:
-            BudgetExceededError, DiskFullError: there is no room for them.
+            BudgetExceededError, DiskFullError: there is no room for the version.
         """
         region = await self.allocate(nbytes, label)
         self._new.add(region)
@@ -236,7 +242,7 @@ class NvmeTier:
             self._new.discard(region)
 
     def hold(self, *regions: NvmeRegion) -> None:
-        """Keep the extents of all regions until `free` was called once more for each.
+        """Keep the extents of all regions until `free` was called once more for each region.
 
         Raises:
             NotFoundError: all holders of a region have freed it. Its extents may hold other bytes by now, and to free
@@ -249,7 +255,7 @@ class NvmeTier:
             region.holders += 1
 
     def free(self, region: NvmeRegion) -> None:
-        """Lets go of a region; its extents are free when nobody holds it any more."""
+        """Release a region. Its extents are freed when the last holder has released it."""
         region.holders -= 1
         if region.holders:
             return
@@ -260,6 +266,7 @@ class NvmeTier:
                 self._file_of[extent.file].free(part)
 
     def _place(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """Return extents for `nbytes` from the free space, in stripes over the files; None if there is too little."""
         if len(self.files) == 1:
             return self.files[0].allocate(nbytes)
         extents: list[Extent] = []
@@ -273,7 +280,7 @@ class NvmeTier:
         return tuple(extents)
 
     def _place_piece(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """In the file that has the least for its speed, of those with room or that can grow."""
+        """Return extents from the file that has the fewest bytes for its speed, of those with room or that can grow."""
         for file in sorted(self.files, key=lambda file: file.used_bytes / self._speed(file)):
             if extents := file.allocate(nbytes):
                 return extents
@@ -283,11 +290,14 @@ class NvmeTier:
         return None
 
     def _speed(self, file: DataFile) -> float:
-        """Bytes per second, relative to the others; all the same where not all are measured."""
+        """Return the speed of a file's device for comparison with the others; 1.0 for each unless all were measured."""
         return file.bandwidth or 1.0 if all(other.bandwidth for other in self.files) else 1.0
 
     def _grow(self, missing: int) -> None:
-        """Makes the files longer, in proportion to their speeds; what does not fit one goes to the others."""
+        """Make the files longer by `missing` bytes, in proportion to the speeds of their devices.
+
+        A file on a full device leaves its share to the other files.
+        """
         candidates = list(self.files)
         while missing > 0:
             speed = sum(self._speed(file) for file in candidates)
@@ -301,7 +311,7 @@ class NvmeTier:
                         raise
 
     def _grow_file(self, file: DataFile, missing: int) -> int:
-        """Makes one file longer by at least `missing` bytes, by how much; by no more where the disk is nearly full."""
+        """Make a file longer by `missing` bytes, or by more if there is room, and return by how many."""
         if missing <= 0:
             return 0
         room = self.budget_bytes - sum(other.occupied_bytes for other in self.files)
@@ -310,7 +320,7 @@ class NvmeTier:
                 f"nvme_budget {self.budget_bytes}: {self._paths} occupy all but {max(room, 0)} bytes of it, and "
                 f"{missing} more are needed; raise nvme_budget by {missing - room} bytes or delete jobs"
             )
-        # Not all of what is left: the other files are to have their part.
+        # Leave each file its part of the rest of the budget.
         fair = room // len(self.files) // PAGE_BYTES * PAGE_BYTES
         wanted = max(missing, min(round_up(missing, GROWTH_BYTES), fair))
         try:
@@ -327,21 +337,21 @@ class NvmeTier:
     async def read_into(
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> None:
-        """Fills `buffer` with whole blocks of the region, verified; see `read_many`."""
+        """Fill `buffer` with whole checksum blocks of the region, verified; see `read_many`."""
         await self.read_many([Transfer(region, offset, buffer)], priority)
 
     async def write_from(
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority = Priority.UPDATE
     ) -> None:
-        """Writes `buffer`, whole blocks of the region; see `write_many`."""
+        """Write `buffer`, which is whole checksum blocks of the region; see `write_many`."""
         await self.write_many([Transfer(region, offset, buffer)], priority)
 
     async def read_many(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
-        """Fills the buffers, verified; neighbours on a device are read together.
+        """Fill the buffers with verified bytes. Bytes that are neighbours on a device are read together.
 
         Raises:
             DamagedBlockError: a block is not what was written, also when it is read again.
-            DeviceError: they cannot be read.
+            DeviceError: the bytes cannot be read.
         """
         try:
             await self._read(transfers, priority, verified=True)
@@ -350,13 +360,15 @@ class NvmeTier:
             raise
 
     async def read_raw(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
-        """As `read_many`, but the caller verifies the buffers by the regions' checksums before it uses a byte of them.
+        """Fill the buffers like `read_many`, but without verifying them.
 
-        What it finds wrong it asks `read_many` for, which reads it again and, if need be, sets it aside.
+        The caller verifies them by the regions' checksums before it uses any byte. For a part with wrong bytes it calls
+        `read_many`, which reads the part again and sets its pages aside if they are damaged.
         """
         await self._read(transfers, priority, verified=False)
 
     async def _read(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, verified: bool) -> None:
+        """Fill the buffers, and hold the regions until that is done."""
         self.hold(*(transfer.region for transfer in transfers))
         try:
             with self.counters.reading, self._span(Activity.NVME_READ, transfers):
@@ -370,21 +382,24 @@ class NvmeTier:
                 self.free(transfer.region)
 
     async def _verify(self, transfer: Transfer[NvmeRegion], priority: Priority) -> None:
+        """Verify a region whose blocks may lie in several extents."""
         verify = functools.partial(transfer.region.checksums.verify, transfer.offset, transfer.buffer)
         try:
             await asyncio.to_thread(verify)
         except DamagedBlockError:
-            # It may not be the disk's mistake: read once more.
+            # A wrong checksum may come from the transfer and not from the disk, so read once more.
             await self._move([transfer], priority, write=False, checked=False)
             await asyncio.to_thread(verify)
 
     async def write_many(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
-        """Writes the buffers and takes their checksums; neighbours on a device are written together. Durable only after
-        `sync`."""
+        """Write the buffers and keep their checksums. The bytes are durable only after `sync`.
+
+        Bytes that are neighbours on a device are written together.
+        """
         await self._write(transfers, priority, recorded=False)
 
     async def write_raw(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
-        """As `write_many`, but the caller has recorded the bytes in the regions' checksums."""
+        """Write the buffers like `write_many`, but the caller has recorded their checksums in the regions."""
         await self._write(transfers, priority, recorded=True)
 
     async def _write(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, recorded: bool) -> None:
@@ -405,10 +420,11 @@ class NvmeTier:
                 self.free(transfer.region)
 
     async def sync(self) -> None:
-        """Returns when the devices have everything that was written before.
+        """Wait until the devices have all bytes that were written before this call.
 
         Raises:
-            DeviceError: they may not. What was written since the last sync stays doubtful: see `NvmeRegion`.
+            DeviceError: a device may have lost bytes. What was written since the last sync is doubtful: see
+                `NvmeRegion`.
         """
         covered = {region for region in self._unsynced if not region.writers}
         try:
@@ -422,13 +438,14 @@ class NvmeTier:
             file.sample()
 
     async def close(self) -> None:
-        """Finishes all requests and closes the files."""
+        """Finish all requests and close the files."""
         for file in self.files:
             await file.close()
 
     async def _move(
         self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, write: bool, checked: bool
     ) -> None:
+        """Cut the transfers into requests, and wait until each device has done its requests."""
         requests: dict[int, list[IoRequest]] = {file.number: [] for file in self.files}
         for transfer in transfers:
             region = transfer.region
@@ -447,12 +464,12 @@ class NvmeTier:
             await settle([asyncio.ensure_future(call) for call in calls])
 
     def _span(self, activity: Activity, transfers: Sequence[Transfer[NvmeRegion]]) -> AbstractContextManager[None]:
-        # Transfers that are made together are of one group.
+        # Transfers that are made together belong to one group, so the first label stands for all.
         label = transfers[0].region.checksums.label if transfers else ""
         return self._tracer.span(activity, label, sum(len(transfer.buffer) for transfer in transfers))
 
     def _set_aside(self, error: DamagedBlockError, region: NvmeRegion) -> None:
-        """Never uses the pages of a damaged block again."""
+        """Count and report a damaged block, and never use its pages again."""
         extents = list(overlapping(region.extents, error.offset, error.nbytes))
         new = [extent for extent in extents if extent not in self.bad]
         self.damaged_blocks += 1
@@ -468,7 +485,7 @@ class NvmeTier:
 
 
 def _pieces(transfer: Transfer[NvmeRegion]) -> Iterator[tuple[Extent, int, memoryview]]:
-    """Cuts a transfer into requests: where each is on disk, its offset in the region, its part of the buffer."""
+    """Cut a transfer into requests; yield for each its extent, its offset in the region and its part of the buffer."""
     region, offset, buffer = transfer
     if offset + len(buffer) > region.nbytes:
         raise ValueError(f"a transfer of {len(buffer)} bytes at {offset} leaves its region of {region.nbytes} bytes")
