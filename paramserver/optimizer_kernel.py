@@ -1,7 +1,7 @@
 """The optimizer as a kernel that the storage engine runs on tiles of a group.
 
-The kernel unscales and clips the gradient, updates weight and states of each shard, and rounds the new weight to the
-parameter's type. Must never know where the bytes of a tile come from.
+The kernel unscales and clips the gradient, updates the weight and the states of each shard, and rounds the new weight
+to the parameter's type. Must never know where the bytes of a tile come from.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class OptimizerUpdate:
     """The update of one group in one step.
 
     Attributes:
-        shards: those of the group, by position.
-        hyper_parameters: one entry per shard; None leaves the shard as it is.
+        shards: the shards of the group, by position.
+        hyper_parameters: one entry per shard; a shard with None is not updated.
         grad_scale, clip_value: see `update_shards`, which gets the gradient converted to fp32.
     """
 

@@ -1,7 +1,8 @@
-"""The storage engine's words beside the wire's enums: kinds of state, element types and tiers, value by value.
+"""The storage engine's kinds, element types and tiers, each mapped to the value of the wire's enum and back.
 
-The engine has enums of its own because its words are on the disks. Each value of the engine has the contract's value of
-the same name, so this module fails to import where one is missing; a test asserts that none of the contract's is left.
+The engine has enums of its own because their words are written to the disks. Each value has the same name in both
+enums. If the contract lacks a value of the engine, the import of this module fails. A test asserts that the engine
+lacks no value of the contract.
 """
 
 from __future__ import annotations

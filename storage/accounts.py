@@ -1,7 +1,7 @@
-"""Explains every used byte of the tiers by its holder, for operators and for tests that look for leaks.
+"""The accounts of the tiers: which holder uses how many bytes, for operators and for tests that look for leaks.
 
-Owns nothing, and looks at everything in one turn of the event loop, so that the sums belong to one instant. What no
-holder explains was leaked: an operation that failed half-way did not give it back.
+Owns nothing. Must look at all holders in one turn of the event loop, so that the sums belong to one instant. Bytes that
+no holder explains were leaked: an operation failed halfway and did not free them.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from storage.tiers.host import HostTier
 
 
 class Holder(enum.StrEnum):
-    """Who holds bytes of a tier."""
+    """The holder of bytes of a tier. Each byte counts for one holder."""
 
     FIXED = "fixed"
-    """The daemon itself, from start to end: the arena's header and the optimizer's buffers."""
+    """The daemon itself, from its start to its end: the arena's header and the optimizer's buffers."""
 
     JOBS = "jobs"
-    """Versions on backing tiers, and copies in host memory that hold bytes or have their home there."""
+    """Versions on backing tiers, and copies in host memory that hold bytes or whose slabs are placed there."""
 
     READERS = "readers"
-    """Versions that a reader holds and that are no job's any more."""
+    """Versions that a reader holds and that belong to no job any more."""
 
     LEASES = "leases"
     """Ranges that a session has leased."""
 
     QUARANTINE = "quarantine"
-    """Ranges that the process of an ended session may still write to."""
+    """Ranges to which the process of an ended session may still write."""
 
     DAMAGED = "damaged"
     """Extents that were found damaged, and are never used again."""
 
     UNDER_WAY = "under way"
-    """DemandReads, updates and puts. Falls to 0 whenever nothing is under way; what stays was leaked."""
+    """Reads, updates and puts. Their sum is 0 whenever no operation is under way; otherwise bytes were leaked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,18 @@ class TierAccount:
 
     @property
     def unexplained_bytes(self) -> int:
-        """Used bytes without a holder; negative where something was freed twice. 0 but for single turns of the loop."""
+        """Used bytes without a holder; negative if bytes were freed twice.
+
+        Between two turns of the event loop this may differ from 0 for a moment without any fault.
+        """
         return self.used_bytes - sum(self.held_bytes.values())
 
     @property
     def is_settled(self) -> bool:
-        """Whether jobs, readers and sessions explain every byte. True at some instant soon unless bytes were leaked."""
+        """Whether jobs, readers and sessions explain every used byte.
+
+        A test polls this: without leaks it soon becomes true, as soon as no operation is under way.
+        """
         return self.unexplained_bytes == 0 and self.held_bytes.get(Holder.UNDER_WAY, 0) == 0
 
 
@@ -77,7 +83,10 @@ def host_account(
     leased: Iterable[ArenaRange],
     quarantined: Iterable[ArenaRange],
 ) -> TierAccount:
-    """Explain the used bytes of the host tier. A range counts once, for the first of its holders in this order."""
+    """Return the account of the host tier.
+
+    A range that has several holders counts for the first of them: sessions, quarantine, operations under way, jobs.
+    """
     holders: dict[ArenaRange, Holder] = dict.fromkeys(leased, Holder.LEASES)
     for ranges, holder in (
         (quarantined, Holder.QUARANTINE),
@@ -96,7 +105,7 @@ def host_account(
 def backing_accounts(
     backing: BackingTiers, slabs: Sequence[Slab], readers: Collection[StepReader]
 ) -> Iterator[TierAccount]:
-    """Explain the used bytes of each backing tier, in their order."""
+    """Yield the account of each backing tier, fastest first."""
     for tier in backing:
         damaged_bytes = backing.durable.damaged_bytes if tier is backing.durable else None
         yield _backing_account(tier, slabs, readers, damaged_bytes)
@@ -108,7 +117,10 @@ def _backing_account(
     readers: Iterable[StepReader],
     damaged_bytes: Callable[[Iterable[Region]], int] | None,
 ) -> TierAccount:
-    """Explain the used bytes of a tier. A region counts once, for the first of its holders in this order."""
+    """Return the account of a tier.
+
+    A region that has several holders counts for the first of them: jobs, readers, operations under way.
+    """
     holders: dict[Region, Holder] = {}
     for regions, holder in (
         ((region for slab in slabs for region in slab.versions.values()), Holder.JOBS),

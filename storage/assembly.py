@@ -1,6 +1,7 @@
-"""The assembly of an engine's tiers from its configuration. A new tier that is configured is made here.
+"""The assembly of an engine's tiers from its configuration.
 
-Owns nothing. Must never leave a tier open when another one cannot be made.
+Owns nothing. Must never leave a tier open if another one cannot be made. A new tier with a configuration of its own is
+made here.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Tiers:
     """The tiers of one engine.
 
     Attributes:
-        eviction_order: the one that makes room in `host`.
-        nvme: the durable tier, which is the last of `backing`.
+        eviction_order: the order in which copies are evicted from `host`.
+        nvme: the durable tier, which is the last one in `backing`.
     """
 
     host: HostTier
@@ -49,9 +50,11 @@ async def open_tiers(
     tracer: Tracer,
     on_damage: OnDamage,
 ) -> Tiers:
-    """Make the host tier and the NVMe tier, whose extents `used` the catalog names, and join `volatile` to them.
+    """Make the host tier and the NVMe tier, and return them together with the tiers in `volatile`.
 
-    Where this raises, the tiers in `volatile` stay the caller's.
+    Args:
+        used: the extents that the catalog names, so that the NVMe tier does not give them out.
+        volatile: other backing tiers. If this raises, the caller closes them.
 
     Raises:
         StorageError: see `Engine.open`.

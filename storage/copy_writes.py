@@ -18,7 +18,7 @@ class CopyClaim:
     """One snapshot's or reader's claim on the newest bytes of a slab. The claimant releases it in any case."""
 
     def __init__(self, slab: Slab, version: int) -> None:
-        """Join the claims of others on the slab; `version` is the step of its newest bytes."""
+        """Join the claims on the slab. `version` is the step of the slab's newest bytes."""
         if slab.copy_write is None:
             slab.copy_write = CopyWrite()
         self.slab = slab
@@ -39,7 +39,7 @@ class CopyClaim:
 
 
 class CopyWrites:
-    """Writes claimed copies."""
+    """Writes the host copies of claimed slabs to the durable tier."""
 
     def __init__(self, host: HostTier, backing: BackingTiers, host_cache: HostCache) -> None:
         self._host = host

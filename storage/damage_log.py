@@ -1,4 +1,4 @@
-"""The log of damaged blocks: names the parameters in a tier's error, and records the extents in the catalog.
+"""The log of damaged blocks: it adds the parameters' names to a tier's error, and records the extents in the catalog.
 
 Owns the catalog's writes under way. Must never raise into the read that found the damage.
 """
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class DamageLog:
-    """The receiver of what a durable tier finds damaged; the tier is given `note`."""
+    """The receiver of damage reports. The durable tier calls `note` for each damaged block."""
 
     def __init__(self, jobs: JobTable, catalog: Catalog, catalog_thread: CatalogThread) -> None:
         self._jobs = jobs
@@ -30,7 +30,7 @@ class DamageLog:
         self._notes: set[asyncio.Task[None]] = set()
 
     def note(self, error: DamagedBlockError, extents: Sequence[Extent]) -> None:
-        """Name in `error` the parameters whose bytes are damaged, and record extents that must not be used any more."""
+        """Add the names of the damaged parameters to `error`, and record extents that must not be used again."""
         error.fqns = self._jobs.fqns_at(error.label, error.offset, error.nbytes)
         if extents:
             found = [BadExtent(extent=extent, reason=str(error), found_at=time.time()) for extent in extents]
@@ -39,7 +39,7 @@ class DamageLog:
             noted.add_done_callback(self._on_noted)
 
     async def close(self) -> None:
-        """Wait until all is recorded, or has failed."""
+        """Wait until all extents are recorded, or could not be recorded."""
         if self._notes:
             await asyncio.wait(self._notes)
 

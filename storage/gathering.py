@@ -1,6 +1,6 @@
-"""Maps ranges of tensors to slabs, and many small ranges to windows of these slabs.
+"""The mapping of tensor ranges to slabs, and of many small ranges to windows of these slabs.
 
-A window is read once for all ranges that lie in it. This module reads nothing itself; `reader.py` does.
+A window is read once for all ranges that lie in it. Must not read anything itself; `reader.py` does.
 """
 
 from __future__ import annotations

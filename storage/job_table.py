@@ -1,7 +1,7 @@
-"""The table of the jobs in all their layouts, in which the owner of a version's bytes is looked up, too.
+"""The table of all jobs in all their layouts, and the search for the parameters in damaged bytes.
 
-Owns the table, which the registry alone changes. Must never need a tier, because it is there before the tiers are: the
-damage log, which the NVMe tier is given when it is made, looks up here whose bytes are damaged.
+Owns the table, which only the registry changes. Must never need a tier: the NVMe tier gets the damage log when it is
+made, and the damage log looks up in this table which parameters the damaged bytes belong to.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from storage.versions import Job
 
 
 class JobTable:
-    """The jobs of one store. `by_name` has each in the layout of its newest commit; `layouts` has the others, too."""
+    """The jobs of one store. `by_name` has their newest committed layouts; `layouts` also returns the other ones."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Job] = {}
 
     def job(self, name: str) -> Job:
-        """Return a job by its name. Raises NotFoundError for a job that is not here."""
+        """Return a job by its name. Raise NotFoundError if the store has no such job."""
         if name not in self.by_name:
             # The message does not list the jobs, because any client may ask.
             raise NotFoundError(f"there is no job {name!r}")
@@ -37,19 +37,23 @@ class JobTable:
         return (layout for name in list(self.by_name) for layout in self.layouts(name))
 
     def has(self, job: Job) -> bool:
-        """Return whether this very job, in this layout, is here."""
+        """Return whether this very layout of the job is in the table."""
         name = job.spec.name
         return name in self.by_name and any(layout is job for layout in self.layouts(name))
 
     def holder(self, key: SlabKey) -> Job:
-        """Return the job in the layout of a slab. Raises NotFoundError where it is gone."""
+        """Return the layout of the job that has a slab. Raise NotFoundError if the layout is gone."""
         for job in self.layouts(key.job_name):
             if job.spec.identity == key.job:
                 return job
         raise NotFoundError(f"job {key.job_name!r} is not laid out as it was any more; open it again")
 
     def fqns_at(self, label: str, offset: int, nbytes: int) -> tuple[str, ...]:
-        """Return the parameters whose elements are in those bytes of the version that `label` names."""
+        """Return the FQNs of the parameters that have elements in these bytes of a version.
+
+        Args:
+            label: the name of the version, see `Slab.label`.
+        """
         for job in self:
             for group in job.groups.values():
                 for slab in group.slabs:

@@ -29,9 +29,9 @@ async def wait_out(futures: Collection[asyncio.Future[Any]]) -> None:
 
 
 def unlogged(future: FutureT) -> FutureT:
-    """Keep asyncio from logging the future's failure where no task is left that waits for the future.
+    """Keep asyncio from logging a failure of the future that no task waits for, and return the future.
 
-    A task that does wait raises the failure as ever. Returns the future.
+    A task that does wait for the future still gets its exception.
     """
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future

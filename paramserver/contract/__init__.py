@@ -1,4 +1,4 @@
-"""The parts of the contract that the daemon and its clients share beside the generated messages.
+"""The parts of the contract that the daemon and its clients share, in addition to the generated messages.
 
 Owns the words, limits, addresses, optimizers and the wire form of chunks, each of which both ends must treat alike.
 Must never import anything of the daemon or of storage.

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from paramserver.contract.sockets import check_path
 
-# The variable of the environment that has the address, for trainers and for the admin tool.
+# The environment variable with the daemon's address, for trainers and for the admin tool.
 ADDRESS_VARIABLE = "PARAMSERVER_ADDRESS"
 
 _UNIX = "unix:"
 
 
 def is_socket(address: str) -> bool:
-    """Return whether the address is that of a UNIX socket."""
+    """Return whether the address names a UNIX socket."""
     return address.startswith(_UNIX)
 
 

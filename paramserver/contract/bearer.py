@@ -1,4 +1,4 @@
-"""The interceptor with which a client sends its token: in the metadata of every call, as the contract says."""
+"""The interceptor by which a client sends its token in the metadata of every call, as the contract demands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 
 
 class _CallDetails(NamedTuple):
-    """The description of a call, as gRPC's interceptors pass it on."""
+    """The description of a call, in the form that gRPC's interceptors pass on."""
 
     method: str
     timeout: float | None

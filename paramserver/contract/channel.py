@@ -1,7 +1,7 @@
-"""The one place that makes channels to a daemon, for trainers, StoreClient and the admin tool alike.
+"""The one place that makes channels to a daemon, for trainers, StoreClient and the admin tool.
 
-Must never let a variable of the environment redirect a call: many clusters set `http_proxy` for downloads, and gRPC
-would send what is for another node's daemon through that proxy.
+Must never let an environment variable redirect a call: many clusters set `http_proxy` for downloads, and gRPC would
+send the calls for another node's daemon through that proxy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
 
 
 class TlsFiles(NamedTuple):
-    """The PEM bytes of the authorities of the daemon's certificate, of the client's private key and its certificate."""
+    """The PEM bytes of three files.
+
+    Attributes:
+        authorities: the certificates of the authorities that sign the daemon's certificate.
+        key: the client's private key.
+        certificate: the client's certificate.
+    """
 
     authorities: bytes
     key: bytes
@@ -30,11 +36,11 @@ class TlsFiles(NamedTuple):
 
 
 def target_of(address: str) -> str:
-    """Return gRPC's name of the address in this process.
+    """Return the address in the form in which gRPC connects to it from this process.
 
     Raises:
         ValueError: no socket can be at the address.
-        OSError: the directory of the socket is not there, or cannot be entered.
+        OSError: the directory of the socket does not exist, or cannot be entered.
     """
     return grpc_target(socket_path(address)) if is_socket(address) else address
 
@@ -42,10 +48,10 @@ def target_of(address: str) -> str:
 def channel_to(
     address: str, *, options: Options = (), tls: TlsFiles | None = None, token: str | None = None
 ) -> grpc.Channel:
-    """Return a channel to the daemon at `unix:/path` or `host:port`; it connects when it is first used.
+    """Return a channel to the daemon at `unix:/path` or `host:port`. The channel connects when it is first used.
 
     Args:
-        options: gRPC's channel arguments besides the proxy's.
+        options: gRPC's channel arguments in addition to NO_PROXY.
         tls: used for TCP. A UNIX socket needs none, because the mode of its file says who may connect.
         token: added to the metadata of every call.
 

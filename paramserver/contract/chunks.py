@@ -1,13 +1,13 @@
-"""The wire form of chunks, as Read and Write carry them, without the copies that protobuf makes in Python.
+"""The wire form of chunks in Read and Write calls, without the copies that protobuf makes in Python.
 
 `ReadResponse.chunk` and `WriteRequest.chunk` have the same number and type, so a message that holds a chunk is the same
 bytes in both directions:
 
     12 <varint: length of the chunk>  09 <checksum: fixed64>  10 <first_byte: varint>  1a <varint: length> <data>
 
-`encode` writes only this form, in which the data is the end of the message. `decode` reads every form that protobuf
-allows, and this one without protobuf, by its first few bytes. Must never interpret the data, nor import anything of the
-daemon.
+`encode` writes only this form, in which the data is the end of the message. `decode` reads this form by its first few
+bytes and without protobuf. It reads every other form that protobuf allows with protobuf. Must never interpret the data,
+nor import anything of the daemon.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _CHECKSUM_TAG = 0x09
 _FIRST_BYTE_TAG = 0x10
 _DATA_TAG = 0x1A
 _CHECKSUM = struct.Struct("<BQ")
-# A uint64 takes at most so many bytes, because each byte holds seven bits.
+# The most bytes of a uint64, because each byte holds seven of its bits.
 _MAX_VARINT_BYTES = 10
 
 MessageT = TypeVar("MessageT", pb.ReadResponse, pb.WriteRequest)
 
 
 class MalformedMessageError(ValueError):
-    """The error for bytes that are no message of the contract."""
+    """The error for bytes that are not a message of the contract."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Chunk:
 
 
 def checksum(first_byte: int, data: memoryview | bytes) -> int:
-    """Return XXH3-64 of the data, seeded with its place: good bytes at a wrong place are as wrong as damaged ones."""
+    """Return XXH3-64 of the data with `first_byte` as its seed, so that good bytes at a wrong place do not match."""
     return xxhash.xxh3_64_intdigest(data, seed=first_byte)
 
 
@@ -78,7 +78,7 @@ def decode(message: bytes, kind: type[MessageT]) -> Chunk | MessageT:
     The data of the chunk is a view of the message's own memory.
 
     Raises:
-        MalformedMessageError: the bytes are no message of this kind.
+        MalformedMessageError: the bytes are not a message of this kind.
     """
     if (chunk := _decode_chunk(message)) is not None:
         return chunk
@@ -127,7 +127,7 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
     """Return a varint's value and the index after its last byte.
 
     Raises:
-        IndexError: there is no uint64, by protobuf's rules, too.
+        IndexError: the bytes from `at` on are not the varint of a uint64 by protobuf's rules.
     """
     value = 0
     for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):

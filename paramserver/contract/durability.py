@@ -1,10 +1,10 @@
-"""The durability classes of a job, as people write them: "step", "snapshot:N" or "none"."""
+"""The durability classes of a job in the form in which people write them: "step", "snapshot:N" or "none"."""
 
 from __future__ import annotations
 
 from paramserver.v1 import parameter_store_pb2 as pb
 
-# The form that the training config asks for. `parse_durability` takes leading zeros as well.
+# The form that the training config accepts. `parse_durability` also accepts leading zeros.
 DURABILITY_PATTERN = r"^(step|none|snapshot:[1-9][0-9]*)$"
 
 
@@ -12,7 +12,7 @@ def parse_durability(text: str) -> pb.Durability:
     """Return the class that the text names.
 
     Raises:
-        ValueError: the text names none.
+        ValueError: the text names no class.
     """
     if text == "step":
         return pb.Durability(step=pb.Durability.Step())
@@ -25,7 +25,7 @@ def parse_durability(text: str) -> pb.Durability:
 
 
 def durability_text(durability: pb.Durability) -> str:
-    """Return the text that names a class, or "-" where none is set."""
+    """Return the text that names a class, or "-" if no class is set."""
     name = durability.WhichOneof("class") or "-"
     return f"snapshot:{durability.snapshot.every_steps}" if name == "snapshot" else name
 

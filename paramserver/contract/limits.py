@@ -6,16 +6,16 @@ from __future__ import annotations
 # allows, a chunk is one frame.
 MAX_FRAME_BYTES = (1 << 24) - 1
 
-# Shards start at multiples of so many elements, in their parameter and in their group. torch's fused CPU kernels round
-# the last `numel % 16` elements of a call differently, so any partition at these multiples gives the bits of the whole.
-# storage.shard.ELEMENT_ALIGNMENT is the same number; a test compares the two.
+# Shards start at multiples of this number of elements, in their parameter and in their group. torch's fused CPU kernels
+# round the last `numel % 16` elements of a call differently. So a parameter that is cut at these multiples gets the
+# same bits as the whole parameter. storage.shard.ELEMENT_ALIGNMENT is the same number; a test compares the two.
 ELEMENT_ALIGNMENT = 16
 
-# Ranges that one lease gathers start at multiples of so many bytes, so that each can be viewed as its element type.
-# storage.gathering.GATHER_ALIGNMENT is the same number; a test compares the two.
+# Ranges that one lease gathers start at multiples of this number of bytes, so that each can be viewed as its element
+# type. storage.gathering.GATHER_ALIGNMENT is the same number; a test compares the two.
 GATHER_ALIGNMENT_BYTES = 16
 
-# The most units that the only rank of a job at a store maps in place at once, of those that only pass through the
-# store's host memory: the root, the unit in use, and the one before or after it. The daemon admits a job only if its
-# host budget holds as many of the largest units. Where more are in use, the trainer copies some (step/residency.py).
+# The most units that the only rank of a job at a store maps in place at once: the root, the unit in use, and the one
+# before or after it. Units placed in the host tier do not count. The daemon admits a job only if its host budget can
+# hold this number of the largest units. If more units are in use, the trainer copies some of them (step/residency.py).
 UNITS_SHOWN_AT_ONCE = 3

@@ -1,6 +1,6 @@
 """The settings of glibc's allocator that suit a process which moves chunks, at either end of the wire.
 
-They change the whole process, so a daemon makes them at its start, and a client only when it chooses streams.
+They change the whole process. So a daemon makes them at its start, and a client only if it chooses streams.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import logging
 
 log = logging.getLogger(__name__)
 
-# The numbers of the parameters in malloc.h.
+# The numbers of these parameters in malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 # Buffers of up to this size come from the heap. A chunk with its message around it is smaller.
 _FROM_HEAP_BYTES = 4 << 20
-# The allocator keeps so many free bytes at the end of the heap, instead of giving them back to the kernel.
+# The number of free bytes that the allocator keeps at the end of the heap instead of returning them to the kernel.
 _KEPT_BYTES = 16 << 20
 
 

@@ -1,7 +1,7 @@
-"""Text that can be shown to a person although a stranger wrote it: the names that clients choose, and their quotes.
+"""The conversion of text from strangers into text that can be shown to a person.
 
-Both ends print such text, so both import this. Must never be used on what a program reads, because JSON has escapes of
-its own.
+Such text is a name that a client chose, or a message that quotes the name. Both ends print it, so both import this
+module. Must never be used on text that a program reads, because JSON has escapes of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 def printable(text: object) -> str:
     """Return the text with an escape sequence in place of each character that a terminal could act upon.
 
-    Those are control characters (line ends and terminal sequences), marks that reverse the direction of writing, lone
-    surrogates, and all others that `str.isprintable` refuses. Such a name fills one line and looks like what it is:
-    "a\\nb" becomes the four characters `a`, `\\`, `n` and `b`.
+    These are all characters that `str.isprintable` refuses, for example control characters (line ends and terminal
+    sequences), marks that reverse the direction of writing, and lone surrogates. So a name fills one line and shows
+    what it contains: "a\\nb" becomes the four characters `a`, `\\`, `n` and `b`.
     """
     shown = str(text)
     if shown.isprintable():

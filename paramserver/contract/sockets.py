@@ -1,13 +1,13 @@
-"""UNIX sockets at paths of any length and with any letters, for the daemon that listens and for its clients.
+"""UNIX sockets at paths of any length and with any characters, for the daemon that listens and for its clients.
 
 The kernel takes at most 107 bytes as a socket's path (sun_path in man 7 unix). A longer path is reached through an open
-descriptor of its directory, as /proc/self/fd/N/NAME: no second name of the socket lies in a directory that other users
-can write to, and nothing has to be removed after a crash. Owns these descriptors.
+descriptor of its directory, as /proc/self/fd/N/NAME. So the socket needs no second name in a directory that other users
+can write to, and no file has to be removed after a crash. Owns these descriptors.
 
-[Note: descriptors stay open] gRPC connects from threads of its own, and again whenever a connection breaks, so that
-a descriptor must live at least as long as the last channel that uses it. gRPC also shares connections between channels
-of equal addresses, so that the number of a descriptor must never come to mean another directory. One descriptor for
-each long directory therefore stays open until the process ends. A forked child inherits descriptors and table alike.
+[Note: descriptors stay open] gRPC connects on threads of its own, and again whenever a connection breaks. So a
+descriptor must live at least as long as the last channel that uses it. gRPC also shares connections between channels of
+equal addresses. So the number of a descriptor must never come to mean another directory. Therefore one descriptor for
+each directory of a long path stays open until the process ends. A forked child inherits the descriptors and the table.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from urllib.parse import quote
 # The size of sun_path without the zero byte that ends the path.
 _MAX_PATH_BYTES = 107
 _DESCRIPTORS = "/proc/self/fd"
-# The bytes of sun_path that are left for the socket's name where the number of the descriptor has its most digits.
+# The bytes of sun_path that remain for the socket's name if the number of the descriptor has the most digits.
 MAX_NAME_BYTES = _MAX_PATH_BYTES - len(f"{_DESCRIPTORS}/{(1 << 31) - 1}/")
 
 _descriptors: dict[str, int] = {}
 
 
 def check_path(path: Path) -> None:
-    """Check that a socket can be at `path`, whether or not it is there.
+    """Check that a socket can be at `path`, whether or not there is one.
 
     Raises:
         ValueError: the message says what is wrong with the path.
@@ -48,7 +48,7 @@ def system_path(path: Path) -> str:
     """Return the path by which this process binds or connects the socket at the absolute `path`.
 
     Raises:
-        OSError: the path is long, and its directory is not there or cannot be entered.
+        OSError: the path is long, and its directory does not exist or cannot be entered.
     """
     if len(os.fsencode(path)) <= _MAX_PATH_BYTES:
         return str(path)
@@ -56,10 +56,9 @@ def system_path(path: Path) -> str:
 
 
 def grpc_target(path: Path) -> str:
-    """Return gRPC's name of the socket at the absolute `path`, for a server or a channel of this process.
+    """Return the socket at the absolute `path` in the form that a gRPC server or channel of this process takes.
 
-    gRPC reads the name as a URI, so the path is quoted: otherwise `%`, `?` and `#` in it would have a meaning of their
-    own.
+    gRPC reads this form as a URI, so the path is quoted: otherwise `%`, `?` and `#` in it would have a special meaning.
 
     Raises:
         OSError: see `system_path`.
@@ -68,7 +67,7 @@ def grpc_target(path: Path) -> str:
 
 
 def with_real_paths(text: str) -> str:
-    """Return gRPC's error message with the directories that it knows by the number of a descriptor only."""
+    """Return gRPC's error message with the real directories in place of paths like /proc/self/fd/N."""
     directories = {number: directory for directory, number in _descriptors.items()}
     return re.sub(rf"{_DESCRIPTORS}/(\d+)(?=/)", lambda found: directories.get(int(found[1]), found[0]), text)
 
@@ -80,14 +79,15 @@ def _descriptor_of(directory: str) -> int:
     if known is not None and _is_same(known, opened):
         os.close(opened)
         return known
-    # This is the first use, or another directory was made at the path since.
+    # This is the first use of the directory, or the path has a new directory since the last use.
     _descriptors[directory] = opened
     return opened
 
 
 def _is_same(known: int, opened: int) -> bool:
+    """Return whether two descriptors are of the same directory."""
     try:
         return os.path.samestat(os.fstat(known), os.fstat(opened))
     except OSError:
-        # The program has closed all descriptors, as it does to become a background process.
+        # The descriptor is closed: a program closes all descriptors when it becomes a background process.
         return False

@@ -1,8 +1,7 @@
-"""The update of a group of shards, which the daemon makes on tiles and a trainer on its whole chunk.
+"""The update of a group of shards, which the daemon runs on tiles and a trainer on its whole chunk.
 
-The bits of a training run rest on both doing the same: each shard is a call of its own of the optimizer's rule, because
-torch's kernels round the last elements of a call differently, so that each parameter must end where the unsharded one
-ends (see limits.ELEMENT_ALIGNMENT).
+Both must give the same bits. So both make one call of the optimizer's rule for each shard: torch's kernels round the
+last elements of a call differently, so each call must end where a parameter ends (see limits.ELEMENT_ALIGNMENT).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from paramserver.contract.optimizers.registry import apply
 
 
 class Placed(Protocol):
-    """A shard, as the storage engine and the trainer have it: where it lies in its group, in elements."""
+    """A shard of the storage engine or of the trainer: its position and length in its group, in elements."""
 
     @property
     def position(self) -> int: ...
@@ -39,12 +38,12 @@ def update_shards(
     """Unscale and clip the gradient, then update weight and states of each shard, all in place.
 
     Args:
-        shards: each with its hyper-parameters; None leaves the shard as it is.
-        weight: [n] fp32, the group's elements from `start` on, which may be a part of the group.
+        shards: each shard with its hyper-parameters; a shard with None is not updated.
+        weight: [n] fp32, the group's elements from `start` on; they may be a part of the group.
         gradient: [n] fp32; overwritten.
         states: [n] fp32 each.
-        grad_scale: multiplies the gradient first.
-        clip_value: clamps each element of the product to +-`clip_value`; None does not.
+        grad_scale: a factor that the gradient is first multiplied by.
+        clip_value: clamps each element of the product to +-`clip_value`; None: the gradient is not clamped.
     """
     if grad_scale != 1.0:
         gradient.mul_(grad_scale)

@@ -35,11 +35,11 @@ def word_of(enum: type[ValueT], value: ValueT) -> str:
 
 
 def _prefix(enum: type[ValueT]) -> str:
-    """Return what the names of all values begin with: the value 0 of every enum is PREFIX_UNSPECIFIED."""
+    """Return the prefix of the names of all values. The value 0 of every enum is named PREFIX_UNSPECIFIED."""
     name: str = _wrapper(enum).Name(0)
     return name.removesuffix("UNSPECIFIED")
 
 
 def _wrapper(enum: type[ValueT]) -> Any:
-    """Return the enum as the object that it is at run time, whereas the generated stubs declare a class of values."""
+    """Return the enum with the type that it has at run time; the generated stubs declare another one."""
     return enum

@@ -1,7 +1,7 @@
-"""The border between the wire's messages and the storage engine's types.
+"""The conversion between the wire's messages and the storage engine's types.
 
-Owns the checks of what clients send and the limits of requests. Must never use a name from a client for anything but
-data: no name becomes a path or a part of one.
+Owns the checks of the values that clients send, and the limits of requests. Must use a name from a client only as data:
+no name becomes a path or a part of a path.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from storage.shard import (
 MAX_NAME_BYTES = 1024
 # No tensor is that large. With more elements, the byte offsets that the engine computes could overflow 64 bits.
 MAX_ELEMENTS = 1 << 48
-# torch's tensors have at most so many dimensions.
+# The most dimensions of a tensor in torch.
 MAX_DIMENSIONS = 64
 # Steps and positions are also kept as floating-point numbers, by the prefetch queue and in JSON. Beyond this limit, two
 # different integers would be the same floating-point number.
 MAX_STEP = (1 << 53) - 1
-# The largest models have some ten thousand parameters, mixtures of experts with a parameter per expert ten times that,
-# and stores of small tensors twice as many again.
+# The largest models have some ten thousand parameters, mixtures of experts with a parameter per expert ten times as
+# many, and stores of small tensors twice as many again.
 MAX_PARAMETERS = 1 << 18
-# The limits of one rank's groups and shards. A rank that trains has at most one shard of each parameter; padding is no
-# shard.
+# The limits of one rank's groups and shards. A rank that trains has at most one shard of each parameter; padding is not
+# a shard.
 MAX_GROUPS = 1 << 16
 MAX_SHARDS = 1 << 18
-# Leases, wants, releases or updates in one request. A request is for one unit or a few, and even those of all units of
-# a large model fit.
+# The most leases, prefetch wants, releases or updates in one request. A request is for one unit or a few units, and
+# even the entries for all units of a large model fit.
 MAX_BATCH = 1 << 14
 # A client state has random states, a schedule and a data cursor. OpenJob answers with the states of all retained steps
 # in one message, so a single one must be small.
@@ -74,10 +74,10 @@ def urgency(value: pb.Urgency) -> Urgency:
 
 
 def name(value: str, field: str) -> str:
-    """Return a name that can stand in a message or a log: not empty, not too long, printable.
+    """Return a name that can be part of a message or a log line: not empty, not too long, and printable.
 
     Raises:
-        InvalidRequestError: the name is none of that kind.
+        InvalidRequestError: the name is empty, too long or not printable.
     """
     if not value or len(value.encode()) > MAX_NAME_BYTES or not value.isprintable():
         raise InvalidRequestError(
@@ -92,12 +92,12 @@ def step(value: int, field: str) -> int:
 
 
 def position(value: int, field: str) -> float:
-    """Return a position in the trace. Raises InvalidRequestError where it is not exact as a floating-point number."""
+    """Return a position in the trace. Raise InvalidRequestError if it is not exact as a floating-point number."""
     return float(_at_most(value, MAX_STEP, field))
 
 
 def batch(items: Sequence[ItemT], field: str, limit: int = MAX_BATCH) -> Sequence[ItemT]:
-    """Return the items of a request. Raises InvalidRequestError where there are more than one request may have."""
+    """Return the items of a request. Raise InvalidRequestError if they are more than `limit`."""
     if len(items) > limit:
         raise InvalidRequestError(
             f"{field} has {len(items)} entries; at most {limit} are allowed: send several requests"
@@ -106,7 +106,7 @@ def batch(items: Sequence[ItemT], field: str, limit: int = MAX_BATCH) -> Sequenc
 
 
 def client_state(value: bytes) -> bytes:
-    """Return a rank's client state. Raises InvalidRequestError for more bytes than a commit may carry."""
+    """Return a rank's client state. Raise InvalidRequestError if it has more bytes than a commit may carry."""
     if len(value) > MAX_CLIENT_STATE_BYTES:
         raise InvalidRequestError(
             f"client_state has {len(value)} bytes; at most {MAX_CLIENT_STATE_BYTES} are allowed: keep large things in "
@@ -189,7 +189,7 @@ def durability(message: pb.Durability) -> Durability:
 
 
 def durability_to_wire(value: Durability) -> pb.Durability:
-    """Return the message for a durability class, as the inverse of `durability`."""
+    """Return the message for a durability class; this is the inverse of `durability`."""
     if value.every_steps == 0:
         return pb.Durability(none=pb.Durability.Volatile())
     if value.every_steps == 1:
@@ -223,7 +223,7 @@ def group_specs(job: JobSpec, groups: Sequence[pb.ShardGroup]) -> list[GroupSpec
 
 
 def group_spec(message: pb.ShardGroup) -> GroupSpec:
-    """Return a shard group as a client declares it. Raises InvalidRequestError where its shards overlap or leave it."""
+    """Return a shard group from a client's request. Raise InvalidRequestError if shards overlap or leave the group."""
     name(message.name, "groups.name")
     if message.numel > MAX_ELEMENTS:
         raise InvalidRequestError(f"group {message.name!r}: numel {message.numel} is above {MAX_ELEMENTS}")
@@ -275,7 +275,7 @@ def _slab_spec(group: str, message: pb.KindSpec) -> SlabSpec:
 def optimizer_update(
     group: GroupSpec, update: pb.ApplyGradientsRequest.GroupUpdate, hyper_parameters: Sequence[HyperParameters]
 ) -> OptimizerUpdate:
-    """Return the kernel that updates one group. Raises InvalidRequestError where the request does not fit the group."""
+    """Return the kernel that updates one group. Raise InvalidRequestError if the request does not fit the group."""
     indexes = update.hyper_parameters_of_shard
     if len(indexes) != len(group.shards):
         raise InvalidRequestError(
@@ -301,6 +301,7 @@ def optimizer_update(
 
 
 def _check_states(group: GroupSpec, row: HyperParameters) -> None:
+    """Check that the group has the states that the optimizer needs. Raise InvalidRequestError otherwise."""
     needed = {KIND_FROM_WIRE[kind] for kind in state_kinds(row)}
     if missing := sorted(kind.value for kind in needed - group.slab_of_kind.keys()):
         raise InvalidRequestError(
@@ -336,6 +337,7 @@ def _at_most(value: int, limit: int, field: str) -> int:
 
 
 def _lookup(table: Mapping[KeyT, ValueT], value: KeyT, field: str) -> ValueT:
+    """Return the table's value for the wire's value. Raise InvalidRequestError if the table has none."""
     if value not in table:
         raise InvalidRequestError(f"{field} has the value {value!r}, which this store does not know")
     return table[value]

@@ -1,4 +1,4 @@
-"""The thread that the catalog is used from, so that its syncs do not block the event loop."""
+"""The thread on which the catalog is used, so that its syncs do not block the event loop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ ResultT = TypeVar("ResultT")
 
 
 class CatalogThread:
-    """One thread, which runs one piece of work after the other."""
+    """One thread, which runs the catalog's operations one after the other."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "catalog")
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Return what `work` returns on the thread."""
-        # Not cancellable: a transaction that has begun must be known to have ended.
+        """Run `work` on the thread, and return its result."""
+        # A cancellation of the caller does not stop the work, because a transaction that has begun must come to a known
+        # end.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._executor, work))
 
     def close(self) -> None:
-        """End the thread when all work is done."""
+        """Stop the thread when all work is done."""
         self._executor.shutdown()

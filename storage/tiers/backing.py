@@ -1,6 +1,6 @@
-"""The backing tiers of one engine, which are asked for the tier of a region and for the tier of a slab's versions.
+"""The backing tiers of one engine, which find the tier of a region and the tier for a slab's versions.
 
-Owns the watch over the devices of the tiers, and closes the tiers. Must never copy a byte on the way of a transfer.
+Owns the watch over the tiers' devices, and closes the tiers. Must not copy the bytes of a transfer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import Priority
 from storage.waiting import settle
 
-# A copy from one tier to another goes through a buffer of so many bytes.
+# The bytes of the buffer through which a region is copied from one tier to another.
 _COPY_BYTES = 4 << 20
 
 
@@ -27,10 +27,11 @@ class BackingTiers:
     """The backing tiers of one engine, fastest first; the last one is the durable one."""
 
     def __init__(self, volatile: Sequence[BackingTier[Any]], durable: DurableTier[Any], watch: DeviceWatch) -> None:
-        """Take over the tiers and the watch, which follows their devices from here on.
+        """Take over the tiers and the watch, which watches their devices from here on.
 
         Raises:
-            ValueError: two tiers have one name, or it is the host tier's, or a tier in `volatile` is durable.
+            ValueError: two tiers have the same name, or one has the host tier's name, or a tier in `volatile` is
+                durable.
         """
         self.durable = durable
         self.watch = watch
@@ -49,7 +50,7 @@ class BackingTiers:
         return name in self._tiers
 
     def problems_of(self, tier: Tier) -> list[str]:
-        """Return what makes a tier degraded, its stuck devices first, for operators; empty: nothing."""
+        """Return the reasons why a tier is degraded, its stuck devices first, for operators; empty if none."""
         return [*self.device_problems_of(tier), *tier.problems]
 
     def device_problems_of(self, tier: Tier) -> list[str]:
@@ -58,10 +59,10 @@ class BackingTiers:
         return [] if backing is None else self.watch.problems_of(backing.devices)
 
     def home_of(self, placement: TierName, *, every_commit_is_durable: bool) -> TierName | None:
-        """Return the tier that every version of a slab is written to; None: the host copy is all there is.
+        """Return the tier that every version of a slab is written to; None if only the host copy has the bytes.
 
-        Where every commit is durable, the versions go straight to the durable tier, whatever the placement. They do so,
-        too, where this engine has no tier of the placement's name: the job was stored by an engine that had it.
+        If every commit is durable, versions go to the durable tier at once, whatever the placement is. They also go
+        there if this engine has no tier of the placement's name, because the job was stored by an engine that had it.
         """
         if every_commit_is_durable:
             return self.durable.name
@@ -70,18 +71,21 @@ class BackingTiers:
         return placement if placement in self._tiers else self.durable.name
 
     def new_version(self, home: TierName, nbytes: int, label: str) -> AbstractAsyncContextManager[Region]:
-        """Allocate a region of the tier `home`, whose block fills it; see `BackingTier.new_version`."""
+        """Allocate a region of the tier `home`, which the body of the `with` block fills.
+
+        See `BackingTier.new_version`.
+        """
         return self._tiers[home].new_version(nbytes, label)
 
     def hold(self, region: Region) -> None:
-        """Keep a region's bytes until it was freed once more; see `BackingTier.hold`."""
+        """Keep a region's bytes until `free` was called once more for it; see `BackingTier.hold`."""
         region.tier.hold(region)
 
     def free(self, region: Region) -> None:
         """Release a region; see `BackingTier.free`."""
         region.tier.free(region)
 
-    # No method of these four is a coroutine function: the caller awaits the tier itself.
+    # These four methods are no coroutine functions, so that the caller awaits the tier's own coroutine directly.
 
     def read_into(
         self, region: Region, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
@@ -111,13 +115,13 @@ class BackingTiers:
         return _each([tier.write_raw(part, priority) for tier, part in self._by_tier(transfers)])
 
     async def copy_to_durable(self, region: Region) -> Region:
-        """Copy a region, read and verified, into a new one of the durable tier.
+        """Copy a region, read and verified, into a new region of the durable tier, and return the new one.
 
-        It is for a region on another tier, and for one of the durable tier that is doubtful.
+        The caller uses this for a region on another tier, and for a doubtful region of the durable tier.
 
         Raises:
-            DamagedBlockError: its bytes were lost.
-            DeviceError, BudgetExceededError: they cannot be read, or not be written anywhere else.
+            DamagedBlockError: the bytes of the region are damaged.
+            DeviceError, BudgetExceededError: the bytes cannot be read, or cannot be written to another place.
         """
         buffer = memoryview(mmap.mmap(-1, min(_COPY_BYTES, round_up(region.nbytes, BLOCK_BYTES))))
         new_version: AbstractAsyncContextManager[Region] = self.durable.new_version(region.nbytes, region.label)
@@ -129,13 +133,13 @@ class BackingTiers:
         return copy
 
     async def close(self) -> None:
-        """End the watch, then close all tiers."""
+        """Stop the watch, then close all tiers."""
         await self.watch.close()
         for tier in self:
             await tier.close()
 
     def _only_tier_of(self, transfers: Sequence[Transfer[Region]]) -> BackingTier[Any] | None:
-        """Return the tier of all transfers; None where they are of several tiers."""
+        """Return the tier of all transfers; None if they are for several tiers."""
         if len(self._tiers) == 1:
             return self.durable
         first = transfers[0].region.tier if transfers else self.durable

@@ -1,9 +1,9 @@
-"""The contracts of the tiers: what the engine asks of each, whatever it is made of.
+"""The contracts of the tiers: the methods and properties by which the engine uses any tier.
 
-`Tier` is what operators and clients see of every tier. `BackingTier` keeps versions of slabs, and `DurableTier` is
-the one among the backing tiers that a restart finds again. The host tier is no backing tier, because clients and
-kernels work in its memory: versions pass through it on their way. A new tier is a class in a file beside this one that
-fulfils `BackingTier`; `storage/assembly.py` makes it.
+Operators and clients see the properties in `Tier` of every tier. A `BackingTier` keeps versions of slabs. The one
+`DurableTier` among the backing tiers is the one whose bytes a restart finds again. The host tier is no backing tier,
+because clients and kernels work in its memory, which versions only pass through. A new tier is a class in a file beside
+this one that fulfils `BackingTier`; `storage/assembly.py` makes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RegionT_co = TypeVar("RegionT_co", covariant=True)
 
 
 class Tier(Protocol):
-    """What every tier tells operators and clients of itself; the engine lists its tiers in `Engine.tiers`."""
+    """The properties that every tier reports to operators and clients. `Engine.tiers` lists the engine's tiers."""
 
     @property
     def name(self) -> TierName: ...
@@ -38,12 +38,12 @@ class Tier(Protocol):
 
     @property
     def detail(self) -> str:
-        """What the tier is made of, in words for operators."""
+        """A description of the tier's memory or files, for operators."""
         ...
 
     @property
     def problems(self) -> Sequence[str]:
-        """What makes the tier degraded apart from stuck devices, for operators; empty: nothing. May name jobs."""
+        """The reasons why the tier is degraded, except stuck devices; empty if there are none. They may name jobs."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class Tier(Protocol):
         ...
 
     async def close(self) -> None:
-        """Wait for what is under way, and release files and memory."""
+        """Wait for operations under way, and release files and memory."""
         ...
 
 
@@ -77,29 +77,32 @@ class Region(Protocol):
 
     @property
     def holders(self) -> int:
-        """How often the region must be freed until its bytes may be used for another one; 0: they may be already."""
+        """The number of `free` calls until the bytes may be used for another region; 0 if that may have happened."""
         ...
 
     @property
     def doubtful(self) -> bool:
-        """Whether a sync that covered the bytes has failed, so that they must be written again elsewhere."""
+        """Whether a sync after a write to the region failed, so that the bytes must be written again elsewhere."""
         ...
 
     def verify(self, offset: int, buffer: memoryview) -> None:
-        """Check whole blocks that `read_raw` has read from byte `offset` on; callable on any thread.
+        """Check whole blocks that `read_raw` has read from byte `offset` on. Any thread may call this.
 
         Raises:
-            DamagedBlockError: they are not what was written.
+            DamagedBlockError: the bytes are not those that were written.
         """
         ...
 
     def record(self, offset: int, buffer: memoryview) -> None:
-        """Note what `verify` will need of whole blocks that `write_raw` is going to write; callable on any thread."""
+        """Keep the checksums of whole blocks that `write_raw` is going to write. Any thread may call this."""
         ...
 
 
 class Transfer(NamedTuple, Generic[RegionT_co]):
-    """`buffer`, whole blocks (or up to the end) at byte `offset` of the region, page-aligned host memory."""
+    """The move of a buffer from or to a region, at byte `offset` of the region.
+
+    `buffer` is page-aligned host memory. It covers whole checksum blocks, or ends with the region.
+    """
 
     region: RegionT_co
     offset: int
@@ -107,56 +110,56 @@ class Transfer(NamedTuple, Generic[RegionT_co]):
 
 
 class BackingTier(Tier, Protocol[RegionT]):
-    """A tier that keeps versions of slabs, each in a region of its own, which is never overwritten once it is complete.
+    """A tier that keeps versions of slabs, each in a region of its own that is never overwritten once it is complete.
 
-    The engine moves bytes between host memory and backing tiers. `RegionT` is the tier's own class of regions; a tier
-    is only ever given regions that it has allocated. A tier knows nothing of shards or jobs. All methods are called on
-    the event loop's thread, and a tier does its blocking work elsewhere.
+    The engine moves bytes between host memory and backing tiers. `RegionT` is the tier's own class of regions; the
+    engine passes a tier only regions that this tier has allocated. A tier knows nothing of shards or jobs. The engine
+    calls all methods on the event loop's thread, so a tier does its blocking work on other threads.
     """
 
     @property
     def is_durable(self) -> bool:
-        """Whether the bytes survive the daemon and a power loss once they are synced.
+        """Whether the bytes survive the end of the daemon and a power loss once they are synced.
 
-        True for the one tier of an engine that fulfils `DurableTier`. The catalog names no version on any other tier:
-        a snapshot copies such a version to the durable tier, and without a snapshot a restart loses it.
+        This is true for the one tier of an engine that fulfils `DurableTier`. The catalog names no version on any other
+        tier: a snapshot copies such a version to the durable tier, and without a snapshot a restart loses it.
         """
         ...
 
     @property
     def devices(self) -> Sequence[Device]:
-        """What transfers of the tier wait for; the engine watches them, and tells clients when one is stuck."""
+        """The devices that the tier's transfers wait for. The engine watches them, and tells clients of stuck ones."""
         ...
 
     @property
     def new_regions(self) -> Collection[RegionT]:
-        """Regions that are being filled by a `new_version` block, and belong to no slab yet."""
+        """Regions that a `new_version` block is filling and that belong to no slab yet."""
         ...
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that `nbytes` more can be allocated, now rather than in the middle of a step.
+        """Make sure that `nbytes` more can be allocated, so that a step does not fail in its middle for lack of space.
 
         Raises:
-            BudgetExceededError: they cannot; the message names the budget.
+            BudgetExceededError: the tier has too little space; the message names the budget.
         """
         ...
 
     def new_version(self, nbytes: int, label: str) -> AbstractAsyncContextManager[RegionT]:
-        """Allocate a region for a block that fills it and gives it to a slab.
+        """Allocate a region, which the body of the `with` block fills and gives to a slab.
 
-        A block that fails, or is cancelled, frees the region:
+        If the body fails or is cancelled, the region is freed:
 
             async with tier.new_version(slab.nbytes, slab.label(step)) as region:
                 await tier.write_from(region, 0, view)
                 slab.add_version(step, region)
 
         Raises:
-            BudgetExceededError: there is no room for it.
+            BudgetExceededError: there is no room for the version.
         """
         ...
 
     def hold(self, *regions: RegionT) -> None:
-        """Keep the bytes of all regions until `free` was called once more for each.
+        """Keep the bytes of all regions until `free` was called once more for each region.
 
         Raises:
             NotFoundError: all holders of a region have freed it. No region is held then.
@@ -164,7 +167,7 @@ class BackingTier(Tier, Protocol[RegionT]):
         ...
 
     def free(self, region: RegionT) -> None:
-        """Release a region, whose bytes may be used for others when its last holder has freed it."""
+        """Release a region. When its last holder has released it, its bytes may be used for another region."""
         ...
 
     async def read_into(
@@ -176,27 +179,31 @@ class BackingTier(Tier, Protocol[RegionT]):
     async def write_from(
         self, region: RegionT, offset: int, buffer: memoryview, priority: Priority = Priority.UPDATE
     ) -> None:
-        """Write `buffer`, whole blocks, into the region from byte `offset` on, and record it (see `Region.record`)."""
+        """Write `buffer`, whole blocks, to byte `offset` of the region, and keep its checksums."""
         ...
 
     async def read_many(self, transfers: Sequence[Transfer[RegionT]], priority: Priority) -> None:
-        """Fill the buffers of all transfers, verified. The regions are held meanwhile.
+        """Fill the buffers of all transfers with verified bytes. The regions are held until that is done.
 
         Raises:
             DamagedBlockError: a block is not what was written, also when it is read again.
-            DeviceError: they cannot be read.
+            DeviceError: the bytes cannot be read.
         """
         ...
 
     async def read_raw(self, transfers: Sequence[Transfer[RegionT]], priority: Priority) -> None:
-        """Fill the buffers, which the caller verifies (see `Region.verify`) before it uses a byte of them.
+        """Fill the buffers of all transfers like `read_many`, but without verifying them.
 
-        The caller asks `read_many` for the blocks that it finds wrong. Otherwise this does as `read_many`.
+        The caller verifies them with `Region.verify` before it uses any byte, and reads wrong blocks again with
+        `read_many`.
         """
         ...
 
     async def write_raw(self, transfers: Sequence[Transfer[RegionT]], priority: Priority) -> None:
-        """Write the buffers of all transfers, which the caller has recorded. The regions are held meanwhile."""
+        """Write the buffers of all transfers, whose checksums the caller has recorded with `Region.record`.
+
+        The regions are held until that is done.
+        """
         ...
 
 
@@ -205,25 +212,25 @@ class DurableTier(BackingTier[RegionT], Protocol[RegionT]):
 
     @property
     def damaged_blocks(self) -> int:
-        """Blocks that were found damaged since the start."""
+        """The number of blocks that were found damaged since the start."""
         ...
 
     async def sync(self) -> None:
-        """Return when the devices have everything that was written before.
+        """Wait until the devices have all bytes that were written before this call.
 
         Raises:
-            DeviceError: they may not. What was written since the last sync stays doubtful.
+            DeviceError: a device may have lost bytes. What was written since the last sync is doubtful.
         """
         ...
 
     def stored(self, region: RegionT) -> tuple[tuple[Extent, ...], bytes]:
-        """Return the region's extents and checksums, for the catalog; callable on any thread."""
+        """Return the region's extents and checksums for the catalog. Any thread may call this."""
         ...
 
     def restored(self, extents: tuple[Extent, ...], checksums: bytes, label: str, nbytes: int) -> RegionT:
-        """Return the region that the catalog knows by the extents and checksums that `stored` gave."""
+        """Return the region of a version that is in the catalog, from the values that `stored` returned."""
         ...
 
     def damaged_bytes(self, regions: Iterable[RegionT]) -> int:
-        """Return the bytes that were found damaged, are never used again, and are part of none of `regions`."""
+        """Return the number of damaged bytes that are never used again and lie outside of `regions`."""
         ...

@@ -1,1 +1,1 @@
-"""The optimizers that the store runs: one record each (optimizer.py), in the registry of those that there are."""
+"""The optimizers that the store runs: optimizer.py defines their record, and registry.py lists all records."""

@@ -1,4 +1,4 @@
-"""Adagrad: Duchi et al., JMLR 12 (2011), by torch's fused kernel."""
+"""The Adagrad optimizer (Duchi et al., JMLR 12, 2011), by torch's fused kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam: Kingma & Ba, arXiv:1412.6980, by torch's fused kernel."""
+"""The Adam optimizer (Kingma & Ba, arXiv:1412.6980), by torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paramserver.contract.optimizers.optimizer import (
 )
 from paramserver.v1 import parameter_store_pb2 as pb
 
-# AdamW has the same states and ranges, and a kernel with the same arguments.
+# AdamW has the same states and ranges as Adam, and a kernel with the same arguments.
 STATES = (pb.KIND_EXP_AVG, pb.KIND_EXP_AVG_SQ)
 RANGES: Mapping[str, Range] = {
     "lr": is_not_negative,

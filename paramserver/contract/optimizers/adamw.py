@@ -1,4 +1,4 @@
-"""AdamW, which is Adam with decoupled weight decay: Loshchilov & Hutter, arXiv:1711.05101, by torch's fused kernel."""
+"""The AdamW optimizer, which is Adam with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion: Chen et al., arXiv:2302.06675. torch has no kernel of it."""
+"""The Lion optimizer (Chen et al., arXiv:2302.06675), in torch operations because torch has no kernel for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def update(
     beta2: float,
     weight_decay: float,
 ) -> None:
-    """Update weight and first moment in place, by algorithm 2 of the paper."""
+    """Update the weight and the first moment in place, by algorithm 2 of the paper."""
     weight.mul_(1.0 - lr * weight_decay)
     direction = exp_avg.mul(beta1).add_(gradient, alpha=1.0 - beta1).sign_()
     weight.add_(direction, alpha=-lr)

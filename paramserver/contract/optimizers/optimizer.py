@@ -1,8 +1,8 @@
-"""The record of an optimizer: which states it keeps, which hyper-parameters make sense, and its arithmetic.
+"""The record of an optimizer: the states that it keeps, the valid ranges of its hyper-parameters, and its arithmetic.
 
-The daemon applies the rule to what it stores, a trainer to what it keeps on its own device: one function, so that both
-give the same bits. All rules are elementwise: on the CPU, ranges that are cut at multiples of 16 elements get the bits
-of the whole.
+The daemon applies the rule to the states that it stores, and a trainer to the states on its own device. Both use the
+same function, so both give the same bits. Each rule is elementwise: on the CPU, parts of a tensor that are cut at
+multiples of 16 elements get the same bits as the whole tensor.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def _never_wrong(_: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """An optimizer that the store runs. `values` below is the optimizer's message in `HyperParameters`.
+    """An optimizer that the store runs. Below, `values` is the optimizer's message in `HyperParameters`.
 
     Attributes:
         name: the name of that message's field in the contract.
-        states: the kinds that the rule reads and writes beside the weight.
-        ranges: for each field of the message that is a number, whether a value makes sense. The ranges are those that
-            the optimizer's class in torch has.
-        rule: updates weight and states [n] in place, on any device, given (values, weight, gradient, states): all fp32,
-            the gradient unscaled and clipped. The rule may overwrite the gradient.
-        needs_states: whether an update with these values uses the states at all.
-        find_conflict: what is wrong with values of which each is in its range; None: nothing.
+        states: the kinds that the rule reads and writes in addition to the weight.
+        ranges: for each numeric field of the message, a function that returns whether a value is valid. The ranges are
+            those of the optimizer's class in torch.
+        rule: a function of (values, weight, gradient, states) that updates weight and states in place, on any device.
+            All tensors are [n] fp32. The gradient is unscaled and clipped; the rule may overwrite it.
+        needs_states: returns whether an update with these values uses the states at all.
+        find_conflict: returns what is wrong with values that are each in their range, or None if nothing is wrong.
     """
 
     name: str
@@ -60,12 +60,12 @@ def is_not_negative(value: float) -> bool:
 
 
 def is_beta(value: float) -> bool:
-    """Return whether the value can be the decay of a moment."""
+    """Return whether the value can be the decay rate of a moment."""
     return 0 <= value < 1
 
 
 def is_count(value: float) -> bool:
-    """Return whether the value can be the number of an update, exact as a floating-point number."""
+    """Return whether the value can be the number of an update and is exact as a floating-point number."""
     return 0 < value < 1 << 53
 
 

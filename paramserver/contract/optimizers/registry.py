@@ -1,10 +1,10 @@
-"""The optimizers that the store runs, and what a row of hyper-parameters asks of them.
+"""The optimizers that the store runs, and the checks of a row of hyper-parameters.
 
-A new optimizer is a message in the contract's HyperParameters, a module beside this one with its record, and an entry
-in the tuple below; trainer_client/optimizers/registry.py has its other half.
+To add an optimizer, add a message to the contract's HyperParameters, a module with its record in this folder, and an
+entry in the tuple below; then add its other half to trainer_client/optimizers/registry.py.
 
-torch's fused kernels are called as such, not by the functions of torch.optim, whose bookkeeping takes longer than the
-kernel needs for ten thousand elements, and more than that where the processor's cache is full of states.
+The rules call torch's fused kernels directly and not the functions of torch.optim, because the bookkeeping of these
+takes longer than the kernel does for ten thousand elements, and even more if the processor's cache is full of states.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def apply(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, st
     """Update weight and states in place, on any device.
 
     Args:
-        row: which optimizer, and its hyper-parameters; `find_problem` has found none.
+        row: an optimizer and its hyper-parameters, in which `find_problem` found no problem.
         weight: [n] fp32.
         gradient: [n] fp32, unscaled and clipped; may be overwritten.
         states: [n] fp32 each, at least `state_kinds(row)`.
@@ -45,16 +45,16 @@ def apply(row: HyperParameters, weight: torch.Tensor, gradient: torch.Tensor, st
 
 
 def state_kinds(row: HyperParameters) -> tuple[Kind, ...]:
-    """Return the states that `apply` reads and writes for such a row."""
+    """Return the states that `apply` reads and writes for this row."""
     name = row.WhichOneof("optimizer")
     optimizer = OPTIMIZERS[name]
     return optimizer.states if optimizer.needs_states(getattr(row, name)) else ()
 
 
 def find_problem(row: HyperParameters) -> str | None:
-    """Return what is wrong with a row, with the name of its field; None: nothing.
+    """Return what is wrong with a row, with the name of its field; None if nothing is wrong.
 
-    The daemon asks before it works with what comes in, a trainer before it begins a step.
+    The daemon checks each row that it receives, and a trainer checks its rows before it begins a step.
     """
     name = row.WhichOneof("optimizer")
     if name is None:

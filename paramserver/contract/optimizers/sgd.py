@@ -1,6 +1,6 @@
-"""SGD with or without momentum, by torch's fused kernel.
+"""The SGD optimizer with or without momentum, by torch's fused kernel.
 
-The docstring of torch.optim.SGD says how its momentum differs from that of Sutskever et al.
+The docstring of torch.optim.SGD says how its momentum differs from the one of Sutskever et al.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _rule(values: pb.Sgd, weight: torch.Tensor, gradient: torch.Tensor, states: 
         dampening=values.dampening,
         nesterov=values.nesterov,
         maximize=False,
-        # In the first update the buffer becomes the gradient.
+        # In the first update the momentum buffer becomes the gradient.
         is_first_step=values.momentum != 0 and values.update_count == 1,
     )
 
