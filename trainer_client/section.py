@@ -1,7 +1,7 @@
 """The base of all sections of the training config.
 
 A section refuses unknown keys and cannot be changed after it was read. Each of its keys says which ranks must have the
-same value of it.
+same value for it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Agreement(enum.Enum):
-    """The ranks that must have the same value of a key.
+    """The ranks that must have the same value for a key.
 
-    A key without this annotation has RUN, so that all ranks compare a new key unless its author says otherwise.
+    A key without this annotation has RUN, so that all ranks compare a new key unless its author chooses another value.
     """
 
     RUN = "all ranks"
@@ -33,7 +33,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def values(self, agreement: Agreement, prefix: str = "") -> Iterator[tuple[str, str]]:
-        """Yield the keys that are set and on which those ranks must agree: the dotted name, and the value as JSON."""
+        """Yield the keys that are set and on which the ranks of `agreement` must agree.
+
+        Each key is yielded as its dotted name and its value in JSON.
+        """
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             wanted = next((mark for mark in field.metadata if isinstance(mark, Agreement)), Agreement.RUN)

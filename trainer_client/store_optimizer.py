@@ -1,6 +1,6 @@
-"""The optimizer as the training loop sees it: parameter groups and hyper-parameters, without states.
+"""The optimizer in the form in which the training loop uses it: parameter groups and hyper-parameters, without states.
 
-Owns the parameter groups, which torch's LR schedulers drive, and the set of parameters that have optimizer states. The
+Owns the parameter groups, which torch's LR schedulers change, and the set of parameters that have optimizer states. The
 store has the states and does the arithmetic. Must never touch a parameter's values.
 """
 
@@ -34,11 +34,11 @@ OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.opt
 class StoreOptimizer(torch.optim.Optimizer):
     """An optimizer that has taken over the parameter groups of the user's optimizer, the original.
 
-    The two share the same list and dict objects. So a scheduler that was made for the original drives this optimizer,
-    too, and a group that is added to the one is added to the other.
+    The two share the same list and dict objects. So a scheduler that was made for the original changes this optimizer,
+    too, and a group that is added to one of them is added to the other.
 
     A parameter has optimizer states if, when the groups are taken over, it requires a gradient, is in a group, or is
-    named by `may_thaw`. Only a parameter with states may be in a group, or be trained, later. A trainable parameter
+    named by `may_thaw`. Only a parameter with states may be put into a group or be trained later. A trainable parameter
     that is in no group has a gradient and is never updated, as in torch.
 
     Args:
@@ -97,10 +97,10 @@ class StoreOptimizer(torch.optim.Optimizer):
     def check_groups(self) -> None:
         """Check that the next step can be made with the groups and the model's parameters as they are now.
 
-        Users and schedulers change both without a call of ours, so the engine checks them once a step.
+        Users and schedulers change both without calling this class, so the engine calls this once a step.
 
         Raises:
-            ConfigError: names the group or the parameter, and what is wrong with it.
+            ConfigError: the message names the group or the parameter, and what is wrong with it.
         """
         for number in range(len(self.param_groups)):
             self._check_group(number)
@@ -115,7 +115,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Run the engine's update. Raises RuntimeError unless `engine.step()` is the caller."""
+        """Run the engine's update. Raise RuntimeError unless `engine.step()` is the caller."""
         if self._update is None or closure is not None:
             raise RuntimeError("the store runs the optimizer: call engine.step() instead of optimizer.step()")
         self._update()
@@ -136,7 +136,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def stepping_with(self, update: Callable[[], None]) -> Iterator[None]:
-        """Have `step` run `update` within the context."""
+        """Make `step` run `update` within the context."""
         self._update = update
         try:
             yield
@@ -155,7 +155,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         return self._state_kinds
 
     def groups_of_parameters(self) -> dict[int, int]:
-        """Return the number of its group for each parameter (index in the model) that is in a group now."""
+        """Return for each parameter (index in the model) that is in a group now the number of its group."""
         return {
             self._index_of[id(tensor)]: number
             for number, group in enumerate(self.param_groups)
@@ -169,7 +169,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     def settings(self) -> list[ParameterGroup]:
         """Return the settings of the groups for the client state.
 
-        The parameters are in it as ranges of their indexes in the model.
+        The parameters of each group are stored as ranges of their indexes in the model.
         """
         return [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -243,11 +243,11 @@ def make_optimizer(
     parameters: Sequence[ModelParameter],
     may_thaw: Sequence[str] = (),
 ) -> StoreOptimizer:
-    """Return the optimizer of `initialize`, made of the user's instance, else of their callable, else of the config.
+    """Return the optimizer for `initialize`: from the user's instance, else from their callable, else from the config.
 
     Args:
-        argument: an optimizer that the store runs, or a callable from parameters to one.
-        section: the config's `optimizer`.
+        argument: an optimizer that the store runs, or a callable that takes parameters and returns such an optimizer.
+        section: the config's section `optimizer`.
         model_parameters: the parameters or parameter groups to optimise; None stands for all trainable parameters.
         parameters: all parameters of the model.
         may_thaw: see StoreOptimizer.
@@ -288,7 +288,7 @@ def _without_states(fqn: str) -> str:
 
 
 def _ranges(indexes: Iterable[int]) -> list[list[int]]:
-    """Return the runs of consecutive indexes as [first, last]: a model may have some hundred thousand parameters."""
+    """Return the runs of consecutive indexes as [first, last]; a model may have some hundred thousand parameters."""
     ranges: list[list[int]] = []
     for index in indexes:
         if ranges and ranges[-1][1] == index - 1:

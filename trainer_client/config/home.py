@@ -8,7 +8,8 @@ import enum
 class Home(enum.StrEnum):
     """The place where a kind of state lives.
 
-    The values are the words of the config. All but the device's are those of the store's tiers (contract/tiers.py).
+    The values are the words of the config. All values but the device's are the words of the store's tiers
+    (contract/tiers.py).
     """
 
     DEVICE = "device"

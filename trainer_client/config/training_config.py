@@ -37,12 +37,13 @@ from trainer_client.transport.credentials import Credentials
 
 DEFAULT_STATE_DIR = "paramserver-state"
 
-# These keys are for a daemon that the job starts. Any other daemon has them in its own config.
+# These keys are for a daemon that the job starts. A daemon that an operator runs has them in its own config.
 _DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
 # These keys are for a daemon that the job does not start.
 _CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
 
-# The keys of which "auto" is a value. Elsewhere "auto" is a placeholder that some tool was to replace.
+# The keys for which "auto" is a value. As the value of another key, "auto" is a placeholder that a tool has not
+# replaced.
 _AUTO_KEYS = ("paramserver.resume", "paramserver.gather", "paramserver.gradient_reduction")
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -72,12 +73,13 @@ class OffloadSection(Section):
     """The offload of one kind of state, to host memory ("cpu") or NVMe."""
 
     device: Literal["none", "cpu", "nvme"]
-    # The ranks compare the state directory that follows from this path: see `TrainingConfig.daemon_values`.
+    # The ranks do not compare this path. They compare the state directory that is derived from it: see
+    # `TrainingConfig.daemon_values`.
     nvme_path: Annotated[Path | None, Agreement.NONE] = None
 
 
 class OffloadOptimizerSection(OffloadSection):
-    """The offload of optimizer states. `ratio` is the part that is offloaded; the rest stays on the device."""
+    """The offload of optimizer states. The part `ratio` is offloaded, and the rest stays on the device."""
 
     ratio: Fraction = 1.0
 
@@ -103,13 +105,16 @@ class PlacementSection(Section):
 
 
 class DataTypesSection(Section):
-    """`grad_accum_dtype` is the type of gradients between two micro-batches; null stands for the parameter's type."""
+    """The types of accumulated data.
+
+    `grad_accum_dtype` is the type of gradients between two micro-batches; null stands for the parameter's type.
+    """
 
     grad_accum_dtype: DTypeName | None = None
 
 
 class TlsSection(Section):
-    """The PEM files for a daemon that has `tls_certificate`: all three are given, or none."""
+    """The PEM files for a daemon that has `tls_certificate`: either all three are given, or none."""
 
     ca: Path | None = None
     certificate: Path | None = None
@@ -149,10 +154,10 @@ class DataSection(Section):
 
 
 class TraceSection(Section):
-    """A trace of `steps` steps of this run, from its `first_step`-th step on (counted from 1).
+    """A trace of `steps` steps of this run, beginning with step `first_step` of the run (counted from 1).
 
-    The default leaves out the first two steps, which are unlike all others. `file` is rank 0's; the files of the other
-    ranks have the rank's number before the suffix.
+    The default leaves out the first two steps, because they differ from all others. `file` is the file of rank 0; the
+    file names of the other ranks have the rank's number before the suffix.
     """
 
     file: Path
@@ -190,7 +195,7 @@ class ParamserverSection(Section):
     insecure: Annotated[bool, Agreement.NONE] = False
     job: Annotated[str, Field(min_length=1)] = "default"
     peers: tuple[str, ...] = ()
-    # As with `nvme_path`, the ranks compare the directory that follows.
+    # As with `nvme_path`, the ranks compare the directory that is derived from this path.
     state_dir: Annotated[Path | None, Agreement.NONE] = None
     host_budget: Annotated[ByteSize, Agreement.NODE] = ByteSize(1 << 30)
     nvme_budget: Annotated[ByteSize, Agreement.NODE] = ByteSize(64 << 30)
@@ -264,7 +269,7 @@ class TrainingConfig(Section):
         return self.paramserver.state_dir or nvme_path or Path(DEFAULT_STATE_DIR)
 
     def nvme_paths(self) -> dict[str, Path]:
-        """Return those of DeepSpeed's keys for the state directory that are given, with their paths."""
+        """Return the `nvme_path` keys of DeepSpeed that are given, with their paths."""
         zero = self.zero_optimization
         sections = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
         return {
@@ -276,7 +281,7 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """DeepSpeed's three batch sizes, of which `train = micro * accumulation * world size`."""
+    """DeepSpeed's three batch sizes, for which `train = micro * accumulation * world size` holds."""
 
     train: int
     micro: int
@@ -284,11 +289,11 @@ class BatchSizes:
 
 
 def load_config(source: Mapping[str, Any] | str | Path, environ: Mapping[str, str]) -> TrainingConfig:
-    """Return the config, after it was read and checked.
+    """Read and check the config, and return it.
 
     Args:
         source: the config as a dict, or the path of a JSON file.
-        environ: the environment of the process, of which only the PARAMSERVER_ variables are read.
+        environ: the environment of the process; only its PARAMSERVER_ variables are read.
 
     Raises:
         ConfigError: the message names each refused key in full, its value, and what to write instead.
@@ -311,7 +316,7 @@ def resolve_batch_sizes(config: TrainingConfig, world_size: int) -> BatchSizes:
     The micro or the train batch size alone, or any two of the three, determine the others.
 
     Raises:
-        ConfigError: they do not fit together.
+        ConfigError: the given sizes contradict each other, or both the micro and the train batch size are missing.
     """
     train = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
@@ -378,7 +383,7 @@ def _explain(detail: Any) -> str:
 
 
 def _keys_of(location: tuple[int | str, ...]) -> list[str]:
-    """Return pydantic's location as keys. In it the optimizer's name, which is a value and not a key, is left out."""
+    """Return pydantic's location as keys, without the optimizer's name, which is a value and not a key."""
     return [str(part) for index, part in enumerate(location) if not (index == 1 and part in OPTIMIZERS)]
 
 

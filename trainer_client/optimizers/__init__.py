@@ -1,4 +1,4 @@
-"""The optimizers that the store runs for a training loop, one record each, and their groups as rows.
+"""The optimizers of a training loop that the store runs, and the conversion of their groups to hyper-parameters.
 
-registry.py has the records, hyper_parameters.py makes rows of hyper-parameters of the groups.
+registry.py lists the optimizers, and hyper_parameters.py makes a row of hyper-parameters from each parameter group.
 """

@@ -1,4 +1,4 @@
-"""torch.optim.Adagrad."""
+"""The record of torch.optim.Adagrad."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AdagradSection(ArgumentsSection):
 
 
 class AdagradOptimizer(OptimizerSection):
-    """The config's `optimizer` where its `type` is "Adagrad"."""
+    """The config's section `optimizer` if its `type` is "Adagrad"."""
 
     type: Literal["Adagrad"]
     params: AdagradSection = AdagradSection()
@@ -37,7 +37,7 @@ def _to_row(group: ParameterGroup, defaults: Mapping[str, Any], update_count: in
             lr_decay=float(group["lr_decay"]),
             weight_decay=float(group["weight_decay"]),
             eps=float(group["eps"]),
-            # torch takes this value from the defaults, whatever a group says.
+            # torch takes this value from the optimizer's defaults and ignores a group's own value.
             initial_accumulator_value=float(defaults["initial_accumulator_value"]),
             update_count=update_count,
         )

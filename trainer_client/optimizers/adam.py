@@ -1,4 +1,4 @@
-"""torch.optim.Adam, and what AdamW shares with it: torch's AdamW is its Adam with `decoupled_weight_decay`."""
+"""The record of torch.optim.Adam, and the code shared with AdamW, which is torch's Adam with decoupled decay."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class AdamSection(ArgumentsSection):
     adam_w_mode: bool = True
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of torch's Adam, which is its AdamW, too."""
+        """Return the arguments of torch's Adam; with `decoupled_weight_decay` it computes AdamW."""
         values = self.model_dump(exclude={"torch_adam", "adam_w_mode"})
         return values | {"decoupled_weight_decay": self.adam_w_mode}
 
 
 class AdamOptimizer(OptimizerSection):
-    """The config's `optimizer` where its `type` is "Adam"."""
+    """The config's section `optimizer` if its `type` is "Adam"."""
 
     type: Literal["Adam"]
     params: AdamSection = AdamSection()
 
 
 def to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> HyperParameters:
-    """Return the row of a group of torch's Adam or AdamW: which of them it is, the group says."""
+    """Return the row of a group of torch's Adam or AdamW. `decoupled_weight_decay` says which of them it is."""
     beta1, beta2 = group["betas"]
     values: dict[str, Any] = {
         "lr": float(group["lr"]),

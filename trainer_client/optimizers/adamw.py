@@ -1,4 +1,4 @@
-"""torch.optim.AdamW."""
+"""The record of torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdamWSection(ArgumentsSection):
 
 
 class AdamWOptimizer(OptimizerSection):
-    """The config's `optimizer` where its `type` is "AdamW"."""
+    """The config's section `optimizer` if its `type` is "AdamW"."""
 
     type: Literal["AdamW"]
     params: AdamWSection = AdamWSection()

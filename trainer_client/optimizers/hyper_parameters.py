@@ -1,4 +1,4 @@
-"""Parameter groups as rows of hyper-parameters, which go to the store with the gradients of each step.
+"""The conversion of parameter groups to rows of hyper-parameters, which go to the store with each step's gradients.
 
 Must never change a group, because the groups belong to the user and to torch's schedulers.
 """
@@ -17,7 +17,7 @@ _REFUSED_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def check_settings(optimizer: TorchOptimizer, number: int, group: ParameterGroup) -> None:
-    """Check the settings of a group. Raises ConfigError for settings that the store's kernels do not have."""
+    """Check the settings of a group. Raise ConfigError for a setting that the store's kernels do not have."""
     if flags := [flag for flag in _REFUSED_FLAGS if group.get(flag)]:
         raise ConfigError(f"{flags[0]}=True of parameter group {number} is not honoured by this version: remove it")
     if problem := optimizer.find_problem(group):
@@ -25,13 +25,13 @@ def check_settings(optimizer: TorchOptimizer, number: int, group: ParameterGroup
 
 
 class HyperParameterTable:
-    """The distinct rows of hyper-parameters in a step. Most parameters of a model share one.
+    """The distinct rows of hyper-parameters in a step. Most parameters of a model share one row.
 
     Attributes:
-        rows: the rows that were asked for so far.
+        rows: the rows that `row_of` has made so far.
 
     Args:
-        group_of: for each parameter (index in the model) that is in a group, the number of the group.
+        group_of: the number of the group of each parameter (index in the model) that is in a group.
         make_row: makes a row from the number of a group and an update count.
         update_counts: for each parameter of the model, the number of its updates, including the one under way.
     """

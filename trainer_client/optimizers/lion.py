@@ -1,4 +1,4 @@
-"""Lion, for plain PyTorch and for the store, because torch has none."""
+"""The Lion optimizer for plain PyTorch and for the store. It is written here because torch has no Lion."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient. Returns the loss of the closure, if there is a closure."""
+        """Update every parameter that has a gradient. Return the closure's loss, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -92,7 +92,7 @@ class LionSection(ArgumentsSection):
 
 
 class LionOptimizer(OptimizerSection):
-    """The config's `optimizer` where its `type` is "Lion"."""
+    """The config's section `optimizer` if its `type` is "Lion"."""
 
     type: Literal["Lion"]
     params: LionSection

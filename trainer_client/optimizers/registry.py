@@ -1,7 +1,7 @@
-"""The optimizers that the store runs for a training loop, and why it does not run others.
+"""The optimizers of a training loop that the store runs, and the reasons why it refuses others.
 
-A new optimizer is a module beside this one with its record, and an entry in the tuple below;
-paramserver/contract/optimizers/registry.py has its other half.
+To add an optimizer, add a module with its record to this folder and an entry to the tuple below; its other half goes
+into paramserver/contract/optimizers/registry.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _RECORDS = (
 )
 OPTIMIZERS = {record.name: record for record in _RECORDS}
 
-# The section of one of them; `type` tells which one.
+# The section of any of these optimizers. Its key `type` says which optimizer it is.
 if TYPE_CHECKING:
     AnyOptimizerSection: TypeAlias = OptimizerSection
 else:
     AnyOptimizerSection = reduce(or_, (record.section for record in OPTIMIZERS.values()))
 
-# Names in lower case, without what implementations put around the name. Most of these classes are not installed.
+# The names of optimizers that are not elementwise, in lower case and without the prefix "fused". Most of these classes
+# are not installed.
 _NOT_ELEMENTWISE = frozenset(
     {"adafactor", "adamuon", "galore", "lamb", "lars", "lbfgs", "lion8bit", "muon", "onebitadam", "onebitlamb"}
     | {"shampoo", "soap", "sparseadam", "zerooneadam"}
@@ -43,11 +44,11 @@ _NOT_ELEMENTWISE = frozenset(
 
 
 def find_record(optimizer: torch.optim.Optimizer) -> TorchOptimizer:
-    """Return the record of an instance's class.
+    """Return the record of an optimizer's class.
 
     Raises:
-        ConfigError: the store does not run the optimizer. Subclasses of its optimizers are refused, too, because they
-            may compute something else.
+        ConfigError: the store does not run the optimizer. A subclass of an optimizer that the store runs is refused,
+            too, because it may compute something else.
     """
     for record in OPTIMIZERS.values():
         if type(optimizer) is record.torch_class:
@@ -56,7 +57,7 @@ def find_record(optimizer: torch.optim.Optimizer) -> TorchOptimizer:
 
 
 def why_refused(name: str) -> str:
-    """Return a sentence that tells a user why the store does not run an optimizer, which is none of OPTIMIZERS."""
+    """Return a sentence that tells a user why the store does not run an optimizer that is not in OPTIMIZERS."""
     *names, last = OPTIMIZERS
     instead = f"use {', '.join(names)} or {last}"
     if name.lower().removeprefix("fused") in _NOT_ELEMENTWISE:

@@ -1,4 +1,4 @@
-"""torch.optim.SGD, with or without momentum."""
+"""The record of torch.optim.SGD, with or without momentum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SgdSection(ArgumentsSection):
 
 
 class SgdOptimizer(OptimizerSection):
-    """The config's `optimizer` where its `type` is "SGD"."""
+    """The config's section `optimizer` if its `type` is "SGD"."""
 
     type: Literal["SGD"]
     params: SgdSection = SgdSection()
@@ -38,7 +38,7 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> H
             momentum=momentum,
             dampening=float(group["dampening"]),
             weight_decay=float(group["weight_decay"]),
-            # A scheduler may have brought the momentum down to 0. torch then ignores `nesterov`, too.
+            # A scheduler may have lowered the momentum to 0. torch then ignores `nesterov`, and so does this row.
             nesterov=bool(group["nesterov"]) and momentum != 0,
             update_count=update_count,
         )
@@ -47,8 +47,8 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> H
 
 def _find_problem(group: ParameterGroup) -> str | None:
     if group.get("dampening") and not group["momentum"]:
-        # torch makes the buffer at the first update with a momentum, the store at the parameter's first update. With a
-        # dampening, the two would begin with different values.
+        # torch makes the momentum buffer at the first update with a momentum, and the store at the parameter's first
+        # update. With a dampening, the two buffers would begin with different values.
         return f"has dampening {group['dampening']} and no momentum, without which it has no effect: set it to 0"
     return None
 

@@ -1,7 +1,7 @@
-"""The record of an optimizer on the trainer's side: its class, its section of the config, and the row of its groups.
+"""The record of an optimizer for the trainer: its class, its section of the config, and the conversion of its groups.
 
-The sections have the names and defaults of torch's class. Where DeepSpeed means something else by a name or a default,
-the section has DeepSpeed's meaning, or the key must be written.
+The keys of a section have the names and defaults of torch's class. If DeepSpeed gives a name or a default another
+meaning, the section has DeepSpeed's meaning, or the key has no default and must be written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ArgumentsSection(Section):
-    """The hyper-parameters of an optimizer, as the config has them under `optimizer.params`."""
+    """The hyper-parameters of an optimizer: the config's section `optimizer.params`."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the optimizer's class."""
@@ -29,7 +29,7 @@ class ArgumentsSection(Section):
 
 
 class OptimizerSection(Section):
-    """The config's `optimizer`. Each optimizer has a section of its own, whose `type` is the name of its class."""
+    """The config's section `optimizer`. Each optimizer has its own subclass, whose `type` is the optimizer's name."""
 
     type: str
     params: ArgumentsSection
@@ -44,12 +44,12 @@ class TorchOptimizer:
     """An optimizer of a training loop that the store runs.
 
     Attributes:
-        torch_class: a subclass is another optimizer, because it may compute something else.
-        section: the config's.
-        to_row: makes the row of a parameter's update from its group, the optimizer's defaults and the number of the
-            parameter's updates with this one.
-        find_problem: what the store's kernel cannot do of a group's settings, to be read after "parameter group N";
-            None: nothing.
+        torch_class: the exact class. A subclass counts as another optimizer, because it may compute something else.
+        section: the class of the config's section `optimizer`.
+        to_row: returns the hyper-parameters of one update of a parameter. Its arguments are the parameter's group, the
+            optimizer's defaults, and the number of the parameter's updates including this one.
+        find_problem: returns why the store's kernel cannot run a group's settings, as the end of a sentence that begins
+            with "parameter group N"; None if it can.
     """
 
     torch_class: type[torch.optim.Optimizer]
@@ -59,5 +59,5 @@ class TorchOptimizer:
 
     @property
     def name(self) -> str:
-        """The name that the config and the messages have for the optimizer."""
+        """The name of the optimizer in the config and in messages."""
         return self.torch_class.__name__
