@@ -90,7 +90,7 @@ class Tally:
 
     @property
     def has_unbacked(self) -> bool:
-        """Whether some slab is in host memory only between snapshots."""
+        """Whether the job has a slab whose versions go to no backing tier between snapshots."""
         return self.by_backing[None] > 0
 
     @property

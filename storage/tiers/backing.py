@@ -90,25 +90,25 @@ class BackingTiers:
     def read_into(
         self, region: Region, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> Coroutine[Any, Any, None]:
-        """See `BackingTier.read_into`."""
+        """Fill `buffer` from the region's tier; see `BackingTier.read_into`."""
         return region.tier.read_into(region, offset, buffer, priority)
 
     def read_many(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
-        """See `BackingTier.read_many`."""
+        """Fill the buffers, verified, from the tiers of their regions; see `BackingTier.read_many`."""
         tier = self._only_tier_of(transfers)
         if tier is not None:
             return tier.read_many(transfers, priority)
         return _each([tier.read_many(part, priority) for tier, part in self._by_tier(transfers)])
 
     def read_raw(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
-        """See `BackingTier.read_raw`."""
+        """Fill the buffers, not verified, from the tiers of their regions; see `BackingTier.read_raw`."""
         tier = self._only_tier_of(transfers)
         if tier is not None:
             return tier.read_raw(transfers, priority)
         return _each([tier.read_raw(part, priority) for tier, part in self._by_tier(transfers)])
 
     def write_raw(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
-        """See `BackingTier.write_raw`."""
+        """Write the buffers to the tiers of their regions; see `BackingTier.write_raw`."""
         tier = self._only_tier_of(transfers)
         if tier is not None:
             return tier.write_raw(transfers, priority)
