@@ -62,10 +62,11 @@ newest-venv: ## Set up an environment with the newest supported Python of this m
 test-newest: ## Run the demo and chosen tests with the newest supported Python of this machine
 	"$(PYTHON)" -m tests.pythons demo chosen-tests --newest
 
-lint: venv ## ruff (rules and format) and mypy --strict
+lint: venv ## ruff (rules and format), mypy --strict, and the words of docstrings, comments and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet --durations 0 --durations-min 60 tests/unit/test_prose.py
 
 format: venv ## Bring the code into the checked format
 	$(BIN)/ruff check --fix .

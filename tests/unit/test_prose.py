@@ -38,22 +38,10 @@ _NO_VERB = re.compile(
 _NOUN_DECORATORS = {"property", "cached_property", "setter", "fixture"}
 _PRAGMA = re.compile(r"(?:noqa|type:|fmt:|!)")
 
-# Files that the rules do not hold for yet. Never add a file: make it clean.
-NOT_YET: frozenset[str] = frozenset(
-    [
-    ]
-)
-
 
 def test_prose_is_plain_english() -> None:
-    found = [line for name in _files() if name not in NOT_YET for line in _findings(name)]
+    found = [line for name in _files() for line in _findings(name)]
     assert not found, "reword these:\n" + "\n".join(found)
-
-
-def test_files_that_are_not_plain_english_yet_are_listed_no_longer_than_needed() -> None:
-    names = set(_files())
-    done = sorted(name for name in NOT_YET if name not in names or not any(_findings(name)))
-    assert not done, "these files are clean or gone, remove them from NOT_YET:\n" + "\n".join(done)
 
 
 def _files() -> Iterator[str]:
