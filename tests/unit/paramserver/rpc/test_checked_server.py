@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -184,3 +185,26 @@ async def test_a_librarys_methods_get_what_grpc_gives_behind_the_right_that_is_s
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     assert admission.asked == [Right.NOTHING]
     assert set(handlers) == {f"{HEALTH.full_name}/{rpc.name}" for rpc in HEALTH.methods}
+
+
+class SlowContext(Context):
+    """The context of a call whose deadline comes while a method's own refusal is being sent."""
+
+    async def abort(self, code: grpc.StatusCode, text: str = "", trailing_metadata: object = ()) -> None:
+        if self.status is not None:
+            raise grpc.aio.UsageError("Abort already called!")
+        self.status = code, text
+        await asyncio.Event().wait()
+
+    def time_remaining(self) -> float:  # type: ignore[override]
+        return 0.05
+
+
+async def test_a_librarys_refusal_that_the_deadline_overtakes_ends_the_call_quietly() -> None:
+    context = SlowContext()
+    handlers = added(HEALTH, health.aio.HealthServicer(), Admission(), library_right=Right.NOTHING)
+    request = health_pb2.HealthCheckRequest(service="unknown").SerializeToString()
+    # gRPC logs a stack for every other error of a method.
+    with pytest.raises(asyncio.CancelledError):
+        await handlers["grpc.health.v1.Health/Check"].unary_unary(request, context)
+    assert context.status is not None and context.status[0] is grpc.StatusCode.NOT_FOUND
