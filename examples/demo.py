@@ -37,8 +37,7 @@ JOB = "gpt2"  # the name of the job in train_gpt2.json
 RANKS = 2
 HOST_BUDGET = "256MiB"
 NVME_BUDGET = "2GiB"
-# The trainers record a digest of the weights every DIGEST_EVERY steps (train_gpt2.py has the same constant). The kill
-# comes in the step after a digest.
+# The trainers record a digest of the weights every DIGEST_EVERY steps. The kill comes in the step after a digest.
 DIGEST_EVERY = 10
 MIN_STEPS = 40
 POLL_SECONDS = 0.01
@@ -124,7 +123,7 @@ def train(steps: int, directory: Path, daemon: StoreDaemon, progress: ProgressLi
     """Launch the trainers, kill them in the middle, launch them again up to step `steps`, and judge both launches."""
     started = time.monotonic()
     environment = trainer_environment(daemon.address)
-    arguments = ["--steps", str(steps)]
+    arguments = ["--steps", str(steps), "--digest-every", str(DIGEST_EVERY)]
     kill_at = steps // (2 * DIGEST_EVERY) * DIGEST_EVERY + 1
 
     def launch(number: int) -> Launch:

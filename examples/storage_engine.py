@@ -27,7 +27,7 @@ WEIGHT = ParameterSpec(fqn="weight", shape=(NUMEL,), dtype=DType.FLOAT32, traina
 GROUP = GroupSpec(
     name="all",
     numel=NUMEL,
-    shards=(Shard(fqn="weight", offset=0, numel=NUMEL, position=0),),
+    shards=(Shard(fqn="weight", offset=0, numel=NUMEL, group_offset=0),),
     slabs=(
         SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME),
         SlabSpec(kind=Kind.EXP_AVG, dtype=DType.FLOAT32, placement=TierName.NVME),
@@ -50,7 +50,7 @@ async def begin(engine: Engine) -> Job:
     await engine.register(job, [GROUP])
     if job.newest is None:
         pin = await engine.stage(job, "all", Kind.PARAM)
-        engine.host.tensor(pin.region, DType.FLOAT32, NUMEL).fill_(1.0)
+        engine.host.tensor(pin.arena_range, DType.FLOAT32, NUMEL).fill_(1.0)
         await engine.publish(pin)
         await engine.commit(job, 0, {0: b"whatever the client wants to find again"}, settled=0)
     return job

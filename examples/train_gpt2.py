@@ -37,8 +37,6 @@ CONTEXT = 128
 SEED = 1
 WARM_UP_STEPS = 20
 CORPUS_BYTES = 16 << 20
-# Rank 0 records a digest of all weights every DIGEST_EVERY steps.
-DIGEST_EVERY = 10
 PROMPT = b"def "
 GENERATED_BYTES = 120
 
@@ -116,7 +114,7 @@ def schedule(total_steps: int) -> Callable[[Optimizer], LambdaLR]:
     return lambda optimizer: LambdaLR(optimizer, factor)
 
 
-class Journal:
+class JournalFile:
     """A file with what this rank did, one JSON object a line. Each line is written at once, so it survives a kill."""
 
     def __init__(self, directory: Path | None, rank: int) -> None:
@@ -130,8 +128,8 @@ class Journal:
             self._file.write(json.dumps({"event": event, **values}) + "\n")
 
 
-def train(engine: Engine, corpus: Corpus, journal: Journal, steps: int) -> None:
-    """Train up to step `steps` of the job."""
+def train(engine: Engine, corpus: Corpus, journal: JournalFile, steps: int, digest_every: int) -> None:
+    """Train up to step `steps` of the job. Record the weights every `digest_every` steps; 0: not at all."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     micro = engine.train_micro_batch_size_per_gpu()
     engine.train()
@@ -154,11 +152,11 @@ def train(engine: Engine, corpus: Corpus, journal: Journal, steps: int) -> None:
         engine.step()
         if rank == 0 and engine.global_steps % 10 == 0:
             print(f"step {engine.global_steps}: loss {value:.3f}", flush=True)
-        if engine.global_steps % DIGEST_EVERY == 0:
+        if digest_every and engine.global_steps % digest_every == 0:
             record_weights(engine, journal)
 
 
-def record_weights(engine: Engine, journal: Journal) -> None:
+def record_weights(engine: Engine, journal: JournalFile) -> None:
     """Record a digest of the whole model's fp32 weights. Every rank must call this, because it is a collective."""
     weights = engine.full_state_dict(rank0_only=True)
     if weights:
@@ -204,6 +202,12 @@ def parse_arguments() -> argparse.Namespace:
         help="DeepSpeed's config and the section `paramserver` (default: train_gpt2.json beside this script)",
     )
     parser.add_argument("--journal", type=Path, help="directory for a record of what each rank did, as JSON lines")
+    parser.add_argument(
+        "--digest-every",
+        type=int,
+        default=0,
+        help="record a digest of all weights every so many steps (default: 0, only at the start)",
+    )
     return parser.parse_args()
 
 
@@ -220,7 +224,7 @@ def main() -> None:
     config = read_config(arguments.config)
     engine, *_ = trainer_client.initialize(model=model, config=config, lr_scheduler=schedule(arguments.steps))
     with engine:
-        journal = Journal(arguments.journal, dist.get_rank())
+        journal = JournalFile(arguments.journal, dist.get_rank())
         if engine.resumed_step == 0:
             torch.manual_seed(SEED + dist.get_rank())  # Each rank has other dropout masks.
         journal.write(
@@ -233,7 +237,7 @@ def main() -> None:
             data_plane=engine.data_plane,
         )
         record_weights(engine, journal)
-        train(engine, corpus, journal, arguments.steps)
+        train(engine, corpus, journal, arguments.steps, arguments.digest_every)
         journal.write("end", text=generate(engine, model))
 
 

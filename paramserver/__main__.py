@@ -2,7 +2,7 @@
 
 Must import nothing of the project before `use_own_packages` has run. The names `paramserver` and `storage` are common:
 a `storage.py` in the working directory (`python -m` looks there first) or in a directory of PYTHONPATH would be
-imported in place of this project's package.
+imported in place of this project's package. The verbs of `trainer_client` are found in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 _ROOT = Path(__file__).parents[1]
-_PACKAGES = ("paramserver", "storage")
+_PACKAGES = ("paramserver", "storage", "trainer_client")
 
 
 class _OwnPackages(MetaPathFinder):

@@ -1,8 +1,14 @@
-"""The `paramserver` command: runs a store daemon, and makes the certificates and tokens of its clients."""
+"""The `paramserver` command: runs a store daemon, makes its clients' certificates and tokens, and exports steps.
+
+The verbs that are clients of a daemon belong to the package `trainer_client`, which lies above this one. This module
+knows their names and one line of help; the module with the verb is imported when the verb is called, so that neither
+the daemon nor `--help` needs it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -138,6 +144,21 @@ def adopt(
         typer.echo(f"paramserver: {error}", err=True)
         raise typer.Exit(1) from None
     typer.echo(f"{', '.join(map(str, nvme_dir))}: now of {state_dir}")
+
+
+def _call_client_verb(module: str, arguments: list[str]) -> None:
+    """Pass the arguments to the verb of a client, which is `main` of a module in a package above this one."""
+    importlib.import_module(module).main(arguments)
+
+
+# The arguments of a client's verb are parsed by that verb, the option --help among them.
+_UNPARSED = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+
+
+@app.command(add_help_option=False, context_settings=_UNPARSED)
+def export(context: typer.Context) -> None:
+    """Write a committed step of a job as safetensors, torch's DCP, or DeepSpeed's fp32 file."""
+    _call_client_verb("trainer_client.exchange.cli", context.args)
 
 
 def main() -> None:

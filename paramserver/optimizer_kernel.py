@@ -21,7 +21,7 @@ class OptimizerUpdate:
     """The update of one group in one step.
 
     Attributes:
-        shards: the shards of the group, by position.
+        shards: the shards of the group, by their offsets in it.
         hyper_parameters: one entry per shard; a shard with None is not updated.
         grad_scale, clip_value: see `update_shards`, which gets the gradient converted to fp32.
     """
@@ -38,7 +38,7 @@ class OptimizerUpdate:
         low_precision = Kind.MASTER in tile.tensors
         weight = tile.tensors[Kind.MASTER if low_precision else Kind.PARAM]
         update_shards(
-            zip(self.shards, self.hyper_parameters, strict=True),
+            ((s.group_offset, s.numel, row) for s, row in zip(self.shards, self.hyper_parameters, strict=True)),
             weight,
             gradient,
             {KIND_TO_WIRE[kind]: state for kind, state in tile.tensors.items() if kind in OPTIMIZER_STATES},

@@ -18,10 +18,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from paramserver import __version__
 from paramserver.config import DaemonConfig
 from paramserver.contract.address import is_loopback
-from paramserver.contract.limits import MAX_FRAME_BYTES, UNITS_SHOWN_AT_ONCE
+from paramserver.contract.limits import MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
 from paramserver.contract.sockets import grpc_target
-from paramserver.dataplane.arena_socket import ArenaDoor, clear_socket
-from paramserver.dataplane.chunk_budget import Transfers
+from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
+from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.dataplane.read_write import Streams
 from paramserver.errors import ConfigError, StartError
 from paramserver.process import numa
@@ -118,7 +118,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             huge_pages=config.huge_pages,
             lock_memory=config.lock_memory,
             weight_of=lambda job: quotas.of(job).weight,
-            units_of_a_rank_alone=UNITS_SHOWN_AT_ONCE,
+            units_of_a_rank_alone=UNITS_MAPPED_AT_ONCE,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:
@@ -138,16 +138,16 @@ async def _serve(
 ) -> None:
     for path in (config.socket_path, config.arena_socket_path):
         clear_socket(path)
-    door = ArenaDoor(config.arena_socket_path, engine.arena.fd)
-    cleanup.push_async_callback(door.close)
+    arena_socket = ArenaSocket(config.arena_socket_path, engine.arena.fd)
+    cleanup.push_async_callback(arena_socket.close)
     watch = cleanup.enter_context(LoopWatch(asyncio.get_running_loop(), StallLog()))
-    transfers = Transfers(
+    chunk_budget = ChunkBudget(
         config.stream_budget, stall_seconds=config.stream_stall_seconds, weight_of=engine.config.weight_of
     )
     traces = Traces(engine.tracer)
 
     def end_session(session_id: str) -> None:
-        transfers.end_session(session_id)
+        chunk_budget.end_session(session_id)
         traces.end_session(session_id)
 
     sessions = Sessions(
@@ -184,12 +184,12 @@ async def _serve(
         ]
     )
     access = Access(gate, sessions)
-    streams = Streams(engine, transfers, config.stream_window)
+    streams = Streams(engine, chunk_budget, config.stream_window)
     health_service = health.aio.HealthServicer()
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
     checked = CheckedServer(server, access.admission, lambda: describe_waits(engine))
     checked.add(STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, access, quotas, traces))
-    checked.add(ADMIN_SERVICE, StoreAdmin(engine, sessions, transfers, watch, welcome.epoch, config.state_dir, gate))
+    checked.add(ADMIN_SERVICE, StoreAdmin(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir, gate))
     checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
     # Reflection describes the services, so it answers only callers who hold a token.
     described = reflection.aio.ReflectionServicer([service.full_name for service in services])

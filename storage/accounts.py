@@ -65,7 +65,7 @@ class TierAccount:
         return self.used_bytes - sum(self.held_bytes.values())
 
     @property
-    def is_settled(self) -> bool:
+    def is_balanced(self) -> bool:
         """Whether jobs, readers and sessions explain every used byte.
 
         A test polls this: without leaks it soon becomes true, as soon as no operation is under way.
@@ -92,7 +92,7 @@ def host_account(
         (quarantined, Holder.QUARANTINE),
         (host_cache.pinned_ranges, Holder.UNDER_WAY),
         (scratch.ranges, Holder.UNDER_WAY),
-        ((slab.copy.region for slab in slabs if slab.copy is not None and slab.copy.is_of_use), Holder.JOBS),
+        ((slab.copy.arena_range for slab in slabs if slab.copy is not None and slab.copy.is_of_use), Holder.JOBS),
     ):
         for range_ in ranges:
             holders.setdefault(range_, holder)

@@ -82,9 +82,9 @@ class Committer:
         # Wait for the snapshot first, because when it becomes durable, older steps are no longer retained.
         if job.snapshot is not None:
             await asyncio.wait([job.snapshot])
-        await self.settle()
+        await self.resolve_doubt()
         self.check_retained(job, step)
-        for slab in job.tally.unsettled if step not in job.durable else ():
+        for slab in job.tally.dirty if step not in job.durable else ():
             if _is_lost(slab, step):
                 durable = ", ".join(map(str, sorted(job.durable))) or "none"
                 raise DataLossError(
@@ -96,10 +96,10 @@ class Committer:
             return
         if newer & job.durable:
             kept = sorted(job.durable - newer)
-            await self._in_catalog_thread(lambda: self._forget(job.spec.identity, kept))
+            await self._in_catalog_thread(lambda: self._retain(job.spec.identity, kept))
             job.durable -= newer
             # No durable step may know a version any more that a retained step still sees. All steps see the same
-            # version of a settled slab, so this version stays recorded as long as a durable step is left.
+            # version of a clean slab, so this version stays recorded as long as a durable step is left.
             if not kept:
                 job.tally.changed.update(dict.fromkeys(job.slabs()))
             for slab in job.tally.changed:
@@ -144,22 +144,22 @@ class Committer:
         self._backing.hold(region)
         return region
 
-    async def settle(self) -> None:
-        """Make sure that a commit that failed cannot become valid after a crash (see `Catalog.settle`).
+    async def resolve_doubt(self) -> None:
+        """Make sure that a commit that failed cannot become valid after a crash (see `Catalog.resolve_doubt`).
 
-        The caller awaits this before it discards anything of the step.
+        The caller awaits this before it frees anything of the step.
         """
         if self._catalog.in_doubt:
-            await self._in_catalog_thread(self._catalog.settle)
+            await self._in_catalog_thread(self._catalog.resolve_doubt)
 
-    def discard_pending(self, job: Job) -> None:
-        """Discard what an abandoned step wrote. The catalog must be settled.
+    def abandon_pending(self, job: Job) -> None:
+        """Free what an abandoned step wrote. The catalog must not be in doubt.
 
         If the step overwrote the only bytes of the last committed step, the job returns to its last durable step, if
         any.
         """
         newest = job.newest
-        if newest is not None and job.durable and any(_is_lost(slab, newest) for slab in job.tally.unsettled):
+        if newest is not None and job.durable and any(_is_lost(slab, newest) for slab in job.tally.dirty):
             job.retained = {step: record for step, record in job.retained.items() if step in job.durable}
             log.warning(
                 "job %s goes back from step %d to step %d: an unfinished step has overwritten bytes that were kept in "
@@ -168,8 +168,8 @@ class Committer:
             )
         self._restore(job, job.newest)
 
-    def discard(self, job: Job, slabs: Iterable[Slab]) -> None:
-        """Make some slabs what the last committed step left, and discard the versions of the pending step."""
+    def withdraw(self, job: Job, slabs: Iterable[Slab]) -> None:
+        """Undo the updates of some slabs in the pending step: make the slabs what the last committed step left."""
         for slab in slabs:
             if slab.latest is not None and job.newest is not None and slab.latest > job.newest:
                 if (region := slab.pop_version(slab.latest)) is not None:
@@ -178,7 +178,7 @@ class Committer:
 
     def _restore(self, job: Job, step: int | None) -> None:
         """Make the versions that `step` sees the newest ones. None: the slabs have no bytes."""
-        for slab in job.tally.unsettled:
+        for slab in job.tally.dirty:
             if slab.latest is not None and (step is None or slab.latest > step):
                 self._restore_slab(job, slab, step)
         # Free the versions without a pause, because the next step may give a slab another version with the same number.
@@ -186,7 +186,7 @@ class Committer:
             pass
 
     def _restore_slab(self, job: Job, slab: Slab, step: int | None) -> None:
-        """Make the version that `step` sees the slab's newest one, and drop a copy of other bytes."""
+        """Make the version that `step` sees the slab's newest one, and free a copy of other bytes."""
         if step is None:
             slab.latest = None
         elif slab.backed or step in job.durable:
@@ -197,7 +197,7 @@ class Committer:
         if slab.copy is not None and slab.copy.at_home:
             slab.copy.step = None
         else:
-            self._host_cache.detach(slab)
+            self._host_cache.free_copy(slab)
 
     async def _make_durable(self, job: Job, record: CommitRecord) -> None:
         """Bring a step's bytes onto the durable tier, sync them, and record the step in the catalog."""
@@ -275,13 +275,13 @@ class Committer:
             self._catalog.add_commit(job.spec.identity, record, stored)
             self._catalog.retain(job.spec.identity, kept)
 
-    def _forget(self, job: str, kept: list[int]) -> None:
-        """Keep only the steps `kept` in the catalog. This runs in the catalog's thread."""
+    def _retain(self, job: str, kept: list[int]) -> None:
+        """Keep only the steps `kept` of a job in the catalog. This runs in the catalog's thread."""
         with self._catalog.transaction():
             self._catalog.retain(job, kept)
 
     async def _prune(self, job: Job) -> None:
-        """Drop retained steps that no rank can return to. Durable steps are dropped when the catalog is written."""
+        """Remove retained steps that no rank can return to. Durable ones are removed when the catalog is written."""
         newest = job.newest
         for step in list(job.retained):
             if step < job.settled and step != newest and step not in job.durable:
@@ -307,7 +307,7 @@ class Committer:
                     if (region := slab.pop_version(version)) is not None:
                         self._backing.free(region)
                     reach(Failpoint.DURING_RECLAIM)
-                job.tally.settle(slab, oldest, recorded=recorded)
+                job.tally.remove_if_clean(slab, oldest, recorded=recorded)
             yield
 
 
@@ -334,7 +334,7 @@ async def _unrecorded(job: Job, step: int) -> dict[Slab, tuple[int, Region]]:
     """Return the versions, with their regions, that `step` sees and the catalog does not name yet.
 
     The step does not change while this pauses between slices, because it is sealed and retained. A slab that is not
-    among the changed ones is settled, so the catalog names the version that the step sees.
+    among the changed ones is clean, so the catalog names the version that the step sees.
     """
     found: dict[Slab, tuple[int, Region]] = {}
     async for slab in in_slices(list(job.tally.changed)):

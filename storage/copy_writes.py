@@ -73,7 +73,7 @@ class CopyWrites:
         self._host_cache.pin(copy)
         try:
             async with self._durable.new_version(slab.nbytes, slab.label(version)) as region:
-                await self._durable.write_from(region, 0, self._host.view(copy.region))
+                await self._durable.write_from(region, 0, self._host.view(copy.arena_range))
                 if slab.latest != version:
                     raise _discarded(slab, version)
                 slab.add_version(version, region)

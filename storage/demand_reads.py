@@ -31,7 +31,7 @@ class DemandReads:
         if write is None and slab.current_copy is not None:
             return await self._queue.fetch(slab, position)
         return await self._backing.watch.unless_stuck(
-            self._fetch(job, slab, position, as_of), give_back=lambda copy: self._host_cache.unpin(slab, copy)
+            self._fetch(job, slab, position, as_of), release=lambda copy: self._host_cache.unpin(slab, copy)
         )
 
     async def _fetch(self, job: Job, slab: Slab, position: float, as_of: int | None) -> HostCopy:
@@ -61,7 +61,7 @@ class DemandReads:
         self._host_cache.pin(copy)
         try:
             version = slab.version_at(_bound(job, as_of))
-            view = self._host.view(copy.region)
+            view = self._host.view(copy.arena_range)
             if version is None:
                 # The slab had not been written by then, so its bytes are zeros.
                 view[:] = bytes(len(view))

@@ -58,9 +58,9 @@ class Pin:
     copy: HostCopy
 
     @property
-    def region(self) -> ArenaRange:
+    def arena_range(self) -> ArenaRange:
         """The range of the arena that holds the bytes."""
-        return self.copy.region
+        return self.copy.arena_range
 
 
 class Engine:
@@ -159,7 +159,7 @@ class Engine:
             except StorageError as error:
                 # The engine is not used after this, so a step that could not be abandoned does no harm: a restart
                 # discards it.
-                log.error("the unfinished step of job %s could not be given up: %s", job.spec.name, error)
+                log.error("the unfinished step of job %s could not be abandoned: %s", job.spec.name, error)
         await self.queue.close()
         await self.backing.close()
         await self._damage_log.close()
@@ -249,7 +249,7 @@ class Engine:
         if known is not None:
             await self.backing.watch.unless_stuck(self._quiesce_all(known))
             if known.newest is None:
-                await self._job_registry.discard(known)
+                await self._job_registry.free(known)
         return self._job_registry.attach(spec)
 
     async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
@@ -257,7 +257,7 @@ class Engine:
 
         The first commit of the new layout has the number `first_step`. From that commit on the new layout is the job's;
         the old one is freed when all ranks on all nodes have the commit. If the run ends before its first commit, the
-        new layout is discarded. A job without any commit keeps its layout and only takes `first_step` as the number of
+        new layout is freed. A job without any commit keeps its layout and only takes `first_step` as the number of
         its first step.
 
         Raises:
@@ -282,7 +282,7 @@ class Engine:
         if stored := [job.spec.identity for job in jobs if job.durable]:
             await self._catalog_thread.run(lambda: self._catalog.delete_jobs(stored))
         for job in jobs:
-            await self._job_registry.discard(job)
+            await self._job_registry.free(job)
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit] = ()) -> None:
         """Register groups of a job, and reserve the room that the job's next step needs. Each rank calls this once.
@@ -297,22 +297,22 @@ class Engine:
         if moved and job.durable:
             await self._catalog_thread.run(lambda: self._catalog.set_placements(moved))
 
-    async def detach(self, job: Job) -> None:
-        """Abandon a job's unfinished step and free host memory that holds no unique bytes.
+    async def end_run(self, job: Job) -> None:
+        """Abandon a job's unfinished step, and free the host memory that holds no unique bytes.
 
-        The caller calls this when no client uses the job any more. A new layout without a commit is discarded.
+        The caller calls this when no client uses the job any more. A new layout without a commit is freed.
         """
         await self.abandon_pending(job)
         if job.begins_layout:
-            await self._job_registry.discard(job)
+            await self._job_registry.free(job)
         else:
-            await self._job_registry.detach(job)
+            await self._job_registry.free_copies(job)
 
     async def _quiesce_all(self, job: Job) -> None:
-        """Quiesce a job, and discard the layout that was being filled to replace it."""
+        """Quiesce a job, and free the layout that was being filled to replace it."""
         if (filling := job.unfinished_successor) is not None:
             await self.abandon_pending(filling)
-            await self._job_registry.discard(filling)
+            await self._job_registry.free(filling)
         await self._quiesce(job)
 
     async def _quiesce(self, job: Job) -> None:
@@ -378,11 +378,11 @@ class Engine:
         slab = job.slab(group, kind)
         job.open_pending(job.first_step).check_open()
         if slab.copy is None:
-            region = await self.host_cache.room_for(slab)
+            range_ = await self.host_cache.room_for(slab)
             if slab.copy is not None:
-                self.host.free(region)
+                self.host.free(range_)
                 raise ConflictError(f"{slab.key} is being written by another lease")
-            slab.copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
+            slab.copy = HostCopy(range_, step=None, at_home=slab.at_home_in_host)
         elif slab.copy.pins:
             raise ConflictError(f"{slab.key} is being written by another lease")
         # A new write overwrites the bytes that an earlier `publish` left in this copy, so that version stays valid only
@@ -413,7 +413,7 @@ class Engine:
                 if slab.backing is not None:
                     new = self.backing.new_version(slab.backing, slab.nbytes, slab.label(step))
                     region = await filling.enter_async_context(new)
-                    await region.tier.write_from(region, 0, self.host.view(pin.region))
+                    await region.tier.write_from(region, 0, self.host.view(pin.arena_range))
                 # Check after the write, because the step may have been committed or abandoned, or the job deleted,
                 # while the bytes were written.
                 job.open_pending(step).check_open()
@@ -468,7 +468,7 @@ class Engine:
         if write.cancelled() or write.exception() is not None:
             self.scratch.free(staged)
         else:
-            self.scratch.let_go(staged)
+            self.scratch.hand_over(staged)
 
     async def allocate_gradient(self, job: Job, group: str) -> ArenaRange:
         """Return room in the arena for the gradient of a group, until `update` consumes it or the caller frees it.
@@ -484,13 +484,13 @@ class Engine:
             )
         return await self.scratch.allocate(job.spec.name, spec.slab_bytes(Kind.GRAD), from_top=True)
 
-    def abandon_stage(self, pin: Pin) -> ArenaRange:
-        """Discard the staged bytes of a slab, and return their range of the arena.
+    def take_staged(self, pin: Pin) -> ArenaRange:
+        """Take the range of a slab's staged bytes away from the slab, and return it. The bytes are discarded.
 
         A client's process may still write to the range, so the caller passes it to `HostTier.free` only when no process
         can.
         """
-        return self.host_cache.surrender(pin.slab, pin.copy)
+        return self.host_cache.take_range(pin.slab, pin.copy)
 
     async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
         """Return a range of the arena that `fill` has filled. The range is charged to the job until it is freed.
@@ -502,16 +502,16 @@ class Engine:
             DeviceStuckError: a device does not answer.
             StorageError: `fill` has raised this.
         """
-        return await self.backing.watch.unless_stuck(self._load(job, nbytes, fill), give_back=self.scratch.free)
+        return await self.backing.watch.unless_stuck(self._load(job, nbytes, fill), release=self.scratch.free)
 
     async def _load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
-        region = await self.scratch.allocate(job.spec.name, nbytes)
+        range_ = await self.scratch.allocate(job.spec.name, nbytes)
         try:
-            await fill(self.host.view(region))
+            await fill(self.host.view(range_))
         except BaseException:
-            self.scratch.free(region)
+            self.scratch.free(range_)
             raise
-        return region
+        return range_
 
     async def open_reader(self, job: Job, step: int | None = None) -> StepReader:
         """Return a reader of a committed step, by default the newest one.
@@ -525,7 +525,7 @@ class Engine:
             BudgetExceededError: nvme_budget has no room to keep the step beside the steps to come.
             DeviceStuckError: a device does not answer.
         """
-        return await self.backing.watch.unless_stuck(self._open_reader(job, step), give_back=StepReader.close)
+        return await self.backing.watch.unless_stuck(self._open_reader(job, step), release=StepReader.close)
 
     async def _open_reader(self, job: Job, step: int | None) -> StepReader:
         # The commit of a step overwrites bytes that are only in host memory, so wait until no commit is under way. This

@@ -23,6 +23,10 @@ class ConflictError(StorageError):
     """The request conflicts with the store's present state, such as another layout, another run, or a wrong order."""
 
 
+class OtherModelError(ConflictError):
+    """The job was stored with other parameters than the caller's model has: others by name, or of another shape."""
+
+
 class BudgetExceededError(StorageError):
     """A byte budget cannot hold the requested bytes. The message says whether that is so now or always."""
 

@@ -71,7 +71,7 @@ class FairQueue(Generic[ItemT]):
         for share in path:
             flow = parent.flows.get(share.flow)
             if flow is None:
-                self._forget_idle(parent)
+                self._remove_idle(parent)
                 flow = parent.flows[share.flow] = _Flow(share.flow)
             flow.weight = share.weight
             flow.waiting += 1
@@ -101,7 +101,7 @@ class FairQueue(Generic[ItemT]):
             flow = min(allowed)[2]
         while flow.flows:
             flow = self._next(flow)
-        self._drop_removed(flow)
+        self._pop_removed(flow)
         return flow.items[0][2]
 
     def take(self, item: ItemT, cost: float) -> None:
@@ -147,7 +147,7 @@ class FairQueue(Generic[ItemT]):
             flow.items.clear()
         return flow
 
-    def _drop_removed(self, flow: _Flow[ItemT]) -> None:
+    def _pop_removed(self, flow: _Flow[ItemT]) -> None:
         while flow.items and not self._is_live(flow.items[0]):
             heapq.heappop(flow.items)
 
@@ -155,8 +155,8 @@ class FairQueue(Generic[ItemT]):
         _, arrival, item = queued
         return item in self._entries and self._entries[item][1] == arrival
 
-    def _forget_idle(self, parent: _Flow[ItemT]) -> None:
-        """Drop idle inner flows whose `finish` has passed. A new flow of the same key would be served in the same way.
+    def _remove_idle(self, parent: _Flow[ItemT]) -> None:
+        """Remove idle flows whose `finish` has passed. A new flow of the same key would be served in the same way.
 
         The scan runs only when idle flows outnumber waiting ones, so it costs little on average.
         """

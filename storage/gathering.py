@@ -1,6 +1,6 @@
-"""The mapping of tensor ranges to slabs, and of many small ranges to windows of these slabs.
+"""The mapping of tensor ranges to slabs, and of many small ranges to stretches of these slabs.
 
-A window is read once for all ranges that lie in it. Must not read anything itself; `reader.py` does.
+A stretch is read once for all ranges that lie in it. Must not read anything itself; `reader.py` does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from storage.versions import Job
 
 # In the buffer of a gathering, each range begins at a multiple of this. It is a multiple of all element sizes.
 GATHER_ALIGNMENT = 16
-# A window ends before a gap of more than one block. It is at most this long, unless a single range is longer.
-_MOST_WINDOW_BYTES = 8 * BLOCK_BYTES
+# A stretch ends before a gap of more than one block. It is at most this long, unless a single range is longer.
+_MOST_STRETCH_BYTES = 8 * BLOCK_BYTES
 
 
 class TensorRange(NamedTuple):
@@ -41,7 +41,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Stretch:
     """Pieces of one slab that are read together. All of them are in bytes `[start, stop)` of the slab."""
 
     start: int
@@ -90,23 +90,23 @@ class Gathering:
         gathering = cls(first.spec.dtype)
         async for range_ in in_slices(ranges):
             gathering.nbytes = round_up(gathering.nbytes, GATHER_ALIGNMENT)
-            async for slab, position, count in in_slices(parts_of(job, *range_)):
-                start, stop = (n * slab.spec.dtype.itemsize for n in (position, position + count))
+            async for slab, offset, count in in_slices(parts_of(job, *range_)):
+                start, stop = (n * slab.spec.dtype.itemsize for n in (offset, offset + count))
                 gathering._pieces.setdefault(slab, []).append(_Piece(start, stop, gathering.nbytes))
                 gathering.nbytes += stop - start
         return gathering
 
-    def windows(self) -> Iterator[tuple[Slab, Window]]:
-        """Return all windows to read, each with its slab."""
-        return ((slab, window) for slab, pieces in self._pieces.items() for window in _windows(sorted(pieces)))
+    def stretches(self) -> Iterator[tuple[Slab, Stretch]]:
+        """Return all stretches to read, each with its slab."""
+        return ((slab, stretch) for slab, pieces in self._pieces.items() for stretch in _stretches(sorted(pieces)))
 
 
 def parts_of(job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> Iterator[tuple[Slab, int, int]]:
     """Find the slabs that hold elements `[offset, offset + numel)` of one kind of a tensor.
 
     Yields:
-        For each slab, in the order of the elements: the slab, the position of its first wanted element, and the number
-        of wanted elements there.
+        For each slab, in the order of the elements: the slab, the offset of its first wanted element there, and the
+        number of wanted elements.
 
     Raises:
         NotFoundError: this store does not have all of the elements.
@@ -118,21 +118,21 @@ def parts_of(job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> Iterato
             raise NotFoundError(f"job {job.spec.name!r} has no element {offset} of {fqn!r} on this node")
         shard, group = placed
         count = min(end, shard.offset + shard.numel) - offset
-        yield group.slab(kind, job.spec.name), shard.position + offset - shard.offset, count
+        yield group.slab(kind, job.spec.name), shard.group_offset + offset - shard.offset, count
         offset += count
 
 
-def _windows(pieces: Iterable[_Piece]) -> Iterator[Window]:
-    """Group pieces, which are sorted by `start`, into windows."""
+def _stretches(pieces: Iterable[_Piece]) -> Iterator[Stretch]:
+    """Group pieces, which are sorted by `start`, into stretches."""
     together: list[_Piece] = []
     start = stop = 0
     for piece in pieces:
-        if together and (piece.start - stop > BLOCK_BYTES or piece.stop - start > _MOST_WINDOW_BYTES):
-            yield Window(start, stop, together)
+        if together and (piece.start - stop > BLOCK_BYTES or piece.stop - start > _MOST_STRETCH_BYTES):
+            yield Stretch(start, stop, together)
             together = []
         if not together:
             start = stop = piece.start
         together.append(piece)
         stop = max(stop, piece.stop)
     if together:
-        yield Window(start, stop, together)
+        yield Stretch(start, stop, together)

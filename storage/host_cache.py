@@ -29,23 +29,23 @@ class EvictionOrder:
     @property
     def leased_bytes(self) -> int:
         """Bytes of copies in use."""
-        return sum(copy.region.nbytes for copy in self.pinned)
+        return sum(copy.arena_range.nbytes for copy in self.pinned)
 
     @property
     def evictable_bytes(self) -> int:
         """Bytes of copies that can be evicted at once."""
-        return sum(copy.region.nbytes for copy in self._evictable)
+        return sum(copy.arena_range.nbytes for copy in self._evictable)
 
-    def offer(self, slab: Slab, copy: HostCopy) -> None:
-        """Allow a copy to be evicted from now on."""
+    def add(self, slab: Slab, copy: HostCopy) -> None:
+        """Add a copy to those that can be evicted."""
         self._evictable[copy] = slab
         self._rank(copy)
 
-    def withdraw(self, copy: HostCopy) -> None:
-        """Keep a copy from being evicted; a repeated call has no effect."""
+    def remove(self, copy: HostCopy) -> None:
+        """Remove a copy from those that can be evicted; a repeated call has no effect."""
         self._evictable.pop(copy, None)
 
-    def move(self, copy: HostCopy) -> None:
+    def update(self, copy: HostCopy) -> None:
         """Update the order after the next use of a copy has changed. A copy that cannot be evicted is ignored."""
         if copy in self._evictable:
             self._rank(copy)
@@ -63,7 +63,7 @@ class EvictionOrder:
         if copy is None or (later_than is not None and copy.next_use <= later_than):
             return None
         self._evictable.pop(copy).copy = None
-        return copy.region
+        return copy.arena_range
 
     def _rank(self, copy: HostCopy) -> None:
         """Enter a copy that can be evicted into the heap by its next use."""
@@ -95,7 +95,7 @@ class HostCache:
     @property
     def pinned_ranges(self) -> Iterable[ArenaRange]:
         """Ranges of the arena that hold copies in use."""
-        return (copy.region for copy in self._order.pinned)
+        return (copy.arena_range for copy in self._order.pinned)
 
     @property
     def leased_bytes(self) -> int:
@@ -117,24 +117,24 @@ class HostCache:
             ConflictError: the slab was deleted while this waited.
             BudgetExceededError: there was no room before the deadline.
         """
-        region = await self._host.allocate(slab.nbytes, until=until)
+        range_ = await self._host.allocate(slab.nbytes, until=until)
         if slab.deleted:
-            self._host.free(region)
+            self._host.free(range_)
             slab.check_present()
-        return region
+        return range_
 
     def pin(self, copy: HostCopy) -> None:
         """Keep a copy in its place until each of its pins is released."""
         copy.pins += 1
         copy.idle.clear()
         self._order.pinned.add(copy)
-        self._order.withdraw(copy)
+        self._order.remove(copy)
 
     def unpin(self, slab: Slab, copy: HostCopy, next_use: float = NEVER) -> None:
         """Release a pin.
 
-        With its last pin, a copy away from home is dropped if it does not hold its slab's newest bytes; otherwise it
-        may be evicted from then on.
+        With its last pin, a copy away from home is freed if it does not hold its slab's newest bytes; otherwise it can
+        be evicted from then on.
         """
         copy.pins -= 1
         copy.next_use = next_use
@@ -143,11 +143,11 @@ class HostCache:
         copy.idle.set()
         self._order.pinned.discard(copy)
         if slab.copy is not copy or (slab.current_copy is None and not copy.at_home):
-            self._drop(slab, copy)
+            self._free(slab, copy)
         elif not copy.at_home:
-            self._offer(slab, copy)
+            self._add_evictable(slab, copy)
 
-    def lend(self, slab: Slab, copy: HostCopy) -> None:
+    def make_evictable(self, slab: Slab, copy: HostCopy) -> None:
         """Release the only pin of a copy that an update is writing, so that it can be evicted while the update waits.
 
         The copy is not at home. If it was evicted before the update pins it again, the slab has no copy any more.
@@ -155,9 +155,9 @@ class HostCache:
         copy.pins -= 1
         copy.idle.set()
         self._order.pinned.discard(copy)
-        self._offer(slab, copy)
+        self._add_evictable(slab, copy)
 
-    def surrender(self, slab: Slab, copy: HostCopy) -> ArenaRange:
+    def take_range(self, slab: Slab, copy: HostCopy) -> ArenaRange:
         """Release the only pin of a copy without valid bytes, take the copy away from its slab, and return its range.
 
         The caller frees the range.
@@ -167,7 +167,7 @@ class HostCache:
         self._order.pinned.discard(copy)
         if slab.copy is copy:
             slab.copy = None
-        return copy.region
+        return copy.arena_range
 
     def adopt(self, slab: Slab, copy: HostCopy) -> None:
         """Make a copy that is not in use yet the copy of a slab that has none."""
@@ -175,28 +175,28 @@ class HostCache:
         self.pin(copy)
         self.unpin(slab, copy)
 
-    def detach(self, slab: Slab) -> None:
+    def free_copy(self, slab: Slab) -> None:
         """Take the copy away from its slab, at home or not, and free it: now if it is idle, else with its last pin."""
         copy, slab.copy = slab.copy, None
         if copy is not None and not copy.pins:
-            self._order.withdraw(copy)
-            self._host.free(copy.region)
+            self._order.remove(copy)
+            self._host.free(copy.arena_range)
 
     def set_next_use(self, slab: Slab, position: float) -> None:
         """Set the trace position at which the slab's copy is needed next, for example from a prefetch window."""
         copy = slab.copy
         if copy is not None and copy.next_use != position:
             copy.next_use = position
-            self._order.move(copy)
+            self._order.update(copy)
 
-    def _offer(self, slab: Slab, copy: HostCopy) -> None:
-        """Allow a copy to be evicted from now on, and wake the tasks that wait for room."""
-        self._order.offer(slab, copy)
+    def _add_evictable(self, slab: Slab, copy: HostCopy) -> None:
+        """Add a copy to those that can be evicted, and serve the tasks that wait for room."""
+        self._order.add(slab, copy)
         self._host.room_made()
 
-    def _drop(self, slab: Slab, copy: HostCopy) -> None:
+    def _free(self, slab: Slab, copy: HostCopy) -> None:
         """Free a copy, and take it away from its slab if it is the slab's."""
-        self._order.withdraw(copy)
+        self._order.remove(copy)
         if slab.copy is copy:
             slab.copy = None
-        self._host.free(copy.region)
+        self._host.free(copy.arena_range)

@@ -76,10 +76,10 @@ class JobRegistry:
         self._check_not_deleting(spec.name)
         job = self._jobs.by_name.get(spec.name)
         if job is not None and job.newest is None:
-            # The engine has discarded what an earlier run left, so another client opened this job since then, and it
-            # has hardly any slabs.
-            self._take_out(job)
-            self._give_up(job.slabs())
+            # The engine has freed what an earlier run left, so another client opened this job since then, and it has
+            # hardly any slabs.
+            self._remove(job)
+            self._free_slabs(job.slabs())
             job = None
         if job is None:
             self._jobs.by_name[spec.name] = job = Job(spec, created_at=time.time())
@@ -100,7 +100,7 @@ class JobRegistry:
         if any(spec.layout == other.spec.layout for other in self._jobs.layouts(name)):
             raise ConflictError(f"job {name!r} has a layout {spec.layout!r} already; name the new one differently")
         successor = job.successor = Job(spec, job.created_at, first_step=first_step)
-        await self.detach(job)
+        await self.free_copies(job)
         return successor
 
     def succeed(self, job: Job) -> None:
@@ -116,15 +116,15 @@ class JobRegistry:
         job.older = [*before.older, before]
         before.older, before.successor = [], job
 
-    async def detach(self, job: Job) -> None:
-        """Remove the ranks of a job, and free its copies that are not the only ones (see `Engine.detach`)."""
+    async def free_copies(self, job: Job) -> None:
+        """Remove the ranks of a job, and free its copies that are not the only ones (see `Engine.end_run`)."""
         job.spec = job.spec.without_ranks()
         async for slab in in_slices(list(job.slabs())):
             if job.spec.local_ranks:
                 # Another run has attached the job since this began, and needs the copies.
                 return
             if slab.backed or slab.latest is None or slab.latest in slab.versions:
-                self._host_cache.detach(slab)
+                self._host_cache.free_copy(slab)
 
     @contextmanager
     def deleting(self, name: str) -> Iterator[Job]:
@@ -144,14 +144,14 @@ class JobRegistry:
         if name in self._deleting:
             raise ConflictError(f"job {name!r} is being deleted; try again when it is gone")
 
-    async def discard(self, job: Job) -> None:
+    async def free(self, job: Job) -> None:
         """Take one layout of a job out of memory, and free its bytes in all tiers, in slices.
 
         A repeated call has no effect. The catalog must not name the layout any more.
         """
         if self._jobs.has(job):
-            self._take_out(job)
-            walk = self._giving_up(list(job.slabs()))
+            self._remove(job)
+            walk = self._freeing(list(job.slabs()))
             try:
                 async for _ in in_slices(walk):
                     pass
@@ -159,7 +159,7 @@ class JobRegistry:
                 # If this is cancelled, free the rest at once, because no registry entry leads to these slabs any more.
                 deque(walk, maxlen=0)
 
-    def _take_out(self, job: Job) -> None:
+    def _remove(self, job: Job) -> None:
         """Take one layout of a job out of the registry. Its bytes stay."""
         current = self._jobs.by_name[job.spec.name]
         if current is job:
@@ -170,11 +170,11 @@ class JobRegistry:
             current.older.remove(job)
         job.announce()
 
-    def _give_up(self, slabs: Iterable[Slab]) -> None:
+    def _free_slabs(self, slabs: Iterable[Slab]) -> None:
         """Free the bytes of slabs in all tiers, without a pause."""
-        deque(self._giving_up(slabs), maxlen=0)
+        deque(self._freeing(slabs), maxlen=0)
 
-    def _giving_up(self, slabs: Iterable[Slab]) -> Iterator[None]:
+    def _freeing(self, slabs: Iterable[Slab]) -> Iterator[None]:
         """Free the bytes of slabs in all tiers; yield after each slab.
 
         Their versions are removed as well. Otherwise a fetch that waits for room would read bytes that are freed here,
@@ -182,7 +182,7 @@ class JobRegistry:
         """
         for slab in slabs:
             slab.deleted = True
-            self._host_cache.detach(slab)
+            self._host_cache.free_copy(slab)
             for step in list(slab.versions):
                 if (region := slab.pop_version(step)) is not None:
                     self._backing.free(region)
@@ -199,7 +199,7 @@ class JobRegistry:
             new: list[Group] = []
             moved: dict[SlabKey, TierName] = {}
             with ExitStack() as undo:
-                undo.callback(self._take_back, job, new)
+                undo.callback(self._unregister, job, new)
                 async for spec in in_slices(specs):
                     if (group := job.groups.get(spec.name)) is not None:
                         if known.get(spec.name) is not group.spec:
@@ -211,7 +211,7 @@ class JobRegistry:
                     self.admission.check_limit(job, limit)
                 self.admission.check_host_budget(job)
                 self.admission.reserve()
-                await self._settle_at_home([job.groups[spec.name] for spec in specs], until)
+                await self._allocate_at_home([job.groups[spec.name] for spec in specs], until)
                 await job.index.add(new)
                 undo.pop_all()
         return moved
@@ -233,12 +233,12 @@ class JobRegistry:
         finally:
             job.registering.release()
 
-    def _take_back(self, job: Job, groups: Sequence[Group]) -> None:
-        """Undo the registration of new groups."""
+    def _unregister(self, job: Job, groups: Sequence[Group]) -> None:
+        """Undo the registration of new groups, and free what their slabs have."""
         job.index.remove(groups)
         for group in groups:
             del job.groups[group.spec.name]
-            self._give_up(group.slabs)
+            self._free_slabs(group.slabs)
             job.tally.remove(group)
 
     def _add_group(self, job: Job, spec: GroupSpec) -> Group:
@@ -271,19 +271,19 @@ class JobRegistry:
         return moved
 
     def _place(self, job: Job, slab: Slab, spec: SlabSpec) -> None:
-        """Give a slab another placement, and drop its copy, because `HostCopy.at_home` may be wrong now."""
-        job.tally.leave(slab)
+        """Give a slab another placement, and free its copy, because `HostCopy.at_home` may be wrong now."""
+        job.tally.uncount(slab)
         slab.spec = spec
         slab.backing = self._backing_of(job.spec, spec)
-        job.tally.enter(slab)
-        self._host_cache.detach(slab)
+        job.tally.count(slab)
+        self._host_cache.free_copy(slab)
 
-    async def _settle_at_home(self, groups: Sequence[Group], until: float) -> None:
+    async def _allocate_at_home(self, groups: Sequence[Group], until: float) -> None:
         """Allocate a copy for every slab that is placed in the host tier. Its bytes are read when first needed."""
         async for slab in in_slices(slab for group in groups for slab in group.slabs):
             if slab.at_home_in_host and slab.copy is None:
-                region = await self._host_cache.room_for(slab, until=until)
-                slab.copy = HostCopy(region, step=None, at_home=True)
+                range_ = await self._host_cache.room_for(slab, until=until)
+                slab.copy = HostCopy(range_, step=None, at_home=True)
                 slab.copy.idle.set()
 
     def _backing_of(self, job: JobSpec, slab: SlabSpec) -> TierName | None:
@@ -313,7 +313,7 @@ class JobRegistry:
                     slab.add_version(step, self._backing.durable.restored(v.extents, v.checksums, label, nbytes))
                 slab.recorded.update(slab.versions)
                 slab.latest = max(slab.versions, default=None)
-                job.tally.settle(slab, min(job.durable, default=None), recorded=True)
+                job.tally.remove_if_clean(slab, min(job.durable, default=None), recorded=True)
         job.index.add_at_once(job.groups.values())
         # Compute these cached values at the start of the daemon, because computing them later would make the client
         # that opens the job, and all other clients, wait.

@@ -61,6 +61,8 @@ class JobTable:
                         itemsize = slab.spec.dtype.itemsize
                         first, end = offset // itemsize, -(-(offset + nbytes) // itemsize)
                         return tuple(
-                            s.fqn for s in group.spec.shards if s.position < end and s.position + s.numel > first
+                            s.fqn
+                            for s in group.spec.shards
+                            if s.group_offset < end and s.group_offset + s.numel > first
                         )
         return ()

@@ -76,7 +76,7 @@ class PendingSteps:
         if job.pending is pending and not pending.abandoned:
             for slab in slabs:
                 pending.writes.pop(slab, None)
-            self._committer.discard(job, slabs)
+            self._committer.withdraw(job, slabs)
 
     def check_put(self, job: Job, step: int, slab: Slab) -> None:
         """Raise ConflictError unless `put` would accept this slab in this step now."""
@@ -129,7 +129,7 @@ class PendingSteps:
                 slab.add_version(step, region)
         slab.latest = step
         # The staged range replaces the copy. Readers that have pinned the old copy keep it.
-        self._host_cache.detach(slab)
+        self._host_cache.free_copy(slab)
         self._host_cache.adopt(slab, HostCopy(staged, step=step, at_home=slab.at_home_in_host))
 
     async def _update(
@@ -205,10 +205,10 @@ class PendingSteps:
         pending.abandoned = True
         if pending.writes:
             await asyncio.wait(pending.writes.values())
-        await self._committer.settle()
+        await self._committer.resolve_doubt()
         if job.pending is pending:
             job.pending = None
-            self._committer.discard_pending(job)
+            self._committer.abandon_pending(job)
 
 
 def _stop(writes: Iterable[asyncio.Task[None]]) -> None:

@@ -30,7 +30,7 @@ class PositionLock:
             async with lock.at(position=7) as give_way:
                 for tile in tiles:
                     await work_on(tile)
-                    await give_way(lend_buffers)
+                    await give_way(free_buffers)
         """
         place, has_turn = (position, next(self._arrivals)), False
 

@@ -217,25 +217,25 @@ class PrefetchQueue:
             nbytes = round_up(fetch.slab.nbytes)
             if self._in_flight and self._in_flight + nbytes > self._in_flight_budget:
                 return
-            region = self._host.try_allocate(nbytes, fetch.position)
-            if region is None:
+            range_ = self._host.try_allocate(nbytes, fetch.position)
+            if range_ is None:
                 # The job's later slabs may evict even fewer copies, so skip the whole job.
                 without_room.add(fetch.slab.key.job_name)
                 continue
             self._waiting.take(fetch, nbytes)
-            self._start(fetch, region)
+            self._start(fetch, range_)
 
-    def _start(self, fetch: _Fetch, region: ArenaRange | None) -> None:
+    def _start(self, fetch: _Fetch, range_: ArenaRange | None) -> None:
         nbytes = round_up(fetch.slab.nbytes)
         self._in_flight += nbytes
-        fetch.task = asyncio.ensure_future(self._run(fetch, region, nbytes))
+        fetch.task = asyncio.ensure_future(self._run(fetch, range_, nbytes))
 
-    async def _run(self, fetch: _Fetch, region: ArenaRange | None, nbytes: int) -> None:
+    async def _run(self, fetch: _Fetch, range_: ArenaRange | None, nbytes: int) -> None:
         slab = fetch.slab
         activity = Activity.DEMAND_FETCH if fetch.waiters else Activity.PREFETCH
         try:
             with self._host.counters.fetching, self._tracer.span(activity, slab.label(slab.latest or 0), nbytes):
-                copy = await self._load(fetch, region)
+                copy = await self._load(fetch, range_)
         except BaseException as error:
             del self._fetches[slab]
             for waiter in fetch.waiters:
@@ -254,22 +254,22 @@ class PrefetchQueue:
             self._in_flight -= nbytes
             self._pump()
 
-    async def _load(self, fetch: _Fetch, region: ArenaRange | None) -> HostCopy:
+    async def _load(self, fetch: _Fetch, range_: ArenaRange | None) -> HostCopy:
         """Return a pinned copy of the slab's newest bytes. If the bytes change while they are read, read them again."""
         slab = fetch.slab
-        if slab.deleted and region is not None:
-            self._host.free(region)
+        if slab.deleted and range_ is not None:
+            self._host.free(range_)
         slab.check_present()
         copy = slab.copy
         if copy is not None and copy.at_home:
             # A roll-back discarded the bytes of this copy at home, so read the older ones into the same place.
-            if region is not None:
-                self._host.free(region)
+            if range_ is not None:
+                self._host.free(range_)
             self._host_cache.pin(copy)
         else:
-            if region is None:
-                region = await self._host_cache.room_for(slab)
-            copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
+            if range_ is None:
+                range_ = await self._host_cache.room_for(slab)
+            copy = HostCopy(range_, step=None, at_home=slab.at_home_in_host)
             self._host_cache.pin(copy)
             slab.copy = copy
         try:
@@ -280,7 +280,7 @@ class PrefetchQueue:
                     self._host_cache.unpin(slab, copy)
                     return newer
                 latest = slab.latest
-                await self._read(slab, latest, self._host.view(copy.region), fetch.priority)
+                await self._read(slab, latest, self._host.view(copy.arena_range), fetch.priority)
                 copy.step = latest
                 if latest is None:
                     break

@@ -99,7 +99,7 @@ class RangeReader:
         """Read whole blocks of the version in a region: from host memory if its copy is there, else from the region."""
         copy = slab.current_copy
         if copy is not None and copy.step is not None and slab.versions.get(copy.step) is region:
-            await self._host.read_into(copy.region, start, buffer)
+            await self._host.read_into(copy.arena_range, start, buffer)
         else:
             await self._backing.read_into(region, start, buffer)
 
@@ -108,7 +108,7 @@ class RangeReader:
         if slab.latest is None:
             buffer[:] = bytes(len(buffer))
         elif copy is not None:
-            await self._host.read_into(copy.region, start, buffer)
+            await self._host.read_into(copy.arena_range, start, buffer)
         else:
             await self._backing.read_into(slab.source(slab.latest), start, buffer)
 
@@ -161,11 +161,11 @@ class StepReader:
         Raises:
             NotFoundError, DataLossError, DeviceError: see `read`.
         """
-        for slab, window in gathering.windows():
-            start = window.start
-            while start < window.stop:
-                data = await self._ranges.piece(slab, start, window.stop, functools.partial(self._read_held, slab))
-                await window.copy(start, data, view)
+        for slab, stretch in gathering.stretches():
+            start = stretch.start
+            while start < stretch.stop:
+                data = await self._ranges.piece(slab, start, stretch.stop, functools.partial(self._read_held, slab))
+                await stretch.copy(start, data, view)
                 start += len(data)
 
     async def fill(self, fqn: str, kind: Kind, offset: int, numel: int, view: memoryview) -> None:
@@ -177,8 +177,8 @@ class StepReader:
             NotFoundError, DataLossError, DeviceError: see `read`.
         """
         at = 0
-        for slab, position, count in parts_of(self.job, fqn, kind, offset, numel):
-            start, stop = (n * slab.spec.dtype.itemsize for n in (position, position + count))
+        for slab, first, count in parts_of(self.job, fqn, kind, offset, numel):
+            start, stop = (n * slab.spec.dtype.itemsize for n in (first, first + count))
             while start < stop:
                 length = (stop - start) // BLOCK_BYTES * BLOCK_BYTES
                 if length and start % BLOCK_BYTES == 0 and at % PAGE_BYTES == 0:
@@ -197,8 +197,8 @@ class StepReader:
             DataLossError: the bytes are damaged.
             DeviceError: the bytes cannot be read.
         """
-        for slab, position, count in parts_of(self.job, fqn, kind, offset, numel):
-            start, stop = (n * slab.spec.dtype.itemsize for n in (position, position + count))
+        for slab, first, count in parts_of(self.job, fqn, kind, offset, numel):
+            start, stop = (n * slab.spec.dtype.itemsize for n in (first, first + count))
             while start < stop:
                 piece = await self._ranges.piece(slab, start, stop, functools.partial(self._read_held, slab))
                 yield piece

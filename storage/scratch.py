@@ -42,22 +42,22 @@ class ScratchRanges:
         Raises:
             BudgetExceededError: there was no room before the deadline.
         """
-        region = await self._host.allocate(nbytes, from_top=from_top)
-        self._owners[region] = job
-        self._accounts[job] += region.nbytes
-        return region
+        range_ = await self._host.allocate(nbytes, from_top=from_top)
+        self._owners[range_] = job
+        self._accounts[job] += range_.nbytes
+        return range_
 
-    def free(self, region: ArenaRange) -> None:
+    def free(self, range_: ArenaRange) -> None:
         """Free a range."""
-        self._host.free(self.let_go(region))
+        self._host.free(self.hand_over(range_))
 
-    def let_go(self, region: ArenaRange) -> ArenaRange:
+    def hand_over(self, range_: ArenaRange) -> ArenaRange:
         """Hand a range over and return it. No job is charged for it from then on.
 
         The range then belongs to a slab, or the caller passes it to `HostTier.free` later.
         """
-        job = self._owners.pop(region)
-        self._accounts[job] -= region.nbytes
+        job = self._owners.pop(range_)
+        self._accounts[job] -= range_.nbytes
         if not self._accounts[job]:
             del self._accounts[job]
-        return region
+        return range_

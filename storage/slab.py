@@ -26,7 +26,7 @@ NEVER = math.inf
 class HostCopy:
     """A slab's bytes in the arena. It is pinned while a task or a client reads or writes the bytes."""
 
-    region: ArenaRange
+    arena_range: ArenaRange
     # The step whose version the bytes are; None while they are being written, so that they must not be read.
     step: int | None
     # True if the slab is placed in the host tier. Such a copy is at home and is never evicted.
@@ -62,7 +62,7 @@ class Tally:
     """
 
     # Slabs that a commit has to look at: the catalog does not name all their versions yet, or the retained steps do not
-    # all see the same version. A commit removes the slabs that are settled (see Slab.is_settled). This is a dict and
+    # all see the same version. A commit removes the slabs that are clean (see Slab.is_clean). This is a dict and
     # not a set because of its order, so that equal runs do equal things.
     changed: dict[Slab, None] = field(default_factory=dict)
     # Slabs whose newest bytes are in host memory only.
@@ -84,7 +84,7 @@ class Tally:
     elements: int = 0
 
     @property
-    def unsettled(self) -> dict[Slab, None]:
+    def dirty(self) -> dict[Slab, None]:
         """The slabs whose newest version may differ from the one that all retained steps see."""
         return self.changed | self.unsaved
 
@@ -113,41 +113,41 @@ class Tally:
     def add(self, group: Group) -> None:
         """Add a registered group and its slabs to the sums."""
         for slab in group.slabs:
-            self.enter(slab)
+            self.count(slab)
         self.elements += sum(shard.numel for shard in group.spec.shards)
         self.gradient_bytes += group.gradient_bytes
 
     def remove(self, group: Group) -> None:
         """Remove a group from the sums because its registration failed; its slabs must have no bytes."""
         for slab in group.slabs:
-            self.leave(slab)
+            self.uncount(slab)
             self.changed.pop(slab, None)
             self.unsaved.pop(slab, None)
         self.elements -= sum(shard.numel for shard in group.spec.shards)
         self.gradient_bytes -= group.gradient_bytes
 
-    def enter(self, slab: Slab) -> None:
-        """Add a slab, as it is now, to the sums. Call `leave` before its placement changes."""
-        self._count(slab, 1)
+    def count(self, slab: Slab) -> None:
+        """Add a slab, as it is now, to the sums. Call `uncount` before its placement changes."""
+        self._count_tiers(slab, 1)
         if slab.at_home_in_host:
             self.home_bytes += slab.paged_bytes
         elif slab.key.kind is Kind.PARAM:
             bisect.insort(self.passing, slab.paged_bytes)
 
-    def _count(self, slab: Slab, sign: int) -> None:
+    def _count_tiers(self, slab: Slab, sign: int) -> None:
         """Add a slab's bytes to the sums by tier, or subtract them if `sign` is -1."""
         self.by_backing[slab.backing] += sign * slab.paged_bytes
         for tier, count in Counter(region.tier.name for region in slab.versions.values()).items():
             self.by_versions[slab.backing, tier, count] += sign * slab.paged_bytes
 
-    def settle(self, slab: Slab, oldest: int | None, *, recorded: bool) -> None:
-        """Remove a slab from those that commits look at, if it is settled (see Slab.is_settled)."""
-        if slab.is_settled(oldest, recorded=recorded):
+    def remove_if_clean(self, slab: Slab, oldest: int | None, *, recorded: bool) -> None:
+        """Remove a slab from those that commits look at, if it is clean (see Slab.is_clean)."""
+        if slab.is_clean(oldest, recorded=recorded):
             self.changed.pop(slab, None)
 
-    def leave(self, slab: Slab) -> None:
-        """Remove a slab from the sums; this undoes `enter`."""
-        self._count(slab, -1)
+    def uncount(self, slab: Slab) -> None:
+        """Remove a slab from the sums; this undoes `count`."""
+        self._count_tiers(slab, -1)
         if slab.at_home_in_host:
             self.home_bytes -= slab.paged_bytes
         elif slab.key.kind is Kind.PARAM:
@@ -244,11 +244,11 @@ class Slab:
         else:
             self.tally.unsaved[self] = None
 
-    def is_settled(self, oldest: int | None, *, recorded: bool) -> bool:
+    def is_clean(self, oldest: int | None, *, recorded: bool) -> bool:
         """Return whether no commit and no roll-back has to look at the slab before it changes again.
 
-        A slab is settled if it has only one version, which `oldest` (the oldest retained step) and all newer steps see
-        and which the catalog names. A slab without versions on NVMe has none to record or to free, so it is settled,
+        A slab is clean if it has only one version, which `oldest` (the oldest retained step) and all newer steps see
+        and which the catalog names. A slab without versions on NVMe has none to record or to free, so it is clean,
         too: `Tally.unsaved` names it if its newest bytes are in host memory only.
 
         Args:
@@ -270,7 +270,7 @@ class Slab:
         for one, sign in ((self._copy, -1), (copy, 1)):
             if one is not None:
                 self.tally.copies += sign
-                self.tally.copied_bytes += sign * one.region.nbytes
+                self.tally.copied_bytes += sign * one.arena_range.nbytes
         self._copy = copy
 
     @property

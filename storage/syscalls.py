@@ -513,8 +513,8 @@ def lock_file(path: Path) -> int:
             f"directory {path.parent} is in use by the daemon with pid {holder}; "
             "stop that one, or give this one another --state-dir and other --nvme-dir"
         ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    # Each pid is padded to the same length, so one write replaces the last pid, and a reader never finds half of one.
+    os.pwrite(fd, f"{os.getpid():<10}\n".encode(), 0)
     return fd
 
 

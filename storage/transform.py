@@ -28,10 +28,10 @@ from storage.slab import NEVER, Group, HostCopy, Slab
 from storage.tiers.arena import ArenaRange
 from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
-from storage.tiers.contract import Region, Transfer
+from storage.tiers.contract import Move, Region
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
-from storage.waiting import settle
+from storage.waiting import finish_all
 
 # Tiles are cut at whole checksum blocks of the narrowest element type, so that the bytes of each tile can be verified
 # without those of its neighbours, in every element type.
@@ -75,7 +75,7 @@ Kernel = Callable[[Tile], None]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Stream:
+class _Passage:
     """The passage of one slab through the kernel: the region of its old bytes and the region of its new ones."""
 
     slab: Slab
@@ -86,8 +86,8 @@ class _Stream:
     source: Region | None
     # The new extents that the result is written to; None for a slab without a backing tier.
     target: Region | None
-    # True while the update waits for another one, so that the copy may be evicted.
-    lent: bool = False
+    # True while the update waits for another one, so that the copy can be evicted.
+    evictable: bool = False
 
 
 def host_budget_for(other_bytes: int) -> int:
@@ -97,7 +97,7 @@ def host_budget_for(other_bytes: int) -> int:
 
 
 class TilePool:
-    """Tile buffers of equal size in the arena, allocated at start and lent to one tile or read at a time."""
+    """Tile buffers of equal size in the arena, allocated at start. Each is used by one tile or read at a time."""
 
     def __init__(self, host: HostTier) -> None:
         """Allocate the buffers in an eighth of the host budget, but in at least LEAST_TILE_BYTES.
@@ -117,9 +117,9 @@ class TilePool:
         self.elements = quanta // self._sets * TILE_QUANTUM
         self._free: asyncio.Queue[ArenaRange] = asyncio.Queue()
         for _ in range(self._sets):
-            region = host.arena.allocate(self.elements * BYTES_PER_TILE_ELEMENT)
-            assert region is not None
-            self._free.put_nowait(region)
+            range_ = host.arena.allocate(self.elements * BYTES_PER_TILE_ELEMENT)
+            assert range_ is not None
+            self._free.put_nowait(range_)
 
     @property
     def nbytes(self) -> int:
@@ -127,21 +127,21 @@ class TilePool:
         return self._sets * round_up(self.elements * BYTES_PER_TILE_ELEMENT)
 
     async def take(self) -> ArenaRange:
-        """Wait until a buffer is free, and return it. The caller passes it to `give` afterwards."""
+        """Wait until a buffer is free, and return it. The caller passes it to `free` afterwards."""
         return await self._free.get()
 
-    def give(self, region: ArenaRange) -> None:
-        """Return a buffer to the pool."""
-        self._free.put_nowait(region)
+    def free(self, range_: ArenaRange) -> None:
+        """Give a buffer back to the pool."""
+        self._free.put_nowait(range_)
 
     @asynccontextmanager
     async def buffer(self) -> AsyncIterator[memoryview]:
-        """Lend one buffer, as plain bytes, for the length of a `with` block."""
-        region = await self.take()
+        """Yield one buffer, as plain bytes, for the length of a `with` block."""
+        range_ = await self.take()
         try:
-            yield self._host.view(region)
+            yield self._host.view(range_)
         finally:
-            self.give(region)
+            self.free(range_)
 
 
 class Transformer:
@@ -186,88 +186,91 @@ class Transformer:
             # must not wait for them.
             for slab in group.slabs:
                 await self._idle(slab)
-            streams: list[_Stream] = []
+            passages: list[_Passage] = []
             tasks: list[asyncio.Task[None]] = []
             try:
                 async with self._position_lock.at(position) as give_way:
-                    streams = [await self._open_stream(slab, step, reads, position, undo) for slab in group.slabs]
+                    passages = [await self._open_passage(slab, step, reads, position, undo) for slab in group.slabs]
                     for start in range(0, group.spec.numel, self._tiles.elements):
-                        await give_way(partial(self._lend, streams, tasks))
-                        self._take_back(streams)
-                        region = await self._tiles.take()
-                        tile = self._tile(region, group, start, streams, gradient, kernel)
+                        await give_way(partial(self._make_evictable, passages, tasks))
+                        self._pin_again(passages)
+                        range_ = await self._tiles.take()
+                        tile = self._tile(range_, group, start, passages, gradient, kernel)
                         tasks.append(asyncio.ensure_future(tile))
             finally:
-                await settle(tasks)
-            for stream in streams:
-                self._finish(stream, step)
+                await finish_all(tasks)
+            for passage in passages:
+                self._finish(passage, step)
 
-    async def _open_stream(
+    async def _open_passage(
         self, slab: Slab, step: int, kinds_read: frozenset[Kind], position: float, undo: AsyncExitStack
-    ) -> _Stream:
+    ) -> _Passage:
         """Choose the slab's copy or new extents to work on, and register in `undo` how to release them."""
         await self._idle(slab)
         reads = slab.key.kind in kinds_read
         copy = self._copy_to_work_on(slab, position if slab.key.kind is Kind.PARAM else NEVER)
-        stream = _Stream(slab=slab, reads=reads, copy=copy, source=None, target=None)
-        undo.callback(self._release_source, stream)
+        passage = _Passage(slab=slab, reads=reads, copy=copy, source=None, target=None)
+        undo.callback(self._release_source, passage)
         is_newest = copy is not None and copy.step == slab.latest
         if copy is not None:
             self._host_cache.pin(copy)
             copy.step = None
-            undo.callback(self._drop_copy, stream)
+            undo.callback(self._release_copy, passage)
         if not is_newest:
-            self._hold_source(stream)
+            self._hold_source(passage)
         if slab.backing is not None:
             new = self._backing.new_version(slab.backing, slab.nbytes, slab.label(step))
-            stream.target = await undo.enter_async_context(new)
-        return stream
+            passage.target = await undo.enter_async_context(new)
+        return passage
 
-    async def _lend(self, streams: Sequence[_Stream], tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Let the copies of a waiting group be evicted, after its tiles under way are done.
+    async def _make_evictable(self, passages: Sequence[_Passage], tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Make the copies of a waiting group evictable, after its tiles under way are done.
 
         Many groups may wait for one that is needed sooner, and their copies would fill the host tier. What the copies
         hold is on NVMe, too: each tile either as it was or as it is now.
         """
         if tasks:
             await asyncio.wait(tasks)
-        for stream in streams:
-            if stream.copy is not None and not stream.copy.at_home:
-                self._host_cache.lend(stream.slab, stream.copy)
-                stream.lent = True
+        for passage in passages:
+            if passage.copy is not None and not passage.copy.at_home:
+                self._host_cache.make_evictable(passage.slab, passage.copy)
+                passage.evictable = True
 
-    def _take_back(self, streams: Sequence[_Stream]) -> None:
-        """Pin the lent copies that were not evicted. The slabs of the others pass through tile buffers from here on."""
-        for stream in streams:
-            if stream.lent:
-                stream.lent = False
-                if stream.copy is not None and stream.slab.copy is stream.copy:
-                    self._host_cache.pin(stream.copy)
+    def _pin_again(self, passages: Sequence[_Passage]) -> None:
+        """Pin the copies again that were evictable and are still there.
+
+        The slabs whose copies were evicted pass through tile buffers from here on.
+        """
+        for passage in passages:
+            if passage.evictable:
+                passage.evictable = False
+                if passage.copy is not None and passage.slab.copy is passage.copy:
+                    self._host_cache.pin(passage.copy)
                 else:
-                    stream.copy = None
-                    self._hold_source(stream)
+                    passage.copy = None
+                    self._hold_source(passage)
 
-    def _hold_source(self, stream: _Stream) -> None:
+    def _hold_source(self, passage: _Passage) -> None:
         """Find and hold the region of the slab's old bytes, if the kernel needs them and there are any.
 
         The region must be held because a snapshot that runs beside the update may replace a volatile region of this
         version by a durable one, and free the volatile one.
         """
-        slab = stream.slab
-        if stream.source is None and stream.reads and slab.latest is not None:
-            stream.source = slab.source(slab.latest)
-            self._backing.hold(stream.source)
+        slab = passage.slab
+        if passage.source is None and passage.reads and slab.latest is not None:
+            passage.source = slab.source(slab.latest)
+            self._backing.hold(passage.source)
 
-    def _release_source(self, stream: _Stream) -> None:
+    def _release_source(self, passage: _Passage) -> None:
         """Release the region of the slab's old bytes."""
-        if stream.source is not None:
-            self._backing.free(stream.source)
+        if passage.source is not None:
+            self._backing.free(passage.source)
 
-    def _drop_copy(self, stream: _Stream) -> None:
-        """Drop the half-written copy of an update that failed. A finished stream has no copy left to drop."""
-        self._take_back([stream])
-        if stream.copy is not None:
-            self._host_cache.unpin(stream.slab, stream.copy)
+    def _release_copy(self, passage: _Passage) -> None:
+        """Release the half-written copy of an update that failed. A finished passage has no copy left to release."""
+        self._pin_again([passage])
+        if passage.copy is not None:
+            self._host_cache.unpin(passage.slab, passage.copy)
 
     def _copy_to_work_on(self, slab: Slab, next_use: float) -> HostCopy | None:
         """Return the slab's copy, or a new one if there is room; None if the slab must pass through tile buffers.
@@ -277,8 +280,8 @@ class Transformer:
         needs all of them once: none of them would be worth the place of another.
         """
         copy = slab.copy
-        if copy is None and (region := self._host.try_allocate(slab.nbytes, next_use)) is not None:
-            copy = slab.copy = HostCopy(region, step=None, at_home=slab.at_home_in_host)
+        if copy is None and (range_ := self._host.try_allocate(slab.nbytes, next_use)) is not None:
+            copy = slab.copy = HostCopy(range_, step=None, at_home=slab.at_home_in_host)
         elif copy is None or copy.pins or (copy.step is None and not copy.at_home):
             return None
         copy.next_use = next_use
@@ -296,54 +299,54 @@ class Transformer:
 
     async def _tile(
         self,
-        region: ArenaRange,
+        range_: ArenaRange,
         group: Group,
         start: int,
-        streams: Sequence[_Stream],
+        passages: Sequence[_Passage],
         gradient: torch.Tensor,
         kernel: Kernel,
     ) -> None:
-        """Read, update and write one tile, and give its buffer back."""
+        """Read, update and write one tile, and free its buffer."""
         try:
             numel = min(self._tiles.elements, group.spec.numel - start)
-            parts = _Parts(start, numel, self._map(region, start, numel, streams), gradient, kernel, self._scratch)
+            parts = _Parts(start, numel, self._map(range_, start, numel, passages), gradient, kernel, self._scratch)
             await self._backing.read_raw(parts.reads(0, numel), Priority.UPDATE)
             loop, done = asyncio.get_running_loop(), 0
             while (done := await loop.run_in_executor(self._executor, parts.work, done)) < numel:
-                # A wrong checksum may come from the transfer and not from the disk, so read the part once more before
+                # The bytes may have gone wrong on their way and not on the disk, so read the part once more before
                 # it counts as damaged.
                 await self._backing.read_many(parts.reads(done, parts.end_of(done)), Priority.UPDATE)
             await self._backing.write_raw(parts.writes(), Priority.UPDATE)
         finally:
-            self._tiles.give(region)
+            self._tiles.free(range_)
 
-    def _map(self, region: ArenaRange, start: int, numel: int, streams: Sequence[_Stream]) -> list[_Mapped]:
+    def _map(self, range_: ArenaRange, start: int, numel: int, passages: Sequence[_Passage]) -> list[_Mapped]:
         """Return where each slab's part of the tile is in memory: in the slab's copy, or in the tile's buffer."""
         mapped, used = [], 0
-        for stream in streams:
-            itemsize = stream.slab.spec.dtype.itemsize
-            if stream.copy is not None:
-                base, offset = self._host.view(stream.copy.region), start * itemsize
+        for passage in passages:
+            itemsize = passage.slab.spec.dtype.itemsize
+            if passage.copy is not None:
+                base, offset = self._host.view(passage.copy.arena_range), start * itemsize
             else:
-                base, offset = self._host.view(region), used
+                base, offset = self._host.view(range_), used
                 used += self._tiles.elements * itemsize
-            mapped.append(_Mapped(stream, base[offset : offset + round_up(numel * itemsize)], start * itemsize))
+            mapped.append(_Mapped(passage, base[offset : offset + round_up(numel * itemsize)], start * itemsize))
         return mapped
 
-    def _finish(self, stream: _Stream, step: int) -> None:
+    def _finish(self, passage: _Passage, step: int) -> None:
         """Make the result the slab's newest version."""
-        slab = stream.slab
+        slab = passage.slab
         slab.latest = step
         slab.updated_at = time.monotonic()
-        if stream.target is not None:
-            slab.add_version(step, stream.target)
-        if stream.copy is not None:
-            stream.copy.step = step
-            copy, stream.copy = stream.copy, None
+        if passage.target is not None:
+            slab.add_version(step, passage.target)
+        if passage.copy is not None:
+            passage.copy.step = step
+            copy, passage.copy = passage.copy, None
             self._host_cache.unpin(slab, copy, copy.next_use)
         elif slab.copy is not None:
             # Readers fetched this copy while the update ran, and it holds the old version.
-            self._host_cache.detach(slab)
+            self._host_cache.free_copy(slab)
 
 
 class _Scratch(threading.local):
@@ -356,25 +359,25 @@ class _Scratch(threading.local):
 class _Mapped:
     """The bytes of one slab in one tile: `view`, whole pages of host memory, is at byte `offset` of the slab."""
 
-    def __init__(self, stream: _Stream, view: memoryview, offset: int) -> None:
-        dtype = stream.slab.spec.dtype
-        self.kind = stream.slab.key.kind
-        self.source = stream.source
-        self.target = stream.target
-        self.begins_as_zeros = stream.reads and stream.slab.latest is None
+    def __init__(self, passage: _Passage, view: memoryview, offset: int) -> None:
+        dtype = passage.slab.spec.dtype
+        self.kind = passage.slab.key.kind
+        self.source = passage.source
+        self.target = passage.target
+        self.begins_as_zeros = passage.reads and passage.slab.latest is None
         self.tensor = torch.frombuffer(view, dtype=dtype.torch)
         self._view = view
         self._offset = offset
         self._itemsize = dtype.itemsize
 
-    def transfer(self, region: Region, first: int, end: int | None) -> Transfer[Region]:
-        """Return elements `[first, end)` of the tile as a transfer from or to a region.
+    def move(self, region: Region, first: int, end: int | None) -> Move[Region]:
+        """Return elements `[first, end)` of the tile as a move from or to a region.
 
-        Without `end` the transfer goes to the end of the tile's last page.
+        Without `end` the move goes to the end of the tile's last page.
         """
         start = first * self._itemsize
         stop = None if end is None else end * self._itemsize
-        return Transfer(region, self._offset + start, self._view[start:stop])
+        return Move(region, self._offset + start, self._view[start:stop])
 
 
 class _Parts:
@@ -403,15 +406,15 @@ class _Parts:
         """Return the end of the part that begins at element `first` of the tile."""
         return min(first + PART_ELEMENTS, self._numel)
 
-    def reads(self, first: int, end: int) -> list[Transfer[Region]]:
+    def reads(self, first: int, end: int) -> list[Move[Region]]:
         """Return the reads from backing tiers that elements `[first, end)` of the tile need."""
         stop = end if end < self._numel else None
-        return [m.transfer(m.source, first, stop) for m in self._mapped if m.source is not None]
+        return [m.move(m.source, first, stop) for m in self._mapped if m.source is not None]
 
-    def writes(self, first: int = 0, end: int | None = None) -> list[Transfer[Region]]:
+    def writes(self, first: int = 0, end: int | None = None) -> list[Move[Region]]:
         """Return the writes to backing tiers of elements `[first, end)` of the tile, by default of the whole tile."""
         stop = end if end is not None and end < self._numel else None
-        return [m.transfer(m.target, first, stop) for m in self._mapped if m.target is not None]
+        return [m.move(m.target, first, stop) for m in self._mapped if m.target is not None]
 
     def work(self, first: int) -> int:
         """Work on the parts from element `first` on.

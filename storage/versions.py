@@ -7,14 +7,17 @@ A step is *pending* while its updates run, then *committed*, and *durable* once 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from storage.catalog.records import CommitRecord
-from storage.errors import ConflictError, NotFoundError
+from storage.errors import ConflictError, NotFoundError, OtherModelError
 from storage.shard import GroupSpec, JobSpec, Kind, ParameterSpec
 from storage.shard_index import ShardIndex
 from storage.slab import Group, Slab, Tally
+
+# The most parameters that an error names of each kind of difference, because a status has room for few names.
+_SHOWN = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +31,7 @@ class PendingStep:
     sealed: asyncio.Event = field(default_factory=asyncio.Event)
     # Clear while a commit is under way, because the versions that it records must not be discarded or replaced.
     at_rest: asyncio.Event = field(default_factory=asyncio.Event)
-    # True as soon as the step is given up and its writes are being stopped.
+    # True as soon as the step is abandoned and its writes are being stopped.
     abandoned: bool = False
 
     def __post_init__(self) -> None:
@@ -164,23 +167,46 @@ def check_model(stored: JobSpec, wanted: JobSpec) -> None:
     """Check that a stored job can go on with a model, in the same or in a new layout.
 
     Raises:
-        ConflictError: the names or shapes of parameters, or the durability, differ; the message names the first one.
+        OtherModelError: the names or shapes of parameters differ; the message has the first ones.
+        ConflictError: the durability differs.
     """
     name = stored.name
-    have, want = stored.model.by_name, wanted.model.by_name
-    for fqn in [*want, *have] if stored.model != wanted.model else ():
-        if fqn not in have or fqn not in want:
-            where = "the stored job" if fqn not in have else "this model"
-            raise ConflictError(
-                f"job {name!r} has another layout: parameter {fqn!r} is not in {where}; use another job name"
-            )
-        if have[fqn].shape != want[fqn].shape:
-            raise _other_parameter(name, have[fqn], want[fqn])
+    if stored.model != wanted.model and (differences := _differences(stored, wanted)):
+        raise OtherModelError(
+            f"job {name!r} holds another model, so use another job name, or delete the job: {'; '.join(differences)}"
+        )
     if stored.durability != wanted.durability:
         raise ConflictError(
             f"job {name!r} has durability {stored.durability} and this run asks for {wanted.durability}; "
             "keep the first, or use another job name"
         )
+
+
+def _differences(stored: JobSpec, wanted: JobSpec) -> list[str]:
+    """Return a text for each way in which names and shapes of the two models differ."""
+    have, want = stored.model.by_name, wanted.model.by_name
+    differences = []
+    if new := [fqn for fqn in want if fqn not in have]:
+        differences.append(f"{_named(new)} not in the stored job")
+    if missing := [fqn for fqn in have if fqn not in want]:
+        differences.append(f"{_named(missing)} not in this model")
+    reshaped = [fqn for fqn in want if fqn in have and have[fqn].shape != want[fqn].shape]
+    differences += [
+        f"parameter {fqn!r} has shape {list(have[fqn].shape)} in the store and {list(want[fqn].shape)} in this model"
+        for fqn in reshaped[:_SHOWN]
+    ]
+    if more := reshaped[_SHOWN:]:
+        differences.append(f"{len(more)} more have other shapes")
+    return differences
+
+
+def _named(fqns: Sequence[str]) -> str:
+    """Return the first of the names, and the number of the others, with the verb of a sentence about them."""
+    shown = ", ".join(repr(fqn) for fqn in fqns[:_SHOWN])
+    if len(fqns) == 1:
+        return f"parameter {shown} is"
+    more = f" and {len(fqns) - _SHOWN} more" if len(fqns) > _SHOWN else ""
+    return f"parameters {shown}{more} are"
 
 
 def check_layout(stored: JobSpec, wanted: JobSpec) -> None:

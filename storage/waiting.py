@@ -37,7 +37,7 @@ def unlogged(future: FutureT) -> FutureT:
     return future
 
 
-async def settle(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def finish_all(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Wait for all tasks, also when one fails or the caller is cancelled, because they use their buffers until then."""
     pending = list(tasks)
     if not pending:

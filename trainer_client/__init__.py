@@ -9,8 +9,11 @@ from trainer_client.own_packages import check_own_packages
 
 check_own_packages()
 
-from trainer_client import utils, zero
+from trainer_client import checkpoint, comm, moe, ops, pipe, runtime, schedules, sequence, utils, zero
+from trainer_client.accelerator import get_accelerator, set_accelerator
 from trainer_client.access import StateShard
+from trainer_client.arguments import add_config_arguments
+from trainer_client.comm import init_distributed
 from trainer_client.engine import Engine
 from trainer_client.errors import (
     ClientStateError,
@@ -21,10 +24,13 @@ from trainer_client.errors import (
     DaemonRestartedError,
     DataLossError,
     DeferredInitError,
+    ExportError,
     InvalidRequestError,
     JobConflictError,
     LocalDaemonError,
     NonFiniteGradientError,
+    NotBuiltError,
+    OtherModelError,
     PermissionDeniedError,
     PhaseError,
     RankMismatchError,
@@ -39,10 +45,21 @@ from trainer_client.errors import (
     TrainerClientError,
     UnauthenticatedError,
 )
+from trainer_client.inference import InferenceEngine, init_inference
 from trainer_client.initialization import initialize
+from trainer_client.interface_version import (
+    __version__,
+    __version_major__,
+    __version_minor__,
+    __version_patch__,
+)
 from trainer_client.optimizers.lion import Lion
+from trainer_client.pipe import PipelineModule
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.data_loader import TrainingLoader
+from trainer_client.runtime.activation_checkpointing import checkpointing
+from trainer_client.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from trainer_client.runtime.engine import DeepSpeedEngine
 from trainer_client.store_client.client import StoreClient, StoreReader, StoreWriter
 from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.reader import StoreReaderSync
@@ -50,6 +67,7 @@ from trainer_client.store_client.types import Commit, Kind, Placement, StoredJob
 from trainer_client.store_client.writer import StoreWriterSync
 from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.credentials import Credentials
+from trainer_client.utils import OnDevice, log_dist, logger
 
 __all__ = [
     "ClientStateError",
@@ -61,16 +79,25 @@ __all__ = [
     "Credentials",
     "DaemonRestartedError",
     "DataLossError",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
     "DeferredInitError",
     "Engine",
+    "ExportError",
+    "InferenceEngine",
     "InvalidRequestError",
     "JobConflictError",
     "Kind",
     "Lion",
     "LocalDaemonError",
     "NonFiniteGradientError",
+    "NotBuiltError",
+    "OnDevice",
+    "OtherModelError",
     "PermissionDeniedError",
     "PhaseError",
+    "PipelineModule",
     "Placement",
     "RankMismatchError",
     "ReleasedParameterError",
@@ -96,7 +123,27 @@ __all__ = [
     "TrainerClientError",
     "TrainingLoader",
     "UnauthenticatedError",
+    "__version__",
+    "__version_major__",
+    "__version_minor__",
+    "__version_patch__",
+    "add_config_arguments",
+    "checkpoint",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "init_inference",
     "initialize",
+    "log_dist",
+    "logger",
+    "moe",
+    "ops",
+    "pipe",
+    "runtime",
+    "schedules",
+    "sequence",
+    "set_accelerator",
     "utils",
     "zero",
 ]

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from torch import nn
 from paramserver.contract.kinds import MASTER, PARAM, Kind, kind_name
 from trainer_client.errors import ConfigError
 from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.layout import ShardRange
 from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.slot_table import ShardRange
 from trainer_client.model.states import GroupStates
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
@@ -33,6 +33,13 @@ _OWNER = "paramserver_owner"
 
 # The kinds that a user can name besides the optimizer's states.
 _PARAM, _MASTER, _GRAD = "param", "master", "grad"
+
+
+class StateDictNames(NamedTuple):
+    """What `load_state_dict` returns: how the given names differ from those of the model."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +75,7 @@ class _Place:
 
     @property
     def range(self) -> slice:
-        """The range of this rank's part of the parameter in this rank's chunk of the group."""
+        """The range of this rank's part of the parameter in this rank's partition of the group."""
         return _range(self.shard)
 
     @property
@@ -146,9 +153,9 @@ class StateAccess:
         """
         weights: dict[int, torch.Tensor] = {}
         for state in self._states:
-            chunk = state.read(state.group.weight_kind)
-            whole = torch.empty(state.group.layout.numel, dtype=chunk.dtype, device=self._collectives.device)
-            self._collectives.all_gather_flat(whole, chunk)
+            partition = state.read(state.group.weight_kind)
+            whole = torch.empty(state.group.slot_table.numel, dtype=partition.dtype, device=self._collectives.device)
+            self._collectives.all_gather_flat(whole, partition)
             if keep:
                 pieces = state.group.pieces(whole.float().cpu())
                 weights |= {p.index: piece.clone() for p, piece in zip(state.group.parameters, pieces, strict=True)}
@@ -158,6 +165,31 @@ class StateAccess:
             name: weights[place.parameter.index] if place else self._model.get_buffer(name).detach().cpu().clone()
             for name, place in self._state_names.items()
         }
+
+    @torch.no_grad()
+    def parameter_state_dict(self, *, keep: bool, with_frozen: bool) -> dict[str, torch.Tensor]:
+        """Return the parameters by name as forward computes with them, and buffers as they are, on the CPU.
+
+        Tied names share one tensor. Without `keep`, return an empty dict. A collective, one parameter at a time.
+
+        Args:
+            with_frozen: whether parameters that are not trained now are among them.
+        """
+        values: dict[int, torch.Tensor] = {}
+        found: dict[str, torch.Tensor] = {}
+        for name, place in self._state_names.items():
+            if place is None:
+                buffer = self._model.get_buffer(name).detach().cpu()
+                found |= {name: buffer.clone()} if keep else {}
+                continue
+            if not (with_frozen or place.parameter.tensor.requires_grad):
+                continue
+            index = place.parameter.index
+            if index not in values:
+                whole = self._whole(place, self._part(place, _PARAM)).view(place.parameter.shape)
+                values[index] = whole if keep else torch.empty(0)
+            found |= {name: values[index]} if keep else {}
+        return found
 
     def full(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return the whole values in the parameter's shape, on the CPU, fp32 ("param": in its own dtype). A collective.
@@ -175,7 +207,7 @@ class StateAccess:
         Returns None for a gradient that is not there.
         """
         place = self._place(key)
-        if kind == _GRAD and self._gradients.chunk_of(place.state.group, place.slot) is None:
+        if kind == _GRAD and self._gradients.partition_of(place.state.group, place.slot) is None:
             return None
         return self._part(place, kind)
 
@@ -186,18 +218,58 @@ class StateAccess:
         }
         found = {}
         for fqn, place in self._by_name.items():
-            chunk = read.get(id(place.state))
-            if chunk is not None:
-                values = chunk[place.range].clone()
+            partition = read.get(id(place.state))
+            if partition is not None:
+                values = partition[place.range].clone()
                 shape = place.parameter.shape
                 found[fqn] = StateShard(fqn=fqn, shape=shape, offset=place.part.start, values=values)
         return found
 
     # These methods change states.
 
+    def compare_names(self, state_dict: Mapping[str, Any]) -> StateDictNames:
+        """Return which names of the model's state are missing, and which names are not the model's.
+
+        One name of a tied parameter stands for all of them.
+        """
+        given = {id(place) for name in state_dict if (place := self._state_names.get(name)) is not None}
+        missing = [
+            name
+            for name, place in self._state_names.items()
+            if name not in state_dict and (place is None or id(place) not in given)
+        ]
+        return StateDictNames(missing, [name for name in state_dict if name not in self._state_names])
+
+    def weight_changes(self, state_dict: Mapping[str, torch.Tensor]) -> list[Change]:
+        """Return the changes that give the parameters the weights of a plain state dict.
+
+        Raises:
+            ConfigError: the shape of a weight or of a buffer does not fit.
+        """
+        for name in state_dict:
+            if name in self._state_names and self._state_names[name] is None:
+                wanted, given = self._model.get_buffer(name).shape, state_dict[name].shape
+                if given != wanted:
+                    raise ConfigError(
+                        f"buffer {name} cannot be set to a tensor of shape {list(given)}: it is {list(wanted)}"
+                    )
+        weights = {
+            id(place): (name, value)
+            for name, value in state_dict.items()
+            if (place := self._state_names.get(name)) is not None
+        }
+        return self.changes({(name, _MASTER): value for name, value in weights.values()}, local=False)
+
+    @torch.no_grad()
+    def set_buffers(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Copy the values of a plain state dict into the model's buffers of the same names."""
+        for name, place in self._state_names.items():
+            if place is None and name in state_dict:
+                self._model.get_buffer(name).copy_(state_dict[name])
+
     @torch.no_grad()
     def changes(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> list[Change]:
-        """Check new values of states, and return them as changes for `stage`.
+        """Check new values of states, and return them as changes for `hand_over`.
 
         Every rank must name the same parameters and kinds.
 
@@ -223,11 +295,11 @@ class StateAccess:
         """
         place = self._place(key)
         value = self._checked(place, _GRAD, value, local=local)
-        chunk = self._gradients.chunk_of(place.state.group, place.slot)
-        if chunk is None:
+        partition = self._gradients.partition_of(place.state.group, place.slot)
+        if partition is None:
             raise RuntimeError(f"parameter {place.parameter.fqn} has no gradient: set it after backward()")
         self._gradients.begin_change(place.state.group)
-        chunk[place.range] = (value.float() * self._scaler.scale).to(chunk.device, chunk.dtype)
+        partition[place.range] = (value.float() * self._scaler.scale).to(partition.device, partition.dtype)
 
     @contextmanager
     def gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -235,7 +307,7 @@ class StateAccess:
         with ExitStack() as held:
             for unit in self._units_of(parameters):
                 unit.hold()
-                held.callback(unit.let_go)
+                held.callback(unit.release_hold)
             yield
 
     @property
@@ -244,15 +316,15 @@ class StateAccess:
         return any(unit.is_held for unit in self._units)
 
     def parameters_before(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's part of each parameter, for `stage_changed`."""
+        """Return this rank's part of each parameter, for `hand_over_changed`."""
         reader = _Reader()
         return [reader.part(self._place_of(tensor), PARAM) for tensor in parameters]
 
     @torch.no_grad()
-    def stage_changed(
+    def hand_over_changed(
         self, parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor], modifier_rank: int, step: int
     ) -> None:
-        """Stage, on all ranks, the values that `modifier_rank` has written into whole parameters within `gathered`.
+        """Hand over, on all ranks, the values that `modifier_rank` has written into whole parameters within `gathered`.
 
         A collective. The fp32 master weight of an element that was not changed stays as it is.
 
@@ -272,10 +344,10 @@ class StateAccess:
             if place.state.group.has_master:
                 master = torch.where(new == old, masters.part(place, MASTER), new.float())
                 changes.append(Change(place=place, kind=MASTER, values=master))
-        self.stage(changes, step)
+        self.hand_over(changes, step)
 
     @torch.no_grad()
-    def stage(self, changes: Iterable[Change], step: int) -> None:
+    def hand_over(self, changes: Iterable[Change], step: int) -> None:
         """Make changes a part of the uncommitted `step`.
 
         Each kind of a group is written once, because the store takes only one write of it in a step.
@@ -285,14 +357,14 @@ class StateAccess:
             by_state.setdefault(id(change.place.state), []).append(change)
         for state in self._states:
             mine = by_state.get(id(state), [])
-            chunks: dict[Kind, torch.Tensor] = {}
+            partitions: dict[Kind, torch.Tensor] = {}
             for change in mine:
                 if change.place.shard is not None:
-                    if change.kind not in chunks:
-                        chunks[change.kind] = state.read(change.kind)
-                    chunks[change.kind][change.place.range] = change.values.to(chunks[change.kind].dtype)
-            if chunks:
-                state.stage(chunks, step)
+                    if change.kind not in partitions:
+                        partitions[change.kind] = state.read(change.kind)
+                    partitions[change.kind][change.place.range] = change.values.to(partitions[change.kind].dtype)
+            if partitions:
+                state.hand_over(partitions, step)
             if mine:
                 state.refill()
 
@@ -348,9 +420,9 @@ class StateAccess:
         """Return this rank's part [n] of a kind."""
         group = place.state.group
         if kind == _GRAD:
-            chunk = self._gradients.chunk_of(group, place.slot)
-            assert chunk is not None, "asked before"
-            return chunk[place.range].float().cpu() / self._scaler.scale
+            partition = self._gradients.partition_of(group, place.slot)
+            assert partition is not None, "asked before"
+            return partition[place.range].float().cpu() / self._scaler.scale
         values = place.state.read(_kind_of(group, kind, place.parameter.fqn))[place.range].clone()
         return values if kind == _PARAM else values.float()
 
@@ -367,25 +439,25 @@ class StateAccess:
 
 
 class _Reader:
-    """A reader of chunks that keeps the last one, because parameters of a group mostly come one after the other."""
+    """A reader of partitions that keeps the last one, because parameters of a group mostly come one after the other."""
 
     def __init__(self) -> None:
         self._state: GroupStates | None = None
-        self._chunk = torch.empty(0)
+        self._partition = torch.empty(0)
 
     def part(self, place: _Place, kind: Kind) -> torch.Tensor:
         """Return this rank's part [n] of one kind of a parameter.
 
-        The kind must be the same in all calls, because the reader does not note of which kind its chunk is.
+        The kind must be the same in all calls, because the reader does not note of which kind its partition is.
         """
         if self._state is not place.state:
-            self._state, self._chunk = place.state, place.state.read(kind)
-        return self._chunk[place.range].clone()
+            self._state, self._partition = place.state, place.state.read(kind)
+        return self._partition[place.range].clone()
 
 
 def _range(shard: ShardRange | None) -> slice:
-    """Return the range of a shard in its chunk."""
-    return slice(shard.position, shard.position + shard.numel) if shard else slice(0, 0)
+    """Return the range of a shard in its partition."""
+    return shard.in_partition if shard else slice(0, 0)
 
 
 def _has(group: FlatGroup, kind: str) -> bool:

@@ -6,18 +6,23 @@ leave an engine behind after an error.
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 from trainer_client.access import StateAccess
-from trainer_client.config.training_config import BatchSizes
+from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.engine import Engine, EngineParts
+from trainer_client.model.plain_state import PlainState
 from trainer_client.report.reporter import Reporter
-from trainer_client.report.step_report import Part
+from trainer_client.report.step_report import RankPlace
 from trainer_client.report.step_trace import StepTrace
+from trainer_client.run.backward_passes import BackwardPasses
 from trainer_client.run.commits import Commits
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.job import Job
+from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.run.resume_notice import record_run, resume_line
 from trainer_client.run.run_state import RunState
 from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradients import Gradients, ReductionSchedule
@@ -30,6 +35,8 @@ from trainer_client.step.training_step import Clipping, TrainingStep
 from trainer_client.step.updates import Updates
 from trainer_client.transport.attachments import Survival
 
+log = logging.getLogger(__name__)
+
 # All ranks together have the store fill at most 1 / _PREFETCH_SHARE of its host tier ahead of use.
 _PREFETCH_SHARE = 4
 
@@ -38,23 +45,29 @@ def make_engine(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     """Return an engine at the job's newest step, or at step 0 of a new job. A collective.
 
     Args:
-        resources: closed when the engine leaves. The engine takes all of them over.
+        resources: closed with the engine, which takes all of them over.
     """
-    parts = _make_parts(user, rank, job, sizes, resources)
+    made_with = record_run(user, rank, job)
+    parts = _make_parts(user, rank, job, sizes, made_with, resources)
     engine = Engine(user, rank, parts, resources.pop_all())
     try:
         if job.resumed_state is not None:
             engine.take_over(job.resumed_state)
-        if job.staged_step is not None:
+            if rank.collectives.rank == 0:
+                # Python prints a warning also if the user has configured no logging.
+                log.warning("%s", resume_line(user, rank, job, sizes, made_with, job.resumed_state))
+        if job.handed_over_step is not None:
             engine.commit_initial_state()
         _survive_restarts(rank, job, parts.commits)
     except BaseException:
-        engine.leave()
+        engine.close_without_commit()
         raise
     return engine
 
 
-def _make_parts(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, resources: ExitStack) -> EngineParts:
+def _make_parts(
+    user: UserObjects, rank: RankContext, job: Job, sizes: BatchSizes, made_with: MadeWith, resources: ExitStack
+) -> EngineParts:
     """Make the parts of an engine, and install the hooks on the model.
 
     The constructors of the trace and of the reporter call the store, in this order.
@@ -77,9 +90,18 @@ def _make_parts(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
     clock = Clock()
     residency = _make_residency(rank, job)
     for unit in job.units:
-        # The units unmap shared memory before the session ends, because memory that a unit still shows cannot be
+        # The units unmap shared memory before the session ends, because memory that a unit still maps cannot be
         # freed.
-        resources.callback(unit.abandon)
+        resources.callback(unit.unmap)
+    micro_batches = MicroBatches(sizes, ReductionSchedule.of(rank.settings), user.data)
+    commits = Commits(
+        rank.store,
+        job.states,
+        rank.settings.paramserver.durability,
+        newest=job.resumed_step,
+        handed_over=job.handed_over_step,
+    )
+    passes = BackwardPasses(step, scaler, micro_batches, commits)
     hooks = UnitHooks(
         units=job.units,
         gradients=gradients,
@@ -89,25 +111,20 @@ def _make_parts(user: UserObjects, rank: RankContext, job: Job, sizes: BatchSize
         compute_dtype=PrecisionPolicy.of(rank.settings).compute_dtype,
         clock=clock,
         recorder=rank.recorder,
+        user_backward=passes,
     )
     hooks.install()
-    commits = Commits(
-        rank.store,
-        job.states,
-        rank.settings.paramserver.durability,
-        newest=job.resumed_step,
-        staged=job.staged_step,
-    )
     return EngineParts(
         states=job.states,
         gather=job.gather,
-        micro_batches=MicroBatches(sizes, ReductionSchedule.of(rank.settings), user.data),
+        micro_batches=micro_batches,
         hooks=hooks,
         step=step,
         scaler=scaler,
         access=_make_access(user, rank, job, gradients, scaler),
         commits=commits,
-        run_state=_make_run_state(user, rank, sizes, step, scaler, clock),
+        passes=passes,
+        run_state=_make_run_state(user, rank, made_with, micro_batches, step, scaler, clock),
         reporter=_make_reporter(user, rank, job, residency, trace),
     )
 
@@ -158,7 +175,13 @@ def _make_access(
 
 
 def _make_run_state(
-    user: UserObjects, rank: RankContext, sizes: BatchSizes, step: TrainingStep, scaler: LossScaler, clock: Clock
+    user: UserObjects,
+    rank: RankContext,
+    made_with: MadeWith,
+    micro_batches: MicroBatches,
+    step: TrainingStep,
+    scaler: LossScaler,
+    clock: Clock,
 ) -> RunState:
     return RunState(
         step=step,
@@ -166,22 +189,24 @@ def _make_run_state(
         optimizer=user.optimizer,
         lr_scheduler=user.lr_scheduler,
         clock=clock,
-        batch=sizes,
+        micro_batches=micro_batches,
         data=user.data,
         device=rank.collectives.device,
+        plain=PlainState(user.module, user.parameters) if rank.collectives.rank == 0 else None,
+        made_with=made_with if rank.collectives.rank == 0 else None,
     )
 
 
 def _make_reporter(
     user: UserObjects, rank: RankContext, job: Job, residency: Residency, trace: StepTrace | None
 ) -> Reporter:
-    part = Part(
+    place = RankPlace(
         parameters=sum(parameter.shape.numel() for parameter in user.parameters),
         world_size=rank.collectives.world_size,
         sharers=job.sharers,
         data_plane=rank.store.plane.name,
     )
-    return Reporter(rank.recorder, residency.counters, rank.store, part, trace)
+    return Reporter(rank.recorder, residency.counters, rank.store, place, trace)
 
 
 def _survive_restarts(rank: RankContext, job: Job, commits: Commits) -> None:

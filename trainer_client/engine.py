@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from trainer_client.access import ParameterKey, StateAccess, StateShard, own
-from trainer_client.errors import CollectiveError, NonFiniteGradientError, PhaseError, TrainerClientError
+from trainer_client.access import ParameterKey, StateAccess, StateDictNames, StateShard, own
+from trainer_client.engine_getters import EngineGetters
+from trainer_client.errors import CollectiveError, ConfigError, NonFiniteGradientError, PhaseError, TrainerClientError
 from trainer_client.model.gather import Gather
 from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates, placement_bytes
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import StepReport
+from trainer_client.run.backward_passes import BackwardPasses
 from trainer_client.run.commits import Commits
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.micro_batches import MicroBatches
@@ -35,6 +38,9 @@ from trainer_client.step.training_step import TrainingStep
 from trainer_client.transport.attachments import Restart
 
 log = logging.getLogger(__name__)
+
+# The beginning of the names that the engine, as a module, gives to the model's parameters.
+_PREFIX = "module."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +60,32 @@ class EngineParts:
     scaler: LossScaler
     access: StateAccess
     commits: Commits
+    passes: BackwardPasses
     run_state: RunState
     reporter: Reporter
 
 
-class Engine:
+class Engine(EngineGetters):
     """The engine of one training loop, made by `trainer_client.initialize`.
 
     The loop is the same as with DeepSpeed:
 
         loss = engine(batch); engine.backward(loss); engine.step()
 
+    or, for a loop that was written for torch:
+
+        loss = engine(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    The engine is a module with the model as its submodule `module`, as with DeepSpeed and DDP: its parameters are those
+    of the model, under names that begin with "module.". Attributes that the engine does not have are the model's, as in
+    `engine.generate(...)`.
+
     Attributes:
         module: the model. At stage 3, its parameters have no values outside of its forward.
         optimizer: gives the hyper-parameters of each step. `engine.step()` steps it.
         lr_scheduler: changes the optimizer's learning rates; None: there is none. `engine.step()` steps it.
         global_steps: the number of steps made or skipped, which is the number of the job's newest step.
+        global_samples: the number of samples in these steps.
         resumed_step: the global step that the run started from; 0 for a new job.
         client_state: the user's own values (JSON-like, tensors too), for example a data cursor. They are committed with
             each step, and restored on a resume. Set them before the `step()` that they belong to.
@@ -81,10 +97,13 @@ class Engine:
         Args:
             resources: closed when the engine leaves.
         """
+        super().__init__()
         self.module = user.module
+        self.training = user.module.training
         self.optimizer = user.optimizer
         self.lr_scheduler = user.lr_scheduler
         self.global_steps = 0
+        self.global_samples = 0
         self.resumed_step = 0
         self.client_state: dict[str, Any] = {}
         self.local_rank = rank.local_rank
@@ -98,16 +117,20 @@ class Engine:
         self._gather = parts.gather
         self._access = parts.access
         self._commits = parts.commits
+        self._passes = parts.passes
         self._scaler = parts.scaler
         self._run_state = parts.run_state
         self._micro_batches = parts.micro_batches
         self._reporter = parts.reporter
         self._resources = resources
         self._closed = False
+        self._was_step_applied = False
         if any(state.placement.residence is Residence.SHARDED for state in parts.states):
             user.module.register_state_dict_pre_hook(_refuse_state_dict)
+        user.module.register_load_state_dict_pre_hook(_refuse_load)
         own(user.parameters, self)
-        atexit.register(self.leave)
+        user.optimizer.drive(self)
+        atexit.register(self.close_without_commit)
         if rank.collectives.rank == 0:
             log.info("placement, bytes of each rank: %s", self.placement())
 
@@ -117,9 +140,6 @@ class Engine:
         return self._micro_batches.micro_steps
 
     # DeepSpeed's verbs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype."""
@@ -131,37 +151,55 @@ class Engine:
             self._hooks.fail_forward()
             raise
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run the backward pass of a micro-batch. A collective.
 
-        The loss is divided by the accumulation steps and multiplied by the loss scale.
+        The loss is divided by the accumulation steps and multiplied by the loss scale. A step may have several backward
+        passes per micro-batch, whose gradients add up. The user may also call `loss.backward()`, or
+        `output.backward(gradient)` for an output that is no scalar.
 
         Args:
             loss: 0-D, the mean loss over this rank's micro-batch.
+            scale_wrt_gas: False: the loss is not divided by the accumulation steps.
 
         Returns:
             The loss divided by the accumulation steps.
+
+        Raises:
+            ValueError: the loss is no scalar.
         """
         self._require_open()
-        if (accumulation := self._micro_batches.sizes.accumulation) > 1:
+        if loss.numel() != 1:
+            raise ValueError(
+                f"engine.backward(loss) with a loss of shape {list(loss.shape)}: pass a scalar, or call "
+                "output.backward(gradient)"
+            )
+        if scale_wrt_gas and (accumulation := self._micro_batches.sizes.accumulation) > 1:
             loss = loss / accumulation
-        scaled = loss if self._scaler.scale == 1.0 else loss.float() * self._scaler.scale
-        is_last, reduces = self._micro_batches.is_last, self._micro_batches.reduces
-        if is_last and reduces:
-            # The store prepares one step at a time. By now it has made the last one, for which the forward has waited.
-            self.wait_for_commit()
-        self._step.begin_backward(self._commits.next, is_last=is_last and reduces)
+        scaled = self._scaler.scaled(loss)
+        plan = self._passes.begin()
         try:
-            self._hooks.begin_backward(self._commits.next, reduces=reduces)
+            self._hooks.begin_backward(plan)
             torch.autograd.backward(scaled, retain_graph=retain_graph)
             self._hooks.finish_backward()
         except BaseException as error:
-            if self._hooks.abort_backward():
-                self._step.abandon()
-                self._give_up("a backward pass", error)
+            self._fail_backward(error)
             raise
-        self._micro_batches.end_backward()
+        self._passes.end()
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss (0-D) times the loss scale, for `engine.scale(loss).backward()`, which fp16 needs."""
+        self._require_open()
+        if loss.numel() != 1:
+            raise ValueError(f"engine.scale(loss) with a loss of shape {list(loss.shape)}: pass a scalar")
+        return self._passes.scale(loss)
+
+    def _fail_backward(self, error: BaseException) -> None:
+        """Give up the step and leave the other ranks, if a backward pass was under way, because it has failed."""
+        if self._hooks.abort_backward():
+            self._step.abandon()
+            self._abandon_run("a backward pass", error)
 
     def step(self) -> None:
         """End a micro-batch. At the accumulation boundary, make a step and commit it. A collective.
@@ -185,6 +223,7 @@ class Engine:
             raise RuntimeError("step() of the last micro-batch within no_sync(): leave it first, a step communicates")
         if boundary:
             self.optimizer.check_groups()
+        self._was_step_applied = False
         self._micro_batches.end()
         if not boundary:
             return
@@ -194,7 +233,7 @@ class Engine:
             self._make_step()
         except BaseException as error:
             self._step.abandon(is_voted_for=self._commits.newest != voted)
-            self._give_up("engine.step()", error)
+            self._abandon_run("engine.step()", error)
             raise
         self._report()
         if self._step.skipped_in_row == self._settings.paramserver.max_consecutive_skipped_steps:
@@ -209,8 +248,9 @@ class Engine:
         # Every rank waits for the last commit before it takes part in the norm. So after the norm, the last step is
         # committed on every rank.
         self.wait_for_commit()
-        made = self._step.make(self._commits.next)
+        made = self._was_step_applied = self._step.make(self._commits.next)
         self.global_steps += 1
+        self.global_samples += self._micro_batches.sizes.train
         self._micro_batches.end_step()
         if not made:
             log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)
@@ -233,16 +273,21 @@ class Engine:
         Raises:
             ConfigError: the module or the parameter is not part of this engine's model.
         """
-        self._hooks.lend(module, parameter)
+        self._hooks.register_external_parameter(module, parameter)
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the model's training mode. Return the engine."""
-        self.module.train(mode)
-        return self
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of backward passes that no `step` has followed. Every rank must call it alike.
 
-    def eval(self) -> Self:
-        """Set the model's evaluation mode. Return the engine."""
-        return self.train(False)
+        A step drops its gradients itself, so that a loop needs no call. With more than one micro-batch in a step the
+        call has no effect, as with DeepSpeed: the gradients of the earlier micro-batches stay.
+
+        Args:
+            set_to_none: has no effect: a gradient is always dropped, never set to zero.
+        """
+        self._require_open()
+        if self._micro_batches.backwards and self._micro_batches.sizes.accumulation == 1:
+            self._step.drop_gradients()
+            self._micro_batches.drop_backwards()
 
     def get_global_grad_norm(self) -> float | None:
         """Return the 2-norm of the last step's gradient over all ranks, before clipping; None before the first step.
@@ -250,6 +295,14 @@ class Engine:
         Without clipping by norm, the norm of bf16 gradients on the CPU is rounded: it is right within 0.1 %.
         """
         return self._step.gradient_norm
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group in the next step."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[float | tuple[float, float]]:
+        """Return the momentum, or else the betas, of each parameter group in the next step; 0.0 for neither."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self.optimizer.param_groups]
 
     @property
     def skipped_steps(self) -> int:
@@ -277,17 +330,42 @@ class Engine:
         """Return whether the next `step` makes a step."""
         return self._micro_batches.is_last
 
-    def gradient_accumulation_steps(self) -> int:
-        """Return the number of micro-batches in a step, by the config."""
-        return self._micro_batches.sizes.accumulation
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of samples in a step of all ranks, by the number of micro-batches in it, between two steps.
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of samples in a micro-batch of one rank."""
-        return self._micro_batches.sizes.micro
+        Every rank must call it alike. A resume has the batch size of its config again.
 
-    def train_batch_size(self) -> int:
-        """Return the number of samples in a step of all ranks."""
-        return self._micro_batches.sizes.train
+        Raises:
+            ValueError: the size is not a multiple of the samples that the ranks have in one micro-batch each.
+        """
+        self._require_between_steps("set_train_batch_size()")
+        self._micro_batches.set_train_batch_size(train_batch_size, self.world_size, steps=self.global_steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the number of samples in a micro-batch of one rank, and with it that of a step, between two steps.
+
+        The user's loader has to give batches of this size. Every rank must call it alike.
+
+        Raises:
+            ValueError: the size is not positive.
+        """
+        self._require_between_steps("set_train_micro_batch_size()")
+        self._micro_batches.set_micro_batch_size(micro_batch_size, self.world_size)
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last call of `step` has updated the parameters.
+
+        It has not between the micro-batches of a step, and if the gradient was not finite.
+        """
+        return self._was_step_applied
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the model in place, as `module.compile` does. To compile its units instead, see docs/models.md."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    def destroy(self) -> None:
+        """Close the engine, as `close` does."""
+        self.close()
 
     # Functions that DeepSpeed does not have
 
@@ -331,6 +409,76 @@ class Engine:
         """
         self._require_open()
         return self._access.full_state_dict(keep=not rank0_only or self._collectives.rank == 0)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> StateDictNames:
+        """Set the model's weights and buffers, between two steps, in a commit of their own. A collective.
+
+        Optimizer states stay as they are. Every rank must give the same values.
+
+        Args:
+            state_dict: values by name, as `full_state_dict` or the model's `state_dict` returned them, in any
+                floating-point dtype; the prefix "module." of all names may be there.
+            strict: whether the names must be those of the model.
+            assign: only False is possible, because parameters keep their memory.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as torch does.
+
+        Raises:
+            RuntimeError: the names are not those of the model, or a step is under way; nothing was changed.
+            ConfigError: a shape does not fit, or `assign` was given.
+        """
+        if assign:
+            raise ConfigError("load_state_dict(assign=True): the engine's parameters keep their memory; leave it out")
+        self._require_between_steps("load_state_dict()")
+        if state_dict and all(name.startswith(_PREFIX) for name in state_dict):
+            state_dict = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        found = self._access.compare_names(state_dict)
+        if strict and (found.missing_keys or found.unexpected_keys):
+            raise RuntimeError(
+                f"load_state_dict(): missing are {', '.join(found.missing_keys) or 'none'}; unexpected are "
+                f"{', '.join(found.unexpected_keys) or 'none'}: give the model's own state, or strict=False"
+            )
+        changes = self._access.weight_changes(state_dict)
+        with self._changing():
+            self._access.set_buffers(state_dict)
+            self._access.hand_over(changes, self._commits.next)
+            self._commit_change()
+        return found
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights as forward computes with them to a file that `torch.load` reads. A collective.
+
+        Rank 0 writes, and needs host memory for all of these weights. Tied names share one tensor in the file. The file
+        is complete when it appears, because it is renamed at the end.
+
+        Args:
+            save_dir: directory of the file, made if need be.
+
+        Returns:
+            True.
+
+        Raises:
+            OSError, RuntimeError: rank 0 could not write the file; OSError on rank 0, RuntimeError on the others.
+        """
+        self._require_open()
+        weights = self._access.parameter_state_dict(
+            keep=self._collectives.rank == 0, with_frozen=not exclude_frozen_parameters
+        )
+        failure: OSError | None = None
+        if self._collectives.rank == 0:
+            try:
+                _save(weights, Path(save_dir) / save_filename)
+            except OSError as error:
+                failure = error
+        (has_failed,) = self._collectives.any_rank([failure is not None], "save_16bit_model()")
+        if has_failed:
+            raise failure or RuntimeError("save_16bit_model(): rank 0 could not write the file; see its message")
+        return True
 
     # These methods read and change the states of single parameters.
 
@@ -389,7 +537,7 @@ class Engine:
         """Make several changes as `set_full`, by (parameter, kind), in one commit. A collective."""
         self._set(values, local=False)
 
-    def state_dict(self, kind: str = "master") -> dict[str, StateShard]:
+    def sharded_state_dict(self, kind: str = "master") -> dict[str, StateShard]:
         """Return this rank's part of one kind of all parameters that have it, by FQN, tied names included.
 
         Not a collective. Each part says which elements of which parameter it has, so that the dicts of all ranks
@@ -427,7 +575,7 @@ class Engine:
             yield
             self._require_between_steps("the end of gathered(modifier_rank=...)")
             with self._changing():
-                self._access.stage_changed(chosen, before, modifier_rank, self._commits.next)
+                self._access.hand_over_changed(chosen, before, modifier_rank, self._commits.next)
         with self._changing():
             self._commit_change()
 
@@ -442,7 +590,7 @@ class Engine:
             self._require_between_steps("a change of parameters or optimizer states")
             changes = self._access.changes(states, local=local)
             with self._changing():
-                self._access.stage(changes, self._commits.next)
+                self._access.hand_over(changes, self._commits.next)
                 self._commit_change()
 
     @contextmanager
@@ -456,22 +604,22 @@ class Engine:
             yield
         except BaseException as error:
             self._hooks.fail_change()
-            self._give_up("a change of states", error)
+            self._abandon_run("a change of states", error)
             raise
 
-    def _give_up(self, what: str, error: BaseException) -> None:
-        """Leave the other ranks, because this rank cannot take part in the step any more.
+    def _abandon_run(self, what: str, error: BaseException) -> None:
+        """Abandon the run, because this rank cannot take part in the step any more.
 
         The other ranks must not wait for this rank, neither in a collective nor for its vote in the store.
         """
         if self._collectives.world_size > 1:
-            self._collectives.give_up(what, error)
+            self._collectives.abandon(what, error)
             self._commits.abandon()
             self._store.close()
 
     def _commit_change(self) -> None:
         """Commit a change of states, and wait until the commit is there."""
-        self._hooks.forget_values()
+        self._hooks.release_units()
         self._commits.begin(self._client_state())
         self._commits.wait()
 
@@ -485,11 +633,12 @@ class Engine:
         """Go on from a commit, which carried `state`. Called at the end of `initialize`."""
         progress = self._run_state.restore(state)
         self.global_steps = self.resumed_step = progress.global_steps
+        self.global_samples = progress.global_samples
         self._micro_batches.go_on_from(progress.micro_steps)
         self.client_state = state["user"]
 
     def commit_initial_state(self) -> None:
-        """Commit the staged states.
+        """Commit the states that were handed over.
 
         They are the initial weights, committed as step 0, or the resumed step in another layout, committed as the step
         after it.
@@ -507,22 +656,22 @@ class Engine:
             return
         try:
             if self._hooks.phase not in (Phase.STEP, Phase.FAILED):
-                self._commits.settle()
+                self._commits.commit_last_step()
                 self._commits.wait()
                 self._meet()
         finally:
-            self.leave()
+            self.close_without_commit()
 
-    def leave(self) -> None:
-        """Leave the job after a run that may have failed.
+    def close_without_commit(self) -> None:
+        """Close the engine after a run that may have failed.
 
         Begins no commit, waits only for the commit that is under way, and does not wait for other ranks. Idempotent.
         """
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.leave)
-        self._store.give_up()
+        atexit.unregister(self.close_without_commit)
+        self._store.stop_reattaching()
         with self._resources:
             self.wait_for_commit()
 
@@ -534,6 +683,34 @@ class Engine:
             # All steps are committed, so this rank loses nothing if another one has failed or gone.
             log.warning("leaving without the other ranks: %s", error)
 
+    # The behaviour of a module
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model, because the engine has none of this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        return getattr(self.module, name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Return the engine if `fn`, as `to`, `half` or `cuda` make it, would change no tensor; refuse it if it would.
+
+        Raises:
+            RuntimeError: `fn` gives tensors another device or dtype than the config has given them.
+        """
+        for tensor in (*self.parameters(), *self.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise RuntimeError(
+                    f"the engine's tensors cannot be converted from {probe.dtype} on {probe.device} to {moved.dtype} "
+                    f"on {moved.device}: the dtype follows from bf16.enabled and fp16.enabled of the config, and the "
+                    "device from the rank; remove the call"
+                )
+        return self
+
     def __enter__(self) -> Self:
         return self
 
@@ -544,13 +721,15 @@ class Engine:
             self.close()
             return
         try:
-            self.leave()
+            self.close_without_commit()
         except TrainerClientError:
             log.exception("closing the engine failed too")
 
     def _client_state(self) -> bytes:
         """Return what the next commit carries for this rank."""
-        progress = Progress(global_steps=self.global_steps, micro_steps=self.micro_steps)
+        progress = Progress(
+            global_steps=self.global_steps, global_samples=self.global_samples, micro_steps=self.micro_steps
+        )
         return self._run_state.encode(progress, self.client_state)
 
     def _report(self) -> None:
@@ -570,8 +749,32 @@ class Engine:
         """Raise RuntimeError if the engine is closed, and PhaseError if it is in a phase that allows no call."""
         if self._closed:
             raise RuntimeError("the engine is closed")
+        if self._hooks.has_lost_backward:
+            self._fail_backward(RuntimeError("loss.backward() has failed; see the error that it raised"))
         if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.FAILED):
             raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
+
+
+def _save(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a file of `torch.save`, which appears at `path` when it is complete. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        torch.save(weights, part)
+        part.replace(path)
+    except RuntimeError as error:
+        # torch reports a full disk so.
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _refuse_load(module: nn.Module, *_: Any) -> None:
+    """Refuse `module.load_state_dict()`, because the weights that are trained are those in the store."""
+    raise RuntimeError(
+        "the model's weights are in the store: call engine.load_state_dict() instead of the model's, or load them "
+        "before initialize()"
+    )
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -17,6 +17,10 @@ class ConfigError(TrainerClientError, ValueError):
     """The config, the model or an argument asks for something that this library cannot honour."""
 
 
+class NotBuiltError(TrainerClientError, NotImplementedError):
+    """The script uses a name of DeepSpeed that this library does not have; the message says what to write instead."""
+
+
 class RankMismatchError(ConfigError):
     """The ranks of a run were given different configs, models or optimizers.
 
@@ -31,6 +35,10 @@ class DeferredInitError(TrainerClientError, RuntimeError):
 
 class ClientStateError(TrainerClientError):
     """A value cannot be part of the client state that a commit carries, or a stored client state cannot be read."""
+
+
+class ExportError(TrainerClientError):
+    """A step cannot be written to the destination of an export. Nothing half is left there."""
 
 
 class NonFiniteGradientError(TrainerClientError):
@@ -133,6 +141,10 @@ class StoreBudgetError(StoreError):
 
 class JobConflictError(StoreError):
     """The job exists with another layout, another run holds it, or the resume policy does not allow to resume it."""
+
+
+class OtherModelError(JobConflictError):
+    """The job holds another model: parameters with other names, or of other shapes."""
 
 
 class StepAbortedError(StoreError):

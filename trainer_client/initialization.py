@@ -19,10 +19,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
+from trainer_client import comm
+from trainer_client.access import owner_of
 from trainer_client.assembly import make_engine
-from trainer_client.config.training_config import TrainingConfig, load_config, resolve_batch_sizes
+from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
+from trainer_client.config.loading import load_config
+from trainer_client.config.log_lines import describe_automatic, describe_without_effect
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.data_parallel import check_mpu
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
+from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
@@ -34,13 +41,17 @@ from trainer_client.recorder import Recorder
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.job import Job
+from trainer_client.run.job_place import JobPlace
 from trainer_client.run.local_daemon import LocalDaemon, local_address
 from trainer_client.run.run_state import Scheduler
+from trainer_client.schedules.registry import make_schedule
+from trainer_client.schedules.schedule import ScheduleSection
 from trainer_client.section import Agreement
 from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.transport.channel import wait_until_serving
 from trainer_client.transport.credentials import NO_CREDENTIALS
 from trainer_client.transport.rank_store import RankStore
+from trainer_client.zero import external_parameters
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +60,7 @@ SchedulerArgument = LRScheduler | Callable[[torch.optim.Optimizer], Scheduler] |
 _SERVING_SECONDS = 30.0
 
 
+@RecipeRecorder.suspended()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -56,7 +68,7 @@ def initialize(
     model_parameters: Any = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: SchedulerArgument = None,
-    distributed_port: int = 29500,
+    distributed_port: int = comm.DEFAULT_PORT,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -75,7 +87,8 @@ def initialize(
         engine, optimizer, loader, scheduler = initialize(model=model, config="config.json")
 
     Args:
-        args: an object whose `deepspeed_config` is the path of the config if `config` is None.
+        args: an object whose `deepspeed_config` is the path of the config if `config` is None. Its `local_rank` is set
+            to the rank's number on its node if it has such an attribute.
         model: a model with floating-point parameters, on the CPU or on the meta device. On the meta device it was built
             under `trainer_client.zero.Init()`, or under torch.device("meta") if its own functions can initialise it.
             Afterwards the parameters live in the store. A new job begins with the initial values of rank 0; on a
@@ -86,8 +99,10 @@ def initialize(
         training_data: a dataset, for the data loader that is returned. A dataset that has a length is loaded in an
             order that does not depend on the number of ranks, and its cursor is in every commit: see
             run/data_loader.py.
-        lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one.
+        lr_scheduler: a scheduler made for `optimizer`, or a callable from the optimizer to one; None: the scheduler of
+            the config, if it has one.
         distributed_port: the port of the rendezvous, if the environment has no MASTER_PORT.
+        mpu: accepted if it splits nothing but the data.
         dist_init_required: True: initialise torch.distributed; False: it is initialised; None: initialise it if needed.
         collate_fn: the function with which the data loader makes a batch of samples.
         config, config_params: the config, as a dict or the path of a JSON file: two names of one argument.
@@ -111,23 +126,27 @@ def initialize(
             message.
         StoreError, LocalDaemonError: the store refused, cannot be reached or cannot be started.
     """
-    refused = {"mpu": mpu, "mesh_param": mesh_param}
-    if given := [name for name, value in refused.items() if value is not None]:
+    if mesh_param is not None:
         raise ConfigError(
-            f"initialize({given[0]}=...) is not honoured by this version: it has data parallelism only (ZeRO)"
+            "initialize(mesh_param=...) is not honoured by this version: it has data parallelism only (ZeRO)"
         )
     if model is None:
         raise ConfigError("initialize(model=None): pass the model")
-    settings = load_config(_config_source(args, config, config_params), os.environ)
-    policy = choose_policy(settings.paramserver.units, unit_policy)
+    check_mpu("initialize(mpu=...)", mpu)
     parameters = list_parameters(model)
+    settings = load_config(
+        _config_source(args, config, config_params), os.environ, {p.tensor.dtype for p in parameters}
+    )
+    policy = choose_policy(settings.paramserver.units, unit_policy)
     store_optimizer = make_optimizer(
         optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
     )
-    scheduler = _make_scheduler(lr_scheduler, optimizer, store_optimizer)
+    scheduler = _make_scheduler(lr_scheduler, settings.scheduler, optimizer, store_optimizer)
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
         local_rank, device = _join_processes(dist_init_required, distributed_port, processes)
+        if hasattr(args, "local_rank"):
+            args.local_rank = local_rank
         recorder = Recorder()
         collectives = Collectives(device, settings.paramserver.collective_timeout_seconds, recorder)
         processes.callback(collectives.close)
@@ -140,7 +159,7 @@ def initialize(
                 store_optimizer,
                 device,
                 {
-                    "lr_scheduler": scheduler,
+                    "lr_scheduler": lr_scheduler,
                     "training_data": training_data,
                     "weights": weights,
                     "param_init_fn": param_init_fn,
@@ -151,11 +170,16 @@ def initialize(
             local_rank,
             collectives,
         )
+        if collectives.rank == 0:
+            log.info("%s", _describe_scheduler(lr_scheduler, settings.scheduler))
         batch = resolve_batch_sizes(settings, collectives.world_size)
+        if collectives.rank == 0:
+            _log_config(settings, batch)
         loader = make_loader(
             training_data,
             batch,
             settings.paramserver.data,
+            drop_last=settings.dataloader_drop_last,
             rank=collectives.rank,
             world_size=collectives.world_size,
             collate_fn=collate_fn,
@@ -180,10 +204,18 @@ def initialize(
             data=loader if isinstance(loader, TrainingLoader) else None,
         )
         rank = RankContext(
-            settings=settings, local_rank=local_rank, collectives=collectives, store=store, recorder=recorder
+            settings=settings,
+            place=JobPlace.of(settings, os.environ),
+            local_rank=local_rank,
+            collectives=collectives,
+            store=store,
+            recorder=recorder,
         )
         job = Job(user, rank, policy, initial_values)
         engine = make_engine(user, rank, job, batch, resources)
+    for module, parameter in external_parameters(model):
+        if owner_of(parameter) is engine:
+            engine.register_external_parameter(module, parameter)
     return engine, store_optimizer, loader, scheduler
 
 
@@ -194,26 +226,51 @@ def _config_source(
     if config is not None and config_params is not None:
         raise ConfigError("initialize(config=..., config_params=...) are two names of one argument: pass one")
     source = config if config is not None else config_params
-    if source is None:
-        source = getattr(args, "deepspeed_config", None)
+    for name in ("deepspeed_config", "deepscale_config"):
+        source = getattr(args, name, None) if source is None else source
     if source is None:
         raise ConfigError("no config: pass initialize(config=...), a dict or the path of a JSON file")
     return source
 
 
+def _log_config(settings: TrainingConfig, batch: BatchSizes) -> None:
+    """Log what differs between the config and what it means here. Rank 0 does this for all ranks."""
+    if automatic := describe_automatic(settings, batch):
+        log.info("%s", automatic)
+    if without_effect := describe_without_effect(settings, os.environ):
+        log.warning("%s", without_effect)
+
+
 def _make_scheduler(
-    argument: SchedulerArgument, original: OptimizerArgument, optimizer: StoreOptimizer
+    argument: SchedulerArgument,
+    section: ScheduleSection | None,
+    original: OptimizerArgument,
+    optimizer: StoreOptimizer,
 ) -> Scheduler | None:
-    """Return the scheduler that drives `optimizer`, which was made of the user's `original`."""
+    """Return the scheduler that drives `optimizer`, which was made of the user's `original`.
+
+    The argument of `initialize` comes before the config's section, as in DeepSpeed.
+    """
+    if argument is None:
+        return None if section is None else make_schedule(section, optimizer)
     scheduler: Any = argument
-    if argument is not None and not isinstance(argument, LRScheduler):
+    if not isinstance(argument, LRScheduler):
         scheduler = argument(optimizer)
-    elif isinstance(argument, LRScheduler) and argument.optimizer is not original:
+    elif argument.optimizer is not original:
         raise ConfigError("lr_scheduler drives another optimizer: make it for the one that is passed beside it")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError("lr_scheduler ReduceLROnPlateau is not honoured by this version: it steps on a metric")
     made: Scheduler | None = scheduler
     return made
+
+
+def _describe_scheduler(argument: SchedulerArgument, section: ScheduleSection | None) -> str:
+    """Return DeepSpeed's line for the log that says where the scheduler is from."""
+    configured = None if section is None else section.type
+    if argument is None:
+        return f"using configured LR scheduler = {configured}"
+    source = "client LR scheduler" if isinstance(argument, LRScheduler) else "client callable to create LR scheduler"
+    return f"using {source}" + (f"; the config's scheduler {configured} has no effect" if configured else "")
 
 
 def _declare(
@@ -264,18 +321,9 @@ def _join_processes(required: bool | None, port: int, processes: ExitStack) -> t
     if device.type == "cuda":
         torch.cuda.set_device(device)
     launched = "RANK" in os.environ
-    if dist.is_initialized() or not (launched or required):
-        return local_rank, device
-    if required is False:
-        raise ConfigError("dist_init_required=False, but torch.distributed is not initialised: initialise it first")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "MASTER_PORT" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        master = f"tcp://{os.environ.get('MASTER_ADDR', 'localhost')}:{port}"
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        dist.init_process_group(backend, init_method=master, rank=rank, world_size=world_size)
-    processes.callback(dist.destroy_process_group)
+    if not dist.is_initialized() and (launched or required):
+        comm.init_distributed(distributed_port=port, dist_init_required=required)
+        processes.callback(dist.destroy_process_group)
     return local_rank, device
 
 

@@ -9,14 +9,21 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+from trainer_client.standing import Refused, WithoutEffect
+
+MarkT = TypeVar("MarkT")
 
 
 class Agreement(enum.Enum):
     """The ranks that must have the same value for a key.
 
     A key without this annotation has RUN, so that all ranks compare a new key unless its author chooses another value.
+    A key without effect, and one that is refused unless it is off, need not agree.
     """
 
     RUN = "all ranks"
@@ -25,6 +32,18 @@ class Agreement(enum.Enum):
 
     NONE = "no other rank"
     """The key is about this rank alone, or the ranks compare instead what follows from it."""
+
+
+def mark_of(field: FieldInfo, kind: type[MarkT]) -> MarkT | None:
+    """Return the mark of a kind in the annotation of a key, or None if it has none."""
+    return next((mark for mark in field.metadata if isinstance(mark, kind)), None)
+
+
+def agreement_of(field: FieldInfo) -> Agreement:
+    """Return the ranks that must have the same value for a key."""
+    if mark_of(field, WithoutEffect) or mark_of(field, Refused):
+        return Agreement.NONE
+    return mark_of(field, Agreement) or Agreement.RUN
 
 
 class Section(BaseModel):
@@ -38,8 +57,8 @@ class Section(BaseModel):
         Each key is yielded as its dotted name and its value in JSON.
         """
         for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            wanted = next((mark for mark in field.metadata if isinstance(mark, Agreement)), Agreement.RUN)
+            value: Any = getattr(self, name)
+            wanted = agreement_of(field)
             if isinstance(value, Section) and wanted is not Agreement.NONE:
                 yield from value.values(agreement, f"{prefix}{name}.")
             elif value is not None and wanted is agreement:

@@ -7,10 +7,10 @@ store has the states and does the arithmetic. Must never touch a parameter's val
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, overload
 
 import torch
 
@@ -29,6 +29,14 @@ log = logging.getLogger(__name__)
 _DECOUPLED = "decoupled_weight_decay"
 
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+
+
+class Driver(Protocol):
+    """What the optimizer calls when the user's loop steps the optimizer and not the engine."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
 class StoreOptimizer(torch.optim.Optimizer):
@@ -63,6 +71,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         original.state.clear()
         self._original = original
         self._update: Callable[[], None] | None = None
+        self._is_user_stepping = False
+        self._engine: weakref.ref[Driver] | None = None
         self._state_kinds: tuple[Kind, ...] | None = None
         self._parameters = parameters
         self._index_of = {id(parameter.tensor): parameter.index for parameter in parameters}
@@ -76,9 +86,18 @@ class StoreOptimizer(torch.optim.Optimizer):
         if idle := [p.fqn for p in parameters if p.tensor.requires_grad and id(p.tensor) not in grouped]:
             log.warning("trainable, but in no parameter group of the optimizer, and never updated: %s", ", ".join(idle))
 
+    @property
+    def name(self) -> str:
+        """The name of the optimizer's class, as the config has it."""
+        return self._record.name
+
     def has_states(self, parameter: ModelParameter) -> bool:
         """Return whether the store keeps optimizer states of the parameter, and so takes its gradients."""
         return parameter.index in self._stateful
+
+    def stateful_ranges(self) -> list[list[int]]:
+        """Return the indexes of the parameters that have optimizer states, as ranges [first, last]."""
+        return _ranges(sorted(self._stateful))
 
     def add_param_group(self, param_group: ParameterGroup) -> None:
         """Add a group, as torch's optimizers do.
@@ -115,33 +134,63 @@ class StoreOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Run the engine's update. Raise RuntimeError unless `engine.step()` is the caller."""
-        if self._update is None or closure is not None:
-            raise RuntimeError("the store runs the optimizer: call engine.step() instead of optimizer.step()")
-        self._update()
+        """Make a step, as `engine.step()` does.
+
+        Raises:
+            RuntimeError: a closure was given, or the optimizer has no engine.
+        """
+        if closure is not None:
+            raise RuntimeError(
+                "optimizer.step(closure) is not possible, because the store makes one update of each gradient: call "
+                "the closure yourself, then step()"
+            )
+        if self._update is not None:
+            self._run(self._update)
+            return None
+        # torch has surrounded this call with the user's step hooks, so the engine's step must not call it again.
+        self._is_user_stepping = True
+        try:
+            self._driver().step()
+        finally:
+            self._is_user_stepping = False
+        return None
+
+    def make_step(self, update: Callable[[], None]) -> None:
+        """Run the engine's `update` as a step of this optimizer, with the user's step hooks around it, once."""
+        if self._is_user_stepping:
+            self._run(update)
+            return
+        self._update = update
+        try:
+            self.step()
+        finally:
+            self._update = None
+
+    def _run(self, update: Callable[[], None]) -> None:
+        update()
         # The original has no gradients, so its step updates nothing. It tells a scheduler that was made for the
         # original that a step was made, and runs the user's step hooks.
         self._original.step()
-        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Refuse the call, because only the engine knows when gradients are no longer needed."""
-        raise RuntimeError("gradients go to the store and are done with at engine.step(): remove optimizer.zero_grad()")
+        """Drop the gradients of backward passes that no step has followed, as `engine.zero_grad()` does."""
+        self._driver().zero_grad(set_to_none)
+
+    def drive(self, engine: Driver) -> None:
+        """Have the user's `step()` and `zero_grad()` call those of `engine`, as long as it is not garbage-collected."""
+        self._engine = weakref.ref(engine)
+
+    def _driver(self) -> Driver:
+        engine = None if self._engine is None else self._engine()
+        if engine is None:
+            raise RuntimeError("the optimizer has no engine: its engine was deleted, or initialize() has not returned")
+        return engine
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse the call, because the store has the states."""
         raise RuntimeError(
             "the store has the optimizer's states, and a job resumes with them: remove load_state_dict()"
         )
-
-    @contextmanager
-    def stepping_with(self, update: Callable[[], None]) -> Iterator[None]:
-        """Make `step` run `update` within the context."""
-        self._update = update
-        try:
-            yield
-        finally:
-            self._update = None
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
@@ -206,9 +255,8 @@ class StoreOptimizer(torch.optim.Optimizer):
                     f"parameter group {number} of the optimizer is not the one that the job was left with (they differ "
                     f"in {', '.join(fqns) or 'the order of their parameters'}): pass the same groups"
                 )
-            if values.pop(_DECOUPLED, None) != group.get(_DECOUPLED):
-                # Adam and AdamW have the same states, so the optimizer that this run passes goes on with them.
-                log.warning("parameter group %d: the job was left with the other of Adam and AdamW", number)
+            # Adam and AdamW have the same states, so the optimizer that this run passes goes on with them.
+            values.pop(_DECOUPLED, None)
             group.update(values)
 
     def _check_group(self, number: int) -> None:
@@ -270,6 +318,10 @@ def make_optimizer(
         original = OPTIMIZERS[section.type].torch_class(groups, **section.params.arguments())
     except ValueError as error:
         raise ConfigError(f"optimizer.params is refused by {section.type}: {error}") from error
+    # A group that is added later takes what it lacks from the defaults.
+    original.defaults |= section.params.group_settings()
+    for group in original.param_groups:
+        group |= {key: value for key, value in section.params.group_settings().items() if key not in group}
     return StoreOptimizer(original, parameters, may_thaw)
 
 

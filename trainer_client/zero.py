@@ -1,25 +1,65 @@
-"""DeepSpeed's `zero.Init` (build a model without its memory) and `zero.GatheredParameters` (use whole parameters).
+"""DeepSpeed's `deepspeed.zero`: building a model without its memory, and using parameters that are not there.
 
-Owns their arguments: each is honoured, or refused by name. The work is done in deferred_init.py and access.py.
+Owns the arguments of DeepSpeed's names: each is honoured, has no effect, which a line in the log says, or is refused
+with the reason. The work is done in initial/deferred_init.py, initial/early_values.py and access.py.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from trainer_client import comm
 from trainer_client.access import owner_of
-from trainer_client.config.training_config import load_config
+from trainer_client.config.loading import load_config
+from trainer_client.data_parallel import check_group, check_mpu
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
-from trainer_client.initial.deferred_init import Recorder
+from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of
+from trainer_client.initial.early_values import early_values
+from trainer_client.model.availability import ZeroParamStatus, show_status
+from trainer_client.not_built import NotBuilt
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "MiCS_Init",
+    "TiledLinear",
+    "ZeroParamStatus",
+    "external_parameters",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
+
+log = logging.getLogger(__name__)
+
+# The attribute of a module with the parameters of other modules that it uses, as the user registered them.
+_EXTERNAL = "_paramserver_external"
+
+# The arguments of Init that have no effect, with the reason.
+_WITHOUT_EFFECT = {
+    "remote_device": "tensors have no memory until initialize(), and the config says where they live afterwards",
+    "pin_memory": "tensors have no memory until initialize(), and the store's memory is shared with the daemon",
+    "zero_param_parallel_group": "it changes from where parameters are gathered, and not their values; ranks of a node "
+    "can read them from the node's store (paramserver.gather)",
+    "tensor_overrides": "all tensors that constructors make are recorded",
+}
+# The arguments of Init that would change the numbers, or that only DeepSpeed can make, with what to do instead.
+_REFUSED = {
+    "zero_quantized_weights": "it rounds weights where they are gathered, and they are gathered as they are here",
+    "zero_quantized_nontrainable_weights": "it rounds frozen weights, and the store keeps all weights as they are",
+    "param_swapper": "the store moves parameters to files: set zero_optimization.offload_param.device to nvme",
+}
 
 
 class Init:
@@ -27,7 +67,7 @@ class Init:
 
     Parameters and buffers are made on the meta device, and the operations that compute their initial values are
     recorded. `trainer_client.initialize` replays them later, one parameter at a time, and each rank only for its own
-    chunks.
+    partitions.
 
         with trainer_client.zero.Init():
             model = GPT2LMHeadModel(config)
@@ -37,16 +77,22 @@ class Init:
     ranks. All ranks have to build the model alike. If the model's dtype is changed, that has to happen within the
     context. A constructor that needs a tensor's values gets them, because its recipe is then replayed at once.
 
+    A context within another one only sets the dtype. A model that is passed to `initialize` within a context is
+    finished there.
+
     Args:
+        module: a model that has values. It stays as it is, because `initialize` takes its memory group by group.
+        data_parallel_group, sequence_data_parallel_group: accepted if the group has all ranks of the run.
+        mem_efficient_linear: has no effect: torch's linear is always used, and keeps no second copy of a weight.
         config_dict_or_path, config: a training config, under either name. It is checked at once, so that a mistake
-            shows before the model is built.
+            shows before the model is built. Initial values are rounded to its dtype by `initialize` only, once.
         enabled: False: the context does nothing.
         dtype: the default dtype within the context.
-        mem_efficient_linear: only True is accepted; it has no effect, because torch's linear is always used.
+        mpu: accepted if it splits nothing but the data.
+        remote_device, pin_memory, zero_param_parallel_group, tensor_overrides: have no effect; a line in the log says
+            why.
+        zero_quantized_weights, zero_quantized_nontrainable_weights, param_swapper: refused.
         seed: the seed of all initial values, in [0, 2**63); None: rank 0 draws it from torch's generator.
-        module, data_parallel_group, remote_device, pin_memory, mpu, zero_param_parallel_group, zero_quantized_weights,
-            zero_quantized_nontrainable_weights, sequence_data_parallel_group, param_swapper: arguments of DeepSpeed
-            that are refused.
 
     Raises:
         ConfigError: an argument is not honoured.
@@ -55,10 +101,10 @@ class Init:
 
     def __init__(
         self,
-        module: Any = None,
+        module: nn.Module | None = None,
         data_parallel_group: Any = None,
         mem_efficient_linear: bool = True,
-        remote_device: Any = None,
+        remote_device: str | None = None,
         pin_memory: bool = False,
         config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
         config: Mapping[str, Any] | str | Path | None = None,
@@ -70,26 +116,25 @@ class Init:
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
+        tensor_overrides: Any = None,
         *,
         seed: int | None = None,
     ) -> None:
-        refused = {
-            "module": module,
-            "data_parallel_group": data_parallel_group,
-            "remote_device": remote_device,
-            "pin_memory": pin_memory,
-            "mpu": mpu,
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
-            "sequence_data_parallel_group": sequence_data_parallel_group,
-            "param_swapper": param_swapper,
-        }
-        if given := [name for name, value in refused.items() if value]:
-            raise ConfigError(f"zero.Init({given[0]}=...) is not honoured by this version: leave it out")
-        if not mem_efficient_linear:
-            raise ConfigError("zero.Init(mem_efficient_linear=False): torch's linear is always used here; leave it out")
-        if config is not None and config_dict_or_path is not None:
+        self._check(
+            {
+                "remote_device": remote_device,
+                "pin_memory": pin_memory,
+                "zero_param_parallel_group": zero_param_parallel_group,
+                "tensor_overrides": tensor_overrides,
+                "zero_quantized_weights": zero_quantized_weights,
+                "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+                "param_swapper": param_swapper,
+            }
+        )
+        check_group("zero.Init(data_parallel_group=...)", data_parallel_group)
+        check_group("zero.Init(sequence_data_parallel_group=...)", sequence_data_parallel_group)
+        check_mpu("zero.Init(mpu=...)", mpu)
+        if config is not None and config_dict_or_path is not None and config != config_dict_or_path:
             raise ConfigError("zero.Init(config=..., config_dict_or_path=...) are two names of one argument: pass one")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"zero.Init(dtype={dtype}): write a floating-point dtype")
@@ -103,64 +148,171 @@ class Init:
         self._seed = seed
         self._context = ExitStack()
 
+    @staticmethod
+    def _check(arguments: Mapping[str, Any]) -> None:
+        """Raise ConfigError for the first argument that is refused, and log those that have no effect."""
+        given = [name for name, value in arguments.items() if value]
+        for name in given:
+            if name in _REFUSED:
+                raise ConfigError(f"zero.Init({name}=...) is not honoured: {_REFUSED[name]}")
+        for name in given:
+            _log_without_effect(name)
+
     def __enter__(self) -> Self:
         if not self._enabled:
             return self
         if self._dtype is not None:
             self._context.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
-        seed = int(torch.empty((), dtype=torch.int64).random_()) if self._seed is None else self._seed
-        self._context.enter_context(Recorder(seed))
+        if RecipeRecorder.active is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_()) if self._seed is None else self._seed
+            self._context.enter_context(RecipeRecorder(seed))
+            self._context.callback(register_module_parameter_registration_hook(_show_unavailable).remove)
+        elif self._seed is not None:
+            self._context.close()
+            raise ConfigError(f"zero.Init(seed={self._seed}) within zero.Init(): pass the seed to the outer one")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._context.close()
 
 
+def _show_unavailable(_: nn.Module, __: str, parameter: torch.Tensor | None) -> None:
+    """Give a new parameter of a module DeepSpeed's attributes if it has no values."""
+    if isinstance(parameter, nn.Parameter) and recipe_of(parameter):
+        show_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+
+
+@functools.cache
+def _log_without_effect(argument: str) -> None:
+    if comm.get_rank() == 0:
+        log.warning("zero.Init(%s=...) has no effect: %s", argument, _WITHOUT_EFFECT[argument])
+
+
 class GatheredParameters:
     """A context in which parameters are whole, for reading, or for one rank to change. A collective.
 
-    It enters `engine.gathered` of each engine that has some of the parameters. Parameters without an engine are left
-    alone.
+    It enters `engine.gathered` of each engine that has some of the parameters. Parameters of a model that was built
+    under `zero.Init` and has no engine yet get their initial values in host memory; after a change they keep them until
+    `initialize`. All other parameters are left alone.
 
     Args:
         params: a parameter, several parameters, or a module.
         modifier_rank: the rank whose changes count; see `engine.gathered`.
-        fwd_module: an argument of DeepSpeed that is refused.
+        fwd_module: a module whose forward uses the parameters; see `register_external_parameter`.
         enabled: False: the context does nothing.
-
-    Raises:
-        ConfigError: `fwd_module` was given.
     """
 
     def __init__(
         self,
-        params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+        params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
         modifier_rank: int | None = None,
-        fwd_module: Any = None,
+        fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        if fwd_module is not None:
-            raise ConfigError(
-                "zero.GatheredParameters(fwd_module=...) is not honoured by this version: leave it out; the weights of "
-                "other modules may be used in any forward"
-            )
-        if isinstance(params, torch.nn.Module):
+        if isinstance(params, nn.Module):
             params = params.parameters()
         elif isinstance(params, torch.Tensor):
             params = (params,)
         self._of_engine: dict[Engine, list[torch.Tensor]] = {}
+        unowned: list[torch.Tensor] = []
         for tensor in params if enabled else ():
             if isinstance(engine := owner_of(tensor), Engine):
                 self._of_engine.setdefault(engine, []).append(tensor)
+            else:
+                unowned.append(tensor)
+            if fwd_module is not None and isinstance(tensor, nn.Parameter):
+                register_external_parameter(fwd_module, tensor)
+        self._unowned = unowned
         self._modifier_rank = modifier_rank
         self._context = ExitStack()
 
     def __enter__(self) -> None:
         with ExitStack() as entered:
+            entered.enter_context(early_values(self._unowned, self._modifier_rank))
             for engine, tensors in self._of_engine.items():
                 entered.enter_context(engine.gathered(tensors, self._modifier_rank))
             self._context = entered.pop_all()
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._context.__exit__(*error)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that the forward of `module` uses `parameter`, which belongs to another module.
+
+    This is never necessary, because the engine notices the use; see `Engine.register_external_parameter`. It may be
+    called before `initialize`, as in a constructor.
+
+    Raises:
+        ConfigError: `parameter` is no parameter, or the two do not belong to one engine's model.
+    """
+    _require_parameter("register_external_parameter", parameter)
+    if isinstance(engine := owner_of(parameter), Engine):
+        engine.register_external_parameter(module, parameter)
+    elif not any(known is parameter for known in _external(module)):
+        _external(module).append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take back `register_external_parameter`. After `initialize` it has no effect, which costs only memory.
+
+    Raises:
+        ConfigError: `parameter` is no parameter, or was not registered.
+    """
+    _require_parameter("unregister_external_parameter", parameter)
+    if isinstance(owner_of(parameter), Engine):
+        log.info("unregister_external_parameter() after initialize() has no effect: it goes on being gathered early")
+        return
+    kept = [known for known in _external(module) if known is not parameter]
+    if len(kept) == len(_external(module)):
+        raise ConfigError(
+            f"unregister_external_parameter(): a parameter of shape {list(parameter.shape)} was not registered for "
+            f"this {type(module).__name__}"
+        )
+    _external(module)[:] = kept
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
+    """Gather all parameters of an engine's model once for several forwards within the context. A collective.
+
+    Yields:
+        The engine. `engine.module.generate` gathers nothing more meanwhile.
+    """
+    with model.gathered(model.module):
+        yield model
+
+
+def external_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield each module of a model with each parameter that was registered for it before `initialize`."""
+    for module in model.modules():
+        for parameter in getattr(module, _EXTERNAL, ()):
+            yield module, parameter
+
+
+def _external(module: nn.Module) -> list[nn.Parameter]:
+    """Return the list of parameters that are registered for a module, to read and to change."""
+    known: list[nn.Parameter] = vars(module).setdefault(_EXTERNAL, [])
+    return known
+
+
+def _require_parameter(function: str, parameter: Any) -> None:
+    if not isinstance(parameter, nn.Parameter):
+        raise ConfigError(f"zero.{function}(): a {type(parameter).__name__} is no torch.nn.Parameter")
+
+
+class TiledLinear(
+    NotBuilt,
+    remedy="split the layer into several nn.Linear in an nn.ModuleList, which are units of their own, and concatenate "
+    "their outputs",
+):
+    """DeepSpeed's linear layer in tiles that are gathered one after the other."""
+
+
+class MiCS_Init(  # noqa: N801
+    NotBuilt,
+    remedy="parameters are divided among all ranks of a run; use zero.Init, and paramserver.gather for reads within a "
+    "node",
+):
+    """DeepSpeed's context that divides parameters among a part of the ranks."""

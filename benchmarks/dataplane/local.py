@@ -33,7 +33,7 @@ from benchmarks.common.measure import BenchmarkError
 from paramserver.contract.channel import NO_PROXY, channel_to, target_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
-from trainer_client.transport.rank_store import RankStore, Slab
+from trainer_client.transport.rank_store import RankStore, SlabName
 
 MIB = 1 << 20
 COPIES = 16
@@ -78,8 +78,8 @@ def run(
         return {"lease_latency": latency, "same_node": _same_node(store, copied_mib, pairs)}
 
 
-def _slab(mib: int) -> Slab:
-    return Slab(group=f"{mib} MiB", kind=pb.KIND_PARAM)
+def _slab(mib: int) -> SlabName:
+    return SlabName(group=f"{mib} MiB", kind=pb.KIND_PARAM)
 
 
 def _filled_store(address: str, shard_mib: Sequence[int]) -> RankStore:

@@ -139,7 +139,7 @@ async def update_streaming(
 async def _streamed(run: Training) -> tuple[Sample, float]:
     """Make one step whose states are on NVMe only; return the sample of its updates and the seconds of its commit."""
     for slab in run.job.slabs():
-        run.engine.host_cache.detach(slab)
+        run.engine.host_cache.free_copy(slab)
     counters = run.engine.nvme.counters
     gradients = await run.gradients()
     before = counters.bytes_read + counters.bytes_written

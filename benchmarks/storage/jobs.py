@@ -59,7 +59,7 @@ class Layout:
             GroupSpec(
                 name=parameter.fqn,
                 numel=self.numel,
-                shards=(Shard(fqn=parameter.fqn, offset=0, numel=self.numel, position=0),),
+                shards=(Shard(fqn=parameter.fqn, offset=0, numel=self.numel, group_offset=0),),
                 slabs=slabs,
             )
             for parameter in self.job_spec().parameters
@@ -92,7 +92,7 @@ class Training:
         for spec in self._specs:
             for kind in (Kind.PARAM, Kind.MASTER):
                 pin = await self.engine.stage(self.job, spec.name, kind)
-                self.engine.host.tensor(pin.region, spec.slab_of_kind[kind].dtype, spec.numel).fill_(0.02)
+                self.engine.host.tensor(pin.arena_range, spec.slab_of_kind[kind].dtype, spec.numel).fill_(0.02)
                 await self.engine.publish(pin)
         await self.commit()
 

@@ -23,7 +23,7 @@ from benchmarks.storage import fio
 from benchmarks.storage.fio import Fio, FioJob, FioMode
 from storage.host_cache import EvictionOrder
 from storage.tiers.base import PAGE_BYTES, round_up
-from storage.tiers.contract import Transfer
+from storage.tiers.contract import Move
 from storage.tiers.data_file import DataFile
 from storage.tiers.host import HostTier
 from storage.tiers.io_engine import Priority
@@ -112,7 +112,7 @@ class Payload:
         self._written = self._pages + np.uint64((number + 1) << 32)
         self._marks[:] = self._written
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Set the marks of all pages to zero in memory, so that only a read from the tier can restore them."""
         self._marks[:] = 0
 
@@ -177,7 +177,7 @@ class Bench:
         ]
 
         async def ours(number: int) -> Sample:
-            kept.forget()
+            kept.clear()
             renewed.renew(number)
             sample = await self._timed(
                 self.nvme.read_many(to_read, Priority.UPDATE), self.nvme.write_many(to_write, Priority.UPDATE)
@@ -187,16 +187,16 @@ class Bench:
 
         return [Case(name="mixed", fio=self._run_fio(*jobs), ours=ours)]
 
-    def _write(self, name: str, payload: Payload, items: Sequence[Transfer[NvmeRegion]], job: FioJob) -> Case:
+    def _write(self, name: str, payload: Payload, items: Sequence[Move[NvmeRegion]], job: FioJob) -> Case:
         async def ours(number: int) -> Sample:
             payload.renew(number)
             return await self._timed(self.nvme.write_many(items, Priority.UPDATE))
 
         return Case(name=name, fio=self._run_fio(job), ours=ours)
 
-    def _read(self, name: str, payload: Payload, items: Sequence[Transfer[NvmeRegion]], job: FioJob) -> Case:
+    def _read(self, name: str, payload: Payload, items: Sequence[Move[NvmeRegion]], job: FioJob) -> Case:
         async def ours(_: int) -> Sample:
-            payload.forget()
+            payload.clear()
             sample = await self._timed(self.nvme.read_many(items, Priority.UPDATE))
             payload.check()
             return sample
@@ -211,11 +211,11 @@ class Bench:
             await asyncio.gather(*work)
         return watch.sample(counters.bytes_read + counters.bytes_written - before)
 
-    async def _items(self, sizes: Sequence[int], first: int = 0) -> tuple[Payload, list[Transfer[NvmeRegion]]]:
-        """Allocate a region of each size, and return transfers to and from the memory that begins at byte `first`."""
+    async def _items(self, sizes: Sequence[int], first: int = 0) -> tuple[Payload, list[Move[NvmeRegion]]]:
+        """Allocate a region of each size, and return moves to and from the memory that begins at byte `first`."""
         ends = list(itertools.accumulate(sizes, initial=first))
         items = [
-            Transfer(await self.nvme.allocate(size), 0, self._memory[start : start + size])
+            Move(await self.nvme.allocate(size), 0, self._memory[start : start + size])
             for start, size in zip(ends, sizes, strict=False)
         ]
         return Payload(self._memory[first : ends[-1]]), items
@@ -235,5 +235,5 @@ class Bench:
         return (lambda: fio.run(*jobs)) if fio else None
 
 
-def _shuffled(items: Sequence[Transfer[NvmeRegion]]) -> list[Transfer[NvmeRegion]]:
+def _shuffled(items: Sequence[Move[NvmeRegion]]) -> list[Move[NvmeRegion]]:
     return random.Random(SEED + len(items)).sample(items, len(items))

@@ -118,7 +118,7 @@ class Heat:
         try:
             self._running[entry.name] = stack.enter_context(Running(entry, self._task, directory))
         except ContestantError as error:
-            self._give_up(entry, error)
+            self._exclude(entry, error)
 
     def _take_turns(self, *, forward: bool, turn: Callable[[str], None]) -> None:
         """Give each contestant a turn. Every other round goes backwards, so that each is as often first as last."""
@@ -126,7 +126,7 @@ class Heat:
             try:
                 turn(name)
             except ContestantError as error:
-                self._give_up(self._running.pop(name).entry, error)
+                self._exclude(self._running.pop(name).entry, error)
 
     def _warm_up(self, name: str, steps: int, scratch: Path, stack: ExitStack) -> None:
         self._progress(f"{name}: warm-up")
@@ -147,7 +147,7 @@ class Heat:
             # The shorter time counts, because it is nearer to what the disk can do.
             standing.probes.append(Probe(nbytes=probe.nbytes, seconds=min(before, probe.run()), direct=probe.direct))
 
-    def _give_up(self, entry: Entry, error: ContestantError) -> None:
+    def _exclude(self, entry: Entry, error: ContestantError) -> None:
         if not entry.optional:
             raise error
         self._progress(f"not run: {error}")

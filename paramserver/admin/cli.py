@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paramserver.admin.accounts import accounts
-from paramserver.admin.connection import ACCESS, Access
+from paramserver.admin.connection import CREDENTIALS, Credentials
 from paramserver.admin.delete_job import delete_job
 from paramserver.admin.jobs import jobs
 from paramserver.admin.sessions import sessions
@@ -37,10 +37,10 @@ def _root(
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of it.", envvar="PARAMSERVER_TLS_KEY")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Let the token cross the network in the clear.")] = False,
 ) -> None:
-    access = Access(
+    credentials = Credentials(
         token_file=token_file, tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key, insecure=insecure
     )
-    ACCESS.set(access)
+    CREDENTIALS.set(credentials)
 
 
 app.command()(tiers)

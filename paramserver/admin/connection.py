@@ -31,7 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class Credentials:
     """The credentials for the daemon, from the options before the verb."""
 
     token_file: Path | None = None
@@ -64,7 +64,7 @@ class Access:
 
 
 # `admin.cli` sets this from the options before the verb; `connect` reads it.
-ACCESS: ContextVar[Access] = ContextVar("access")
+CREDENTIALS: ContextVar[Credentials] = ContextVar("credentials")
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def connect(address: str | None) -> Iterator[StoreAdminStub]:
     """Yield a stub for the daemon at `address`. A failed call in the block prints one line and exits with status 1."""
     if not address:
         _fail(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
-    channel = ACCESS.get().channel(address)
+    channel = CREDENTIALS.get().channel(address)
     try:
         yield StoreAdminStub(channel)
     except grpc.RpcError as error:

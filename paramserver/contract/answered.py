@@ -1,7 +1,9 @@
-"""The mark by which a client tells a daemon that answers UNAVAILABLE from a daemon that does not answer.
+"""Marks in the trailing metadata of the daemon's answers, where the status code alone does not tell a client enough.
 
-gRPC has one status for both. The daemon adds the mark to the trailing metadata of its own answers; the status that gRPC
-makes itself when a connection fails has no mark.
+- gRPC has one status for a daemon that answers UNAVAILABLE and for a daemon that does not answer. The daemon marks its
+  own answers; the status that gRPC makes itself when a connection fails has no mark.
+- FAILED_PRECONDITION has many reasons. The daemon marks the one for which a trainer adds how to go on: that the job
+  holds another model.
 """
 
 from __future__ import annotations
@@ -10,8 +12,18 @@ from collections.abc import Iterable
 from typing import Any
 
 ANSWERED = (("paramserver-answered", "1"),)
+OTHER_MODEL = (("paramserver-other-model", "1"),)
 
 
 def is_answer(trailing_metadata: Iterable[Any] | None) -> bool:
     """Return whether the daemon itself has ended the call."""
-    return any((key, value) == ANSWERED[0] for key, value in trailing_metadata or ())
+    return _has(trailing_metadata, ANSWERED)
+
+
+def is_about_the_model(trailing_metadata: Iterable[Any] | None) -> bool:
+    """Return whether the daemon has refused to open a job because the job holds another model."""
+    return _has(trailing_metadata, OTHER_MODEL)
+
+
+def _has(trailing_metadata: Iterable[Any] | None, mark: tuple[tuple[str, str]]) -> bool:
+    return any((key, value) == mark[0] for key, value in trailing_metadata or ())

@@ -18,4 +18,4 @@ GATHER_ALIGNMENT_BYTES = 16
 # The most units that the only rank of a job at a store maps in place at once: the root, the unit in use, and the one
 # before or after it. Units placed in the host tier do not count. The daemon admits a job only if its host budget can
 # hold this number of the largest units. If more units are in use, the trainer copies some of them (step/residency.py).
-UNITS_SHOWN_AT_ONCE = 3
+UNITS_MAPPED_AT_ONCE = 3

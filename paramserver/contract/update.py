@@ -1,4 +1,4 @@
-"""The update of a group of shards, which the daemon runs on tiles and a trainer on its whole chunk.
+"""The update of a group of shards, which the daemon runs on tiles and a trainer on its whole partition.
 
 Both must give the same bits. So both make one call of the optimizer's rule for each shard: torch's kernels round the
 last elements of a call differently, so each call must end where a parameter ends (see limits.ELEMENT_ALIGNMENT).
@@ -7,7 +7,6 @@ last elements of a call differently, so each call must end where a parameter end
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
@@ -15,18 +14,8 @@ from paramserver.contract.optimizers.optimizer import HyperParameters, States
 from paramserver.contract.optimizers.registry import apply
 
 
-class Placed(Protocol):
-    """A shard of the storage engine or of the trainer: its position and length in its group, in elements."""
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def numel(self) -> int: ...
-
-
 def update_shards(
-    shards: Iterable[tuple[Placed, HyperParameters | None]],
+    shards: Iterable[tuple[int, int, HyperParameters | None]],
     weight: torch.Tensor,
     gradient: torch.Tensor,
     states: States,
@@ -38,7 +27,8 @@ def update_shards(
     """Unscale and clip the gradient, then update weight and states of each shard, all in place.
 
     Args:
-        shards: each shard with its hyper-parameters; a shard with None is not updated.
+        shards: of each shard its first element in the group, its number of elements and its hyper-parameters. A shard
+            with None is not updated.
         weight: [n] fp32, the group's elements from `start` on; they may be a part of the group.
         gradient: [n] fp32; overwritten.
         states: [n] fp32 each.
@@ -50,8 +40,8 @@ def update_shards(
     if clip_value is not None:
         gradient.clamp_(-clip_value, clip_value)
     end = start + weight.numel()
-    for shard, row in shards:
-        first, last = max(shard.position, start), min(shard.position + shard.numel, end)
+    for offset, numel, row in shards:
+        first, last = max(offset, start), min(offset + numel, end)
         if row is None or first >= last:
             continue
         part = slice(first - start, last - start)

@@ -45,7 +45,7 @@ def clear_socket(path: Path) -> None:
     raise ConflictError(f"socket {path} is in use by another daemon; set `socket` (--socket) to another path")
 
 
-class ArenaDoor:
+class ArenaSocket:
     """A listening socket at `path`, which must be free. It sends each client one byte with the descriptor `fd`."""
 
     def __init__(self, path: Path, fd: int) -> None:

@@ -1,7 +1,7 @@
 """The byte budget for chunks in the daemon: shared fairly between transfers, and taken from those that stall.
 
 A transfer is one Read or Write. It reserves bytes of the budget before the daemon reads a chunk from the store or
-grants a writer credit, and returns them when the chunk has been sent or written into its lease. The budget has two
+grants a writer credit, and releases them when the chunk has been sent or written into its lease. The budget has two
 halves. A transfer begins in the first half with small chunks. When its client has shown that it takes or sends bytes,
 the transfer moves to the second half with large chunks; a stall moves it back. So clients that open transfers and leave
 them idle take nothing from the transfers that move.
@@ -31,7 +31,7 @@ _TICK_SECONDS = STALLED_SECONDS / 2
 # The size of the first chunks of each transfer. gRPC's flow-control windows take some of them at once, and two thousand
 # fit into one half of the default budget. Chunks grow by the factor _GROWTH as long as each of them moves in less than
 # STALLED_SECONDS.
-FIRST_STRIDE_BYTES = 16 << 10
+FIRST_CHUNK_BYTES = 16 << 10
 _GROWTH = 8
 # A chunk takes at most 1 / _LARGEST_SHARE of its half of the budget. Bytes that gRPC still holds for transfers that
 # have ended do not count as a part of the half.
@@ -49,7 +49,7 @@ class Transfer:
     moved_at: float
     # True once the client has granted further credit (Read) or sent a chunk (Write).
     is_proven: bool = False
-    stride_bytes: int = FIRST_STRIDE_BYTES
+    chunk_bytes: int = FIRST_CHUNK_BYTES
     held_bytes: int = 0
 
     def end(self, error: StorageError) -> None:
@@ -82,8 +82,8 @@ class _Half:
         return next((queue for queue in self.queues if queue), None)
 
 
-class Transfers:
-    """The transfers under way in the daemon, and the budget that they share."""
+class ChunkBudget:
+    """The budget that the transfers under way in the daemon share."""
 
     def __init__(
         self, budget_bytes: int, *, stall_seconds: float, weight_of: Callable[[str], float] = lambda _: 1.0
@@ -115,7 +115,7 @@ class Transfers:
 
     @contextmanager
     def open(self, session_id: str, job: str, urgency: Urgency) -> Iterator[Transfer]:
-        """Yield a transfer that lasts until the block ends; the bytes that it holds then are returned."""
+        """Yield a transfer that lasts until the block ends; the bytes that it holds then are released."""
         loop = asyncio.get_running_loop()
         transfer = Transfer(session_id, job, urgency, loop.create_future(), loop.time())
         members = self._by_session.setdefault(session_id, set())
@@ -126,7 +126,7 @@ class Transfers:
             members.remove(transfer)
             if not members:
                 del self._by_session[session_id]
-            self._give_back(transfer, transfer.held_bytes)
+            self._release(transfer, transfer.held_bytes)
             transfer.ended.cancel()
 
     def end_session(self, session_id: str) -> None:
@@ -151,7 +151,7 @@ class Transfers:
                 queue.remove(waiter)
                 half.waiting_bytes -= nbytes
                 self._serve(half)
-            # If the waiter has left the queue, room was granted just before the cancellation. `open` returns it when
+            # If the waiter has left the queue, room was granted just before the cancellation. `open` releases it when
             # the transfer ends.
             raise
 
@@ -163,39 +163,39 @@ class Transfers:
         self._take(half, transfer, nbytes)
         return True
 
-    def stride_bytes(self, transfer: Transfer) -> int:
+    def chunk_bytes(self, transfer: Transfer) -> int:
         """Return the size of the largest chunk for which the transfer may reserve room now."""
         half = self._half(transfer)
         return min(
-            transfer.stride_bytes, max(FIRST_STRIDE_BYTES, (half.limit_bytes - half.pinned_bytes) // _LARGEST_SHARE)
+            transfer.chunk_bytes, max(FIRST_CHUNK_BYTES, (half.limit_bytes - half.pinned_bytes) // _LARGEST_SHARE)
         )
 
     def moved(self, transfer: Transfer, nbytes: int) -> None:
-        """Return `nbytes` of the transfer's room, because that many bytes were sent or written into their lease."""
+        """Release `nbytes` of the transfer's room, because that many bytes were sent or written into their lease."""
         now = asyncio.get_running_loop().time()
         quickly = now - transfer.moved_at < STALLED_SECONDS
         if transfer.is_proven and quickly:
-            transfer.stride_bytes = min(MAX_CHUNK_BYTES, transfer.stride_bytes * _GROWTH)
+            transfer.chunk_bytes = min(MAX_CHUNK_BYTES, transfer.chunk_bytes * _GROWTH)
         else:
-            transfer.stride_bytes = FIRST_STRIDE_BYTES
+            transfer.chunk_bytes = FIRST_CHUNK_BYTES
         transfer.moved_at = now
-        self._give_back(transfer, nbytes)
+        self._release(transfer, nbytes)
 
     @contextmanager
     def pinned(self, transfer: Transfer, nbytes: int) -> Iterator[None]:
-        """Keep `nbytes` of a failed transfer counted until the block ends, and return all else that it holds now."""
-        self._give_back(transfer, transfer.held_bytes - nbytes)
+        """Keep `nbytes` of a failed transfer counted until the block ends, and release all else that it holds now."""
+        self._release(transfer, transfer.held_bytes - nbytes)
         half = self._half(transfer)
         half.pinned_bytes += nbytes
         try:
             yield
         finally:
             half.pinned_bytes -= nbytes
-            self._give_back(transfer, nbytes)
+            self._release(transfer, nbytes)
 
     def _half(self, transfer: Transfer) -> _Half:
         """Return the half of the budget for the next reservation; a transfer that holds bytes stays in its half."""
-        moves = transfer.stride_bytes > FIRST_STRIDE_BYTES
+        moves = transfer.chunk_bytes > FIRST_CHUNK_BYTES
         return self._half_of.get(transfer) or (self._proven if moves else self._unproven)
 
     def _take(self, half: _Half, transfer: Transfer, nbytes: int) -> None:
@@ -207,7 +207,7 @@ class Transfers:
         half.used_bytes += nbytes
         transfer.held_bytes += nbytes
 
-    def _give_back(self, transfer: Transfer, nbytes: int) -> None:
+    def _release(self, transfer: Transfer, nbytes: int) -> None:
         if not nbytes:
             return
         half = self._half_of[transfer]

@@ -83,7 +83,7 @@ class _LeaseSource:
 
     async def piece(self, first_byte: int, nbytes: int) -> memoryview:
         check_held(self.lease)
-        return self.engine.host.view(self.lease.region)[first_byte : first_byte + nbytes]
+        return self.engine.host.view(self.lease.arena_range)[first_byte : first_byte + nbytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from paramserver.contract import chunks
 from paramserver.contract.chunks import MAX_CHUNK_BYTES, Chunk
-from paramserver.dataplane.chunk_budget import FIRST_STRIDE_BYTES, Transfer, Transfers
+from paramserver.dataplane.chunk_budget import FIRST_CHUNK_BYTES, ChunkBudget, Transfer
 from paramserver.dataplane.read_source import Source, check_held, open_source
 from paramserver.rpc import convert
 from paramserver.rpc.status import answer
@@ -38,9 +38,9 @@ _COPIES_SENT = 2
 class Streams:
     """The handlers of Read and Write. `window_bytes` is the maximum credit of one writer."""
 
-    def __init__(self, engine: Engine, transfers: Transfers, window_bytes: int) -> None:
+    def __init__(self, engine: Engine, chunk_budget: ChunkBudget, window_bytes: int) -> None:
         self._engine = engine
-        self._transfers = transfers
+        self._chunk_budget = chunk_budget
         self._window_bytes = window_bytes
 
     async def read(self, find_session: FindSession, context: RawContext) -> None:
@@ -62,7 +62,7 @@ class Streams:
             raise InvalidRequestError("credit_bytes is 0; the first credit must allow to send something")
         header = pb.ReadHeader(size_bytes=source.size_bytes, version=source.version, dtype=DTYPE_TO_WIRE[source.dtype])
         credit = _Credit(opened.credit_bytes)
-        with self._transfers.open(session.session_id, source.job, urgency) as transfer:
+        with self._chunk_budget.open(session.session_id, source.job, urgency) as transfer:
             # The session may have ended while the source was opened, when its end could not end this transfer yet. If
             # so, this look-up raises.
             find_session(opened.session_id)
@@ -73,7 +73,7 @@ class Streams:
             except StorageError as error:
                 # If the client does not read, the status waits in gRPC behind the last chunk. gRPC's copy of that chunk
                 # stays counted until the status is sent.
-                with self._transfers.pinned(transfer, transfer.held_bytes // _COPIES_SENT):
+                with self._chunk_budget.pinned(transfer, transfer.held_bytes // _COPIES_SENT):
                     await answer(context, error)
 
     async def _send(
@@ -81,10 +81,10 @@ class Streams:
     ) -> None:
         while first_byte < source.size_bytes:
             await credit.wait()
-            nbytes = credit.take(min(self._transfers.stride_bytes(transfer), source.size_bytes - first_byte))
-            await self._transfers.reserve(transfer, nbytes * _COPIES_SENT)
+            nbytes = credit.take(min(self._chunk_budget.chunk_bytes(transfer), source.size_bytes - first_byte))
+            await self._chunk_budget.reserve(transfer, nbytes * _COPIES_SENT)
             await _write(context, chunks.encode(first_byte, await source.piece(first_byte, nbytes)))
-            self._transfers.moved(transfer, nbytes * _COPIES_SENT)
+            self._chunk_budget.moved(transfer, nbytes * _COPIES_SENT)
             first_byte += nbytes
 
     async def write(self, find_session: FindSession, context: RawContext) -> None:
@@ -109,7 +109,7 @@ class Streams:
         # is cancelled half-way, again with the status, which gRPC's core refuses.
         await context.send_initial_metadata(())
         find_session(header.session_id)
-        with self._transfers.open(session.session_id, session.require_run().spec.name, urgency) as transfer:
+        with self._chunk_budget.open(session.session_id, session.require_run().spec.name, urgency) as transfer:
             inbox = _Inbox(self._engine, lease, header)
             await _run(transfer, self._answer(transfer, inbox, context), self._receive(transfer, inbox, context))
 
@@ -122,7 +122,7 @@ class Streams:
                 raise InvalidRequestError("after the header of a write there must be chunks only")
             inbox.put(request)
             transfer.is_proven = True
-            self._transfers.moved(transfer, len(request.data))
+            self._chunk_budget.moved(transfer, len(request.data))
 
     async def _answer(self, transfer: Transfer, inbox: _Inbox, context: RawContext) -> None:
         """Grant the writer credit until it has enough for all bytes, then acknowledge the last byte.
@@ -131,15 +131,15 @@ class Streams:
         half of it is used.
         """
         while ungranted := inbox.missing_bytes - inbox.credit_bytes:
-            window = self._window_bytes if transfer.is_proven else FIRST_STRIDE_BYTES
+            window = self._window_bytes if transfer.is_proven else FIRST_CHUNK_BYTES
             room = min(window - inbox.credit_bytes, ungranted)
             if room < min(window // 2, ungranted):
                 await inbox.wait_for_chunk()
                 continue
-            granted = min(self._transfers.stride_bytes(transfer), room)
-            await self._transfers.reserve(transfer, granted)
-            while quantum := min(self._transfers.stride_bytes(transfer), room - granted):
-                if not self._transfers.try_reserve(transfer, quantum):
+            granted = min(self._chunk_budget.chunk_bytes(transfer), room)
+            await self._chunk_budget.reserve(transfer, granted)
+            while quantum := min(self._chunk_budget.chunk_bytes(transfer), room - granted):
+                if not self._chunk_budget.try_reserve(transfer, quantum):
                     break
                 granted += quantum
             inbox.credit_bytes += granted
@@ -223,7 +223,7 @@ class _Inbox:
                 f"bytes [{expected}, {expected + nbytes}) of lease {self._lease.lease_id} (group "
                 f"{self._lease.group!r}) were damaged on their way to the store; send them again"
             )
-        self._engine.host.view(self._lease.region)[expected : expected + nbytes] = chunk.data
+        self._engine.host.view(self._lease.arena_range)[expected : expected + nbytes] = chunk.data
         self.received_bytes += nbytes
         self.credit_bytes -= nbytes
         self._arrived.set()

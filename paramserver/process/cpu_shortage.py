@@ -43,8 +43,8 @@ class CpuShortage:
         self._own = _THREADS / str(thread_id)
         self._before: Mapping[Path, _CpuTime] = {}
 
-    def forget(self) -> None:
-        """Forget the last look, so that the next call of `seconds` begins a new period."""
+    def restart(self) -> None:
+        """Discard the last look, so that the next call of `seconds` begins a new period."""
         self._before = {}
 
     def seconds(self, period_seconds: float) -> float:

@@ -64,7 +64,7 @@ class LoopWatch:
         while not self._stopped.wait(TICK_SECONDS):
             if self._alive.is_set():
                 silent_ticks, short_ticks, noted = 0, 0.0, False
-                shortage.forget()
+                shortage.restart()
                 self._alive.clear()
                 self._loop.call_soon_threadsafe(self._alive.set)
                 continue

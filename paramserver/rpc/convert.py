@@ -236,7 +236,7 @@ def group_spec(message: pb.ShardGroup) -> GroupSpec:
                 fqn=name(s.fqn, f"shards.fqn of group {message.name!r}"),
                 offset=s.offset,
                 numel=s.numel,
-                position=s.position,
+                group_offset=s.position,
             )
             for s in message.shards
         ),

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
-from paramserver.contract.answered import ANSWERED
+from paramserver.contract.answered import ANSWERED, OTHER_MODEL
 from paramserver.contract.printable import printable
 from paramserver.errors import LateError, TransferStalledError, UnavailableError
 from paramserver.security.gate import Context, RefusalLog, RefusedError
@@ -57,7 +57,8 @@ def status_code(error: errors.StorageError) -> grpc.StatusCode:
 
 async def answer(context: Context, error: errors.StorageError) -> NoReturn:
     """End the call with the status of an error. Returns never: raises once the status is sent, or the client gone."""
-    await _abort(context, status_code(error), str(error))
+    marks = OTHER_MODEL if isinstance(error, errors.OtherModelError) else ()
+    await _abort(context, status_code(error), str(error), marks)
 
 
 @asynccontextmanager
@@ -78,7 +79,10 @@ async def answering_errors(context: Context, method: str) -> AsyncIterator[None]
     except RefusedError as error:
         _refusals.note(context, method, error)
         await _abort(context, error.code, error.text)
-    except (grpc.aio.AbortError, GeneratorExit):
+    except grpc.aio.AbortError as error:
+        _drop_traceback_at_end(error)
+        raise
+    except GeneratorExit:
         raise
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
         # gRPC raises UsageError where the method's own `abort` was under way when `answering_in_time` cancelled the
@@ -130,16 +134,41 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
     return await asyncio.shield(unlogged(asyncio.ensure_future(work)))
 
 
-async def _abort(context: Context, code: grpc.StatusCode, text: str) -> NoReturn:
+async def _abort(
+    context: Context, code: grpc.StatusCode, text: str, marks: tuple[tuple[str, str], ...] = ()
+) -> NoReturn:
+    if code is grpc.StatusCode.UNAVAILABLE:
+        marks = (*marks, *ANSWERED)
     text = printable(text)
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}..."
     try:
-        await context.abort(code, text, trailing_metadata=ANSWERED if code is grpc.StatusCode.UNAVAILABLE else ())
+        await context.abort(code, text, trailing_metadata=marks)
+    except grpc.aio.AbortError as error:
+        _drop_traceback_at_end(error)
+        raise
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
         # gRPC raises UsageError where the method's own `abort` was under way when `answering_in_time` cancelled the
         # method. Methods of the health service, which is a library's, answer so; tests/faults/fuzz.py found it.
         raise _call_is_over() from error
+
+
+def _drop_traceback_at_end(error: grpc.aio.AbortError) -> None:
+    """Have an error of gRPC, and the errors that led to it, forget at the end of the call in which frames they were.
+
+    gRPC keeps the error in the state of the call, and the frames of its traceback keep the call. These circles would
+    stay in memory until a collection of the oldest generation, which is rare; see storage/tune_interpreter.py.
+    """
+
+    def forget(_: asyncio.Task[Any]) -> None:
+        link: BaseException | None = error
+        while link is not None:
+            following = link.__context__
+            link.__traceback__ = link.__context__ = None
+            link = following
+
+    if (task := asyncio.current_task()) is not None:
+        task.add_done_callback(forget)
 
 
 def _call_is_over() -> asyncio.CancelledError:

@@ -145,11 +145,11 @@ class ParameterStore:
         except BaseException:
             # No cancellation ends this half-way, because the client has not learned the leases' numbers and could not
             # return them itself.
-            await finished(self._give_back(session, granted))
+            await finished(self._release_all(session, granted))
             raise
         return pb.AcquireLeasesResponse(leases=[_lease_to_wire(lease, asked_at) for lease in granted])
 
-    async def _give_back(self, session: ClientSession, leases: Sequence[Lease]) -> None:
+    async def _release_all(self, session: ClientSession, leases: Sequence[Lease]) -> None:
         async for lease in in_slices(leases):
             if not lease.void:
                 await self._grants.release(session, lease, publish=False, next_use=NEVER)
@@ -270,8 +270,8 @@ def _lease_to_wire(lease: Lease, asked_at: float) -> pb.Lease:
     return pb.Lease(
         lease_id=lease.lease_id,
         version=version or 0,
-        arena_offset=lease.region.offset,
+        arena_offset=lease.arena_range.offset,
         size_bytes=lease.nbytes,
-        generation=lease.region.generation,
+        generation=lease.arena_range.generation,
         update_wait_seconds=0.0 if lease.pin is None else max(0.0, lease.pin.slab.updated_at - asked_at),
     )

@@ -136,7 +136,8 @@ class Readers:
             if len(tensors) == size:
                 return pb.ListStoredTensorsResponse(tensors=tensors, next_page_token=Place(fqn).to_token())
             if (parameter := job.spec.model.by_name.get(fqn)) is not None:
-                tensors.append(_describe_tensor(parameter, job.index.of(fqn)))
+                index = job.spec.model.index_by_name[fqn]
+                tensors.append(_describe_tensor(parameter, index, job.index.of(fqn)))
         return pb.ListStoredTensorsResponse(tensors=tensors)
 
     async def watch(self, session: Session, job: Job) -> AsyncIterator[pb.WatchJobResponse]:
@@ -202,7 +203,7 @@ def version_info(job: Job, step: int) -> pb.VersionInfo:
     )
 
 
-def _describe_tensor(parameter: ParameterSpec, placed: Sequence[Placed]) -> pb.StoredTensor:
+def _describe_tensor(parameter: ParameterSpec, index: int, placed: Sequence[Placed]) -> pb.StoredTensor:
     held = ((shard.offset, shard.offset + shard.numel) for shard, _ in placed)
     return pb.StoredTensor(
         parameter=convert.parameter_to_wire(parameter),
@@ -212,6 +213,7 @@ def _describe_tensor(parameter: ParameterSpec, placed: Sequence[Placed]) -> pb.S
             if slab.kind is not Kind.GRAD
         ],
         held=[pb.StoredTensor.ElementRange(offset=start, numel=end - start) for start, end in _joined(held)],
+        index=index,
     )
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-from paramserver.dataplane.chunk_budget import Transfers
+from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.process.loop_watch import LoopWatch
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
@@ -45,7 +45,7 @@ class StoreAdmin:
         self,
         engine: Engine,
         sessions: Sessions,
-        transfers: Transfers,
+        chunk_budget: ChunkBudget,
         watch: LoopWatch,
         epoch: str,
         state_dir: Path,
@@ -53,7 +53,7 @@ class StoreAdmin:
     ) -> None:
         self._engine = engine
         self._sessions = sessions
-        self._transfers = transfers
+        self._chunk_budget = chunk_budget
         self._watch = watch
         self._epoch = epoch
         self._state_dir = state_dir
@@ -80,7 +80,7 @@ class StoreAdmin:
     @needs(Right.ADMIN)
     async def GetAccounts(self, _: admin_pb.GetAccountsRequest) -> admin_pb.GetAccountsResponse:
         accounts = self._engine.accounts(
-            leased=(lease.region for session in self._sessions for lease in session.leases.values()),
+            leased=(lease.arena_range for session in self._sessions for lease in session.leases.values()),
             quarantined=self._sessions.quarantine.ranges,
         )
         return admin_pb.GetAccountsResponse(accounts=[_describe_account(account) for account in accounts])
@@ -145,8 +145,8 @@ class StoreAdmin:
             unix_seconds=time.time(),
             loop_stalls=self._watch.stalls,
             longest_loop_stall_seconds=self._watch.longest_stall_seconds,
-            transfer_bytes=self._transfers.used_bytes,
-            transfer_budget_bytes=self._transfers.budget_bytes,
+            transfer_bytes=self._chunk_budget.used_bytes,
+            transfer_budget_bytes=self._chunk_budget.budget_bytes,
         )
 
     def _describe_tier(self, tier: Tier) -> admin_pb.TierInfo:
@@ -185,7 +185,7 @@ class StoreAdmin:
             write_leases=writing,
             leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
             readers=len(session.readers),
-            transfers=self._transfers.count(session.session_id),
+            transfers=self._chunk_budget.count(session.session_id),
             opened_at_unix_seconds=session.opened_at_unix_seconds,
             heard_seconds_ago=asyncio.get_running_loop().time() - session.heard_at,
             detached=session.state is SessionState.DETACHED,
@@ -221,7 +221,7 @@ def _describe_account(account: TierAccount) -> admin_pb.TierAccount:
             if account.held_bytes.get(holder, 0)
         ],
         unexplained_bytes=account.unexplained_bytes,
-        settled=account.is_settled,
+        settled=account.is_balanced,
     )
 
 

@@ -93,11 +93,11 @@ class Grants:
             StorageError: see Engine.load.
         """
         async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
-            region = await self._engine.load(reader.job, nbytes, fill)
+            range_ = await self._engine.load(reader.job, nbytes, fill)
             if session.readers.get(reader_id) is not reader:
-                self._engine.scratch.free(region)
+                self._engine.scratch.free(range_)
                 raise NotFoundError(f"reader {reader_id} was closed while a range was leased from it")
-            lease = self._grant(session, name, LeaseMode.RANGE, nbytes, region, None, step=reader.step)
+            lease = self._grant(session, name, LeaseMode.RANGE, nbytes, range_, None, step=reader.step)
             lease.reader, lease.dtype = reader, dtype
             return lease
 
@@ -105,18 +105,18 @@ class Grants:
         slab = job.slab(group, kind)
         if slab in session.exclusive:
             raise ConflictError(f"{slab.key} is being written by another lease of this session")
-        region = await self._engine.allocate_put(job, step, group, kind)
-        return self._grant(session, group, LeaseMode.PUT, slab.nbytes, region, None, slab=slab, step=step)
+        range_ = await self._engine.allocate_put(job, step, group, kind)
+        return self._grant(session, group, LeaseMode.PUT, slab.nbytes, range_, None, slab=slab, step=step)
 
     async def _lease_gradient(self, session: Session, job: Job, group: str) -> Lease:
         if group in session.exclusive:
             raise ConflictError(f"the gradient of group {group!r} is leased by this session already")
-        region = await self._engine.allocate_gradient(job, group)
+        range_ = await self._engine.allocate_gradient(job, group)
         nbytes = job.group(group).spec.slab_bytes(Kind.GRAD)
-        return self._grant(session, group, LeaseMode.GRADIENT, nbytes, region, None)
+        return self._grant(session, group, LeaseMode.GRADIENT, nbytes, range_, None)
 
     def _grant_pin(self, session: Session, mode: LeaseMode, pin: Pin) -> Lease:
-        return self._grant(session, pin.slab.key.group, mode, pin.slab.nbytes, pin.region, pin)
+        return self._grant(session, pin.slab.key.group, mode, pin.slab.nbytes, pin.arena_range, pin)
 
     def _grant(
         self,
@@ -124,17 +124,17 @@ class Grants:
         group: str,
         mode: LeaseMode,
         nbytes: int,
-        region: ArenaRange,
+        range_: ArenaRange,
         pin: Pin | None,
         *,
         slab: Slab | None = None,
         step: int = 0,
     ) -> Lease:
-        lease = Lease(next(self._lease_ids), group, mode, nbytes, region, pin, slab, step)
+        lease = Lease(next(self._lease_ids), group, mode, nbytes, range_, pin, slab, step)
         if session.state is SessionState.ENDED:
-            self.give_back(lease, NEVER)
+            self.release_range(lease, NEVER)
             raise NotFoundError("the session ended while it waited for a lease; open a new one")
-        session.take(lease)
+        session.add_lease(lease)
         return lease
 
     # These methods concern the updates that use leased gradients, and the end of leases.
@@ -174,7 +174,7 @@ class Grants:
             raise InvalidRequestError("a group is updated twice in one request")
         for lease, kernel, position in checked:
             lease.update = self._engine.update(
-                job, step, lease.group, lease.region, kernel, position=position, keeps_gradient=True
+                job, step, lease.group, lease.arena_range, kernel, position=position, keeps_gradient=True
             )
             if not request.provisional:
                 self._hand_over(session, lease)
@@ -188,8 +188,8 @@ class Grants:
         """End the lease of a gradient whose update has begun. The range is freed when the update is done."""
         assert lease.update is not None
         lease.void = True
-        session.drop(lease)
-        self._engine.free_gradient(lease.region, lease.update)
+        session.remove_lease(lease)
+        self._engine.free_gradient(lease.arena_range, lease.update)
 
     async def withdraw(self, session: Session, step: int, group: str) -> None:
         """Undo a group's update in the pending step. The session keeps its lease on the gradient.
@@ -226,34 +226,34 @@ class Grants:
         # The lease may have ended since the caller looked it up: with its session, or with its reader.
         session.lease(lease.lease_id)
         lease.void = True
-        session.drop(lease)
+        session.remove_lease(lease)
         if publish and lease.pin is not None:
             await self._engine.publish(lease.pin)
         elif publish and lease.slab is not None:
             key = lease.slab.key
-            await self._engine.put(await session.job(), lease.step, key.group, key.kind, lease.region)
+            await self._engine.put(await session.job(), lease.step, key.group, key.kind, lease.arena_range)
         else:
-            self.give_back(lease, next_use)
+            self.release_range(lease, next_use)
 
-    def give_back(self, lease: Lease, next_use: float) -> None:
+    def release_range(self, lease: Lease, next_use: float) -> None:
         """End a lease without publishing: free its range, or unpin its slab.
 
         The range of a gradient is freed when the update that uses it is done.
         """
         lease.void = True
         if lease.update is not None:
-            self._engine.free_gradient(lease.region, lease.update)
+            self._engine.free_gradient(lease.arena_range, lease.update)
         elif lease.pin is None:
-            self._engine.scratch.free(lease.region)
+            self._engine.scratch.free(lease.arena_range)
         else:
             self._engine.unpin(lease.pin, next_use)
 
-    def abandon(self, lease: Lease) -> ArenaRange:
+    def take_range(self, lease: Lease) -> ArenaRange:
         """End a lease whose range the client's process may still write to.
 
         Returns the range, which the caller must keep from any other use until that process is gone.
         """
         lease.void = True
         if lease.pin is None:
-            return self._engine.scratch.let_go(lease.region)
-        return self._engine.abandon_stage(lease.pin)
+            return self._engine.scratch.hand_over(lease.arena_range)
+        return self._engine.take_staged(lease.pin)

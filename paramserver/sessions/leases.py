@@ -1,6 +1,6 @@
 """The record of a lease: what a session may do with a range of the arena.
 
-Owns nothing: grants.py grants leases and takes them back.
+Owns nothing: grants.py grants leases and ends them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Lease:
     group: str
     mode: LeaseMode
     nbytes: int
-    region: ArenaRange
+    arena_range: ArenaRange
     pin: Pin | None
     slab: Slab | None = None
     step: int = 0

@@ -28,8 +28,8 @@ def describe_waits(engine: Engine) -> str:
             f"{host.queue_depth} requests wait for room in host memory, the first for {host.waiting_seconds:.1f} s "
             f"(host_budget is {host.budget_bytes} bytes, {host.pinned_bytes} of them leased, read or updated)"
         )
-    transfers = [f"{tier.queue_depth} reads and writes of {tier.name} wait or are under way" for tier in engine.backing]
-    return "; ".join([memory, *transfers, *troubles])
+    requests = [f"{tier.queue_depth} reads and writes of {tier.name} wait or are under way" for tier in engine.backing]
+    return "; ".join([memory, *requests, *troubles])
 
 
 class NoticeBoard:

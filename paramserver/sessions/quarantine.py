@@ -58,7 +58,7 @@ class Quarantine:
         slots = self._host.arena.slots
         for slot in [slot for slot in self._held if not slots.is_held(slot)]:
             ranges = self._held.pop(slot)
-            slots.give_back(slot)
+            slots.free(slot)
             for range_ in ranges:
                 self._host.free(range_)
         self._next_look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look) if self._held else None

@@ -243,4 +243,4 @@ class Runs(Generic[MemberT]):
         if run.committing is not None:
             await asyncio.wait([run.committing])
         if self._runs.get(run.spec.name) is run:
-            await self._engine.detach(job)
+            await self._engine.end_run(job)

@@ -120,8 +120,8 @@ class Seats:
                 )
         self._count(visitor, 1)
 
-    def give_back(self, visitor: Visitor) -> None:
-        """Give a seat back. Must be called once for each seat, with the visitor that took it."""
+    def release(self, visitor: Visitor) -> None:
+        """Release a seat. Must be called once for each seat, with the visitor that took it."""
         self._count(visitor, -1)
 
     def _kept_from(self, standing: Standing) -> int:

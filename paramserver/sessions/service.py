@@ -82,7 +82,7 @@ class SessionService:
             raise InvalidRequestError(f"a session must begin with hello; nothing came for {seconds:g} s") from None
         if hello is None or hello.WhichOneof("message") != "hello":
             raise InvalidRequestError("the first message of a session must be hello")
-        stream = _Stream(context)
+        stream = _ServerStream(context)
         quota = self._quotas.of_token(owner).sessions
         visitor = Visitor(owner=owner, peer=context.peer(), certificate=certificate_name(context), quota=quota)
         session = self._attach(hello.hello, visitor, stream)
@@ -110,7 +110,7 @@ class SessionService:
         check_owner(self._gate.principal(context), session.owner)
         session.heard()
 
-    def _attach(self, hello: pb.SessionRequest.Hello, visitor: Visitor, stream: _Stream) -> Session:
+    def _attach(self, hello: pb.SessionRequest.Hello, visitor: Visitor, stream: _ServerStream) -> Session:
         if self._stopping:
             raise UnavailableError("the store daemon is shutting down; connect again when it has been started anew")
         client = convert.name(hello.client, "hello.client")
@@ -154,7 +154,7 @@ class SessionService:
         self._looking.cancel()
 
 
-class _Stream:
+class _ServerStream:
     """The server's side of one Session call.
 
     It writes one message at a time, and keeps at most one message of each subject waiting. So a client that does not

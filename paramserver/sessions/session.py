@@ -24,7 +24,7 @@ from storage.tiers.slots import Slot
 from storage.versions import Job
 
 
-class Stream(Protocol):
+class SessionStream(Protocol):
     """What a session asks of its stream; service.py has the implementation."""
 
     def post(self, subject: object, message: pb.SessionResponse) -> None:
@@ -59,7 +59,7 @@ class Session:
     peer: str
     # The session's word in the arena. None: there was no free one, so the client may not map the arena.
     slot: Slot | None
-    stream: Stream
+    stream: SessionStream
     # When the client's last message came, on the event loop's clock.
     heard_at: float
     opened_at_unix_seconds: float = field(default_factory=time.time)
@@ -114,13 +114,13 @@ class Session:
             )
         return self.leases[lease_id]
 
-    def take(self, lease: Lease) -> None:
+    def add_lease(self, lease: Lease) -> None:
         """Add a lease to the session."""
         self.leases[lease.lease_id] = lease
         if (subject := lease.exclusive_subject) is not None:
             self.exclusive[subject] = lease
 
-    def drop(self, lease: Lease) -> None:
+    def remove_lease(self, lease: Lease) -> None:
         """Remove a lease from the session."""
         del self.leases[lease.lease_id]
         subject = lease.exclusive_subject

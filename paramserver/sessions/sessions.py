@@ -29,7 +29,7 @@ from paramserver.sessions.leases import Lease
 from paramserver.sessions.quarantine import Quarantine
 from paramserver.sessions.runs import Run, Runs
 from paramserver.sessions.seats import SeatLimits, Seats, Visitor
-from paramserver.sessions.session import Session, SessionState, Stream
+from paramserver.sessions.session import Session, SessionState, SessionStream
 from storage.engine import Engine
 from storage.errors import ConflictError, NotFoundError
 from storage.reader import StepReader
@@ -122,7 +122,7 @@ class Sessions:
 
     # These methods begin and end sessions.
 
-    def open(self, client: str, visitor: Visitor, stream: Stream) -> Session:
+    def open(self, client: str, visitor: Visitor, stream: SessionStream) -> Session:
         """Open a session, attached to the stream.
 
         Raises:
@@ -136,7 +136,7 @@ class Sessions:
         log.info("session opened by %s", client)
         return session
 
-    def take_up(self, session: Session, peer: str, stream: Stream) -> None:
+    def take_up(self, session: Session, peer: str, stream: SessionStream) -> None:
         """Attach a session to a new stream, which comes from the address `peer`.
 
         An older stream that still seems to be open is ended, because its connection may be dead without the daemon's
@@ -150,7 +150,7 @@ class Sessions:
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         log.info("session of %s taken up again", session.client)
 
-    def detach(self, session: Session, stream: Stream) -> None:
+    def detach(self, session: Session, stream: SessionStream) -> None:
         """Detach a session whose stream broke: from now on the client has the grace time to take it up again.
 
         Nothing is done if the client has already taken the session up with another stream.
@@ -183,7 +183,7 @@ class Sessions:
             self.end(session, f"its stream broke, and did not come back within {self.limits.grace_seconds:g} s")
 
     def end(self, session: Session, reason: str) -> None:
-        """End a session: void its leases, and drop its prefetch window and the unfinished step of its run.
+        """End a session: void its leases, remove its prefetch window, and abandon the unfinished step of its run.
 
         A second call does nothing.
         """
@@ -194,7 +194,7 @@ class Sessions:
         if session.timer is not None:
             session.timer.cancel()
         del self._sessions[session.session_id]
-        self._seats.give_back(session.visitor)
+        self._seats.release(session.visitor)
         self._engine.end_prefetch(session.session_id)
         self._on_end(session.session_id)
         held = len(session.leases)
@@ -213,7 +213,7 @@ class Sessions:
         The leases are freed in slices, because a session may hold ten thousands of them.
         """
         async for lease in in_slices(leases):
-            self.grants.give_back(lease, NEVER)
+            self.grants.release_range(lease, NEVER)
         if run is not None:
             await self._runs.clean_up(run)
 
@@ -300,7 +300,7 @@ class Sessions:
         if session.slot is not None:
             self._slots.end(session.slot)
             if self._slots.is_held(session.slot):
-                held_back = [self.grants.abandon(lease) for lease in written]
+                held_back = [self.grants.take_range(lease) for lease in written]
                 leases = [lease for lease in leases if not lease.mode.is_for_writing]
         if session.slot is not None:
             self.quarantine.hold(session.slot, held_back)
@@ -339,5 +339,5 @@ class Sessions:
         leases = [lease for lease in session.leases.values() if lease.reader is reader]
         for lease in leases:
             lease.void = True
-            session.drop(lease)
+            session.remove_lease(lease)
         self._in_background(self._clean_up(leases, None))

@@ -792,7 +792,7 @@ class ListStoredTensorsResponse(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[StoredTensor, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class StoredTensor(_message.Message):
-    __slots__ = ("parameter", "kinds", "held")
+    __slots__ = ("parameter", "kinds", "held", "index")
     class KindDType(_message.Message):
         __slots__ = ("kind", "dtype")
         KIND_FIELD_NUMBER: _ClassVar[int]
@@ -810,10 +810,12 @@ class StoredTensor(_message.Message):
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     parameter: Parameter
     kinds: _containers.RepeatedCompositeFieldContainer[StoredTensor.KindDType]
     held: _containers.RepeatedCompositeFieldContainer[StoredTensor.ElementRange]
-    def __init__(self, parameter: _Optional[_Union[Parameter, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[StoredTensor.KindDType, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[StoredTensor.ElementRange, _Mapping]]] = ...) -> None: ...
+    index: int
+    def __init__(self, parameter: _Optional[_Union[Parameter, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[StoredTensor.KindDType, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[StoredTensor.ElementRange, _Mapping]]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class WatchJobRequest(_message.Message):
     __slots__ = ("session_id", "job")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from storage.catalog import format_1
 from storage.catalog.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
-from storage.catalog.manifest import Manifest, seen
+from storage.catalog.manifest import Manifest, visible_entries
 from storage.catalog.reader import checksum_of_manifest, digest_of_states, read_jobs, read_ledger
 from storage.catalog.records import (
     BadExtent,
@@ -59,7 +59,7 @@ class Catalog:
             DiskFullError, DeviceError: the file system refuses.
         """
         self.path = path
-        # True after a transaction whose COMMIT failed: it may become valid at a crash. See `settle`.
+        # True after a transaction whose COMMIT failed: it may become valid at a crash. See `resolve_doubt`.
         self.in_doubt = False
         self._ledger = Ledger()
         with errors(path, opening=True):
@@ -165,7 +165,7 @@ class Catalog:
         dropped = entry.commits.keys() - set(steps)
         self._db.executemany("DELETE FROM commits WHERE job = ? AND step = ?", [(entry.id, step) for step in dropped])
         manifests = dict(entry.manifests)
-        for step, mask in seen({step: m.slabs for step, m in manifests.items()}, steps).items():
+        for step, mask in visible_entries({step: m.slabs for step, m in manifests.items()}, steps).items():
             if not mask.any():
                 self._db.execute("DELETE FROM manifests WHERE job = ? AND step = ?", (entry.id, step))
                 del manifests[step]
@@ -221,7 +221,7 @@ class Catalog:
             rows = BadExtentList(tuple(bad for _, bad in sorted({**known, **new}.items())))
             self._ledger = replace(self._ledger, bad_extents=rows)
 
-    def settle(self) -> None:
+    def resolve_doubt(self) -> None:
         """Make sure that a transaction whose COMMIT failed cannot become valid after a crash.
 
         Its pages may be complete in SQLite's log, and recovery after a crash would accept them. Until this is excluded,

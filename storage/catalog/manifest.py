@@ -111,7 +111,7 @@ class Manifest:
             block += nbytes
 
 
-def seen(manifests: Mapping[int, SlabIds], steps: Iterable[int]) -> dict[int, Mask]:
+def visible_entries(manifests: Mapping[int, SlabIds], steps: Iterable[int]) -> dict[int, Mask]:
     """Find the manifest entries that readers of `steps` need.
 
     A reader of a step sees of each slab the newest version that is not newer than the step.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from storage.catalog.digest import digest, digest_of_rows
 from storage.catalog.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
-from storage.catalog.manifest import Manifest, seen
+from storage.catalog.manifest import Manifest, visible_entries
 from storage.catalog.records import (
     BadExtent,
     CommitRecord,
@@ -75,7 +75,7 @@ class VerifiedJob:
         keys = {slab: SlabKey(self.entry.name, *names) for names, slab in self.entry.layout.slab_ids.items()}
         slabs = {step: manifest.slabs for step, manifest in self.entry.manifests.items()}
         versions: dict[SlabKey, dict[int, StoredVersion]] = {}
-        for step, mask in seen(slabs, self.entry.commits).items():
+        for step, mask in visible_entries(slabs, self.entry.commits).items():
             for slab, version in Manifest.unpack(self.manifests[step]).only(mask).versions():
                 versions.setdefault(keys[slab], {})[step] = version
         return versions

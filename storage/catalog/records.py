@@ -65,8 +65,8 @@ def parameters_from_text(text: str) -> tuple[ParameterSpec, ...]:
 
 
 def shards_to_text(shards: Sequence[Shard]) -> str:
-    """Return the shards as JSON: a list of [fqn, offset, numel, position], in elements."""
-    return _json_list([s.fqn, s.offset, s.numel, s.position] for s in shards)
+    """Return the shards as JSON: a list of [fqn, offset, numel, position in the group], in elements."""
+    return _json_list([s.fqn, s.offset, s.numel, s.group_offset] for s in shards)
 
 
 def _json_list(items: Iterable[Sequence[object]]) -> str:
@@ -85,6 +85,6 @@ def shards_from_text(text: str) -> tuple[Shard, ...]:
         ValueError, TypeError: the text is not of that form.
     """
     return tuple(
-        Shard(fqn=fqn, offset=offset, numel=numel, position=position)
-        for fqn, offset, numel, position in json.loads(text)
+        Shard(fqn=fqn, offset=offset, numel=numel, group_offset=group_offset)
+        for fqn, offset, numel, group_offset in json.loads(text)
     )

@@ -1,4 +1,4 @@
-"""The arena: one region of shared memory behind the host tier, and its allocator of exact, page-aligned ranges.
+"""The arena: the shared memory behind the host tier, and its allocator of exact, page-aligned ranges.
 
 Owns the memory and the free list; safe from any thread. Knows nothing of what the ranges hold. Every range has a
 generation number that no other range ever had, so a late reference to a range that was reused is recognized.

@@ -1,6 +1,6 @@
 """The backing tiers of one engine, which find the tier of a region and the tier for a slab's versions.
 
-Owns the watch over the tiers' devices, and closes the tiers. Must not copy the bytes of a transfer.
+Owns the watch over the tiers' devices, and closes the tiers. Must not copy the bytes of a move.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from storage.integrity import BLOCK_BYTES
 from storage.shard import TierName
 from storage.tiers.base import round_up
-from storage.tiers.contract import BackingTier, DurableTier, Region, Tier, Transfer
+from storage.tiers.contract import BackingTier, DurableTier, Move, Region, Tier
 from storage.tiers.health import DeviceWatch
 from storage.tiers.io_engine import Priority
-from storage.waiting import settle
+from storage.waiting import finish_all
 
 # The bytes of the buffer through which a region is copied from one tier to another.
 _COPY_BYTES = 4 << 20
@@ -93,26 +93,26 @@ class BackingTiers:
         """Fill `buffer` from the region's tier; see `BackingTier.read_into`."""
         return region.tier.read_into(region, offset, buffer, priority)
 
-    def read_many(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
+    def read_many(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
         """Fill the buffers, verified, from the tiers of their regions; see `BackingTier.read_many`."""
-        tier = self._only_tier_of(transfers)
+        tier = self._only_tier_of(moves)
         if tier is not None:
-            return tier.read_many(transfers, priority)
-        return _each([tier.read_many(part, priority) for tier, part in self._by_tier(transfers)])
+            return tier.read_many(moves, priority)
+        return _each([tier.read_many(part, priority) for tier, part in self._by_tier(moves)])
 
-    def read_raw(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
+    def read_raw(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
         """Fill the buffers, not verified, from the tiers of their regions; see `BackingTier.read_raw`."""
-        tier = self._only_tier_of(transfers)
+        tier = self._only_tier_of(moves)
         if tier is not None:
-            return tier.read_raw(transfers, priority)
-        return _each([tier.read_raw(part, priority) for tier, part in self._by_tier(transfers)])
+            return tier.read_raw(moves, priority)
+        return _each([tier.read_raw(part, priority) for tier, part in self._by_tier(moves)])
 
-    def write_raw(self, transfers: Sequence[Transfer[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
+    def write_raw(self, moves: Sequence[Move[Region]], priority: Priority) -> Coroutine[Any, Any, None]:
         """Write the buffers to the tiers of their regions; see `BackingTier.write_raw`."""
-        tier = self._only_tier_of(transfers)
+        tier = self._only_tier_of(moves)
         if tier is not None:
-            return tier.write_raw(transfers, priority)
-        return _each([tier.write_raw(part, priority) for tier, part in self._by_tier(transfers)])
+            return tier.write_raw(moves, priority)
+        return _each([tier.write_raw(part, priority) for tier, part in self._by_tier(moves)])
 
     async def copy_to_durable(self, region: Region) -> Region:
         """Copy a region, read and verified, into a new region of the durable tier, and return the new one.
@@ -138,20 +138,18 @@ class BackingTiers:
         for tier in self:
             await tier.close()
 
-    def _only_tier_of(self, transfers: Sequence[Transfer[Region]]) -> BackingTier[Any] | None:
-        """Return the tier of all transfers; None if they are for several tiers."""
+    def _only_tier_of(self, moves: Sequence[Move[Region]]) -> BackingTier[Any] | None:
+        """Return the tier of all moves; None if they are for several tiers."""
         if len(self._tiers) == 1:
             return self.durable
-        first = transfers[0].region.tier if transfers else self.durable
-        return first if all(transfer.region.tier is first for transfer in transfers) else None
+        first = moves[0].region.tier if moves else self.durable
+        return first if all(move.region.tier is first for move in moves) else None
 
-    def _by_tier(
-        self, transfers: Sequence[Transfer[Region]]
-    ) -> Iterator[tuple[BackingTier[Any], list[Transfer[Region]]]]:
+    def _by_tier(self, moves: Sequence[Move[Region]]) -> Iterator[tuple[BackingTier[Any], list[Move[Region]]]]:
         for tier in self:
-            if part := [transfer for transfer in transfers if transfer.region.tier is tier]:
+            if part := [move for move in moves if move.region.tier is tier]:
                 yield tier, part
 
 
-async def _each(moves: Sequence[Coroutine[Any, Any, None]]) -> None:
-    await settle([asyncio.ensure_future(move) for move in moves])
+async def _each(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    await finish_all([asyncio.ensure_future(work) for work in works])

@@ -98,8 +98,8 @@ class Region(Protocol):
         ...
 
 
-class Transfer(NamedTuple, Generic[RegionT_co]):
-    """The move of a buffer from or to a region, at byte `offset` of the region.
+class Move(NamedTuple, Generic[RegionT_co]):
+    """The bytes of a buffer on their way from or to a region, at byte `offset` of the region.
 
     `buffer` is page-aligned host memory. It covers whole checksum blocks, or ends with the region.
     """
@@ -128,7 +128,7 @@ class BackingTier(Tier, Protocol[RegionT]):
 
     @property
     def devices(self) -> Sequence[Device]:
-        """The devices that the tier's transfers wait for. The engine watches them, and tells clients of stuck ones."""
+        """The devices that the tier's moves wait for. The engine watches them, and tells clients of stuck ones."""
         ...
 
     @property
@@ -182,8 +182,8 @@ class BackingTier(Tier, Protocol[RegionT]):
         """Write `buffer`, whole blocks, to byte `offset` of the region, and keep its checksums."""
         ...
 
-    async def read_many(self, transfers: Sequence[Transfer[RegionT]], priority: Priority) -> None:
-        """Fill the buffers of all transfers with verified bytes. The regions are held until that is done.
+    async def read_many(self, moves: Sequence[Move[RegionT]], priority: Priority) -> None:
+        """Fill the buffers of all moves with verified bytes. The regions are held until that is done.
 
         Raises:
             DamagedBlockError: a block is not what was written, also when it is read again.
@@ -191,16 +191,16 @@ class BackingTier(Tier, Protocol[RegionT]):
         """
         ...
 
-    async def read_raw(self, transfers: Sequence[Transfer[RegionT]], priority: Priority) -> None:
-        """Fill the buffers of all transfers like `read_many`, but without verifying them.
+    async def read_raw(self, moves: Sequence[Move[RegionT]], priority: Priority) -> None:
+        """Fill the buffers of all moves like `read_many`, but without verifying them.
 
         The caller verifies them with `Region.verify` before it uses any byte, and reads wrong blocks again with
         `read_many`.
         """
         ...
 
-    async def write_raw(self, transfers: Sequence[Transfer[RegionT]], priority: Priority) -> None:
-        """Write the buffers of all transfers, whose checksums the caller has recorded with `Region.record`.
+    async def write_raw(self, moves: Sequence[Move[RegionT]], priority: Priority) -> None:
+        """Write the buffers of all moves, whose checksums the caller has recorded with `Region.record`.
 
         The regions are held until that is done.
         """

@@ -113,7 +113,7 @@ class DataFile:
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the oldest transfer has been at the device."""
+        """How long the oldest move or sync has been at the device."""
         return self.io.load.stalled_seconds
 
     @property

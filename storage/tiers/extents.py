@@ -66,8 +66,8 @@ class ExtentAllocator:
         while need:
             extent = self._take(need)
             if extent is None:
-                for taken_back in taken:
-                    self.add(taken_back)
+                for part in taken:
+                    self.add(part)
                 return None
             taken.append(extent)
             need -= extent.nbytes
@@ -96,15 +96,15 @@ def unused_runs(size_bytes: int, used: Iterable[Extent], file: int = 0) -> list[
         ValueError: two used extents overlap, or one ends behind the file's end.
     """
     runs: list[Extent] = []
-    position = 0
+    free_from = 0
     for extent in sorted(used, key=lambda extent: extent.offset):
-        if extent.offset < position or extent.end > size_bytes:
+        if extent.offset < free_from or extent.end > size_bytes:
             raise ValueError(f"extent at {extent.offset} of {extent.nbytes} bytes overlaps another or leaves the file")
-        if extent.offset > position:
-            runs.append(Extent(position, extent.offset - position, file))
-        position = extent.end
-    if position < size_bytes:
-        runs.append(Extent(position, size_bytes - position, file))
+        if extent.offset > free_from:
+            runs.append(Extent(free_from, extent.offset - free_from, file))
+        free_from = extent.end
+    if free_from < size_bytes:
+        runs.append(Extent(free_from, size_bytes - free_from, file))
     return runs
 
 

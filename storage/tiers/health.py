@@ -1,6 +1,6 @@
 """Detects devices that do not answer, and raises an error in the calls that wait for them.
 
-A transfer that the kernel has begun cannot be cancelled: its buffer and its extents stay in use until the device
+A read or a write that the kernel has begun cannot be cancelled: its buffer and its extents stay in use until the device
 answers. So the operation itself continues in the background and cleans up at its end. Only the calls that wait for it
 raise.
 """
@@ -32,17 +32,17 @@ class Device(Protocol):
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the oldest transfer has been at the device; 0 where there is none."""
+        """How long the oldest request has been at the device; 0 where there is none."""
         ...
 
 
 class DeviceWatch:
-    """A task that periodically checks the oldest transfer of every device of an engine's tiers."""
+    """A task that periodically checks the oldest request of every device of an engine's tiers."""
 
     def __init__(self, stuck_after_seconds: float) -> None:
         """Start the checks.
 
-        A device counts as stuck while its oldest transfer has taken at least `stuck_after_seconds`.
+        A device counts as stuck while its oldest request has taken at least `stuck_after_seconds`.
         """
         self._devices: list[Device] = []
         self._stuck_after_seconds = stuck_after_seconds
@@ -75,12 +75,12 @@ class DeviceWatch:
             raise DeviceStuckError(self._alarm.result())
 
     async def unless_stuck(
-        self, work: Coroutine[Any, Any, ResultT], *, give_back: Callable[[ResultT], None] | None = None
+        self, work: Coroutine[Any, Any, ResultT], *, release: Callable[[ResultT], None] | None = None
     ) -> ResultT:
         """Wait for `work` and return its result, unless a device is stuck.
 
-        If this raises DeviceStuckError, the work continues in the background. With `give_back` it is cancelled instead,
-        and it must then end without waiting for the device. If it returns a result nevertheless, `give_back` is called
+        If this raises DeviceStuckError, the work continues in the background. With `release` it is cancelled instead,
+        and it must then end without waiting for the device. If it returns a result nevertheless, `release` is called
         with the result, to free it. If the caller is cancelled, the work is cancelled in both cases.
 
         Raises:
@@ -95,14 +95,14 @@ class DeviceWatch:
             task.cancel()
             # The callback is added before the wait, because a second cancellation may end the wait: the client may
             # disconnect while the call is being answered for its deadline.
-            task.add_done_callback(functools.partial(_end, give_back))
+            task.add_done_callback(functools.partial(_end, release))
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             raise
         if task.done():
             return task.result()
-        if give_back is not None:
+        if release is not None:
             task.cancel()
-        task.add_done_callback(functools.partial(_end, give_back))
+        task.add_done_callback(functools.partial(_end, release))
         raise DeviceStuckError(alarm.result())
 
     async def close(self) -> None:
@@ -128,10 +128,10 @@ class DeviceWatch:
             self._alarm = asyncio.get_running_loop().create_future()
 
 
-def _end(give_back: Callable[[ResultT], None] | None, task: asyncio.Task[ResultT]) -> None:
-    """Retrieve the outcome of work for which no call waits any more, and free its result with `give_back`.
+def _end(release: Callable[[ResultT], None] | None, task: asyncio.Task[ResultT]) -> None:
+    """Retrieve the outcome of work for which no call waits any more, and free its result with `release`.
 
     Reading the exception also keeps asyncio from logging it as unhandled.
     """
-    if not task.cancelled() and task.exception() is None and give_back is not None:
-        give_back(task.result())
+    if not task.cancelled() and task.exception() is None and release is not None:
+        release(task.result())

@@ -155,7 +155,7 @@ class HostTier:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(nbytes, from_top, loop.time(), loop.create_future())
         self._waiters.append(waiter)
-        deadline = loop.call_at(self.deadline() if until is None else until, self._give_up, waiter)
+        deadline = loop.call_at(self.deadline() if until is None else until, self._refuse, waiter)
         try:
             return await waiter.granted
         except asyncio.CancelledError:
@@ -176,9 +176,9 @@ class HostTier:
             return None
         return self._allocate(nbytes, from_top=False, later_than=later_than)
 
-    def free(self, region: ArenaRange) -> None:
+    def free(self, range_: ArenaRange) -> None:
         """Free a range, and serve the allocations that wait for room."""
-        self.arena.free(region)
+        self.arena.free(range_)
         self.room_made()
 
     def room_made(self) -> None:
@@ -187,24 +187,24 @@ class HostTier:
         for callback in self._on_room:
             callback()
 
-    def view(self, region: ArenaRange) -> memoryview:
+    def view(self, range_: ArenaRange) -> memoryview:
         """Return the bytes of a range, in whole pages."""
-        return self.arena.view(region)
+        return self.arena.view(range_)
 
-    def tensor(self, region: ArenaRange, dtype: DType, numel: int, offset: int = 0) -> torch.Tensor:
+    def tensor(self, range_: ArenaRange, dtype: DType, numel: int, offset: int = 0) -> torch.Tensor:
         """Return `numel` elements of a range, from element `offset` on, as a 1-D tensor over the same memory."""
         start = offset * dtype.itemsize
-        view = self.arena.view(region)[start : start + numel * dtype.itemsize]
+        view = self.arena.view(range_)[start : start + numel * dtype.itemsize]
         return torch.frombuffer(view, dtype=dtype.torch)
 
-    async def read_into(self, region: ArenaRange, offset: int, buffer: memoryview) -> None:
+    async def read_into(self, range_: ArenaRange, offset: int, buffer: memoryview) -> None:
         """Copy bytes of a range into `buffer`."""
-        buffer[:] = self.arena.view(region)[offset : offset + len(buffer)]
+        buffer[:] = self.arena.view(range_)[offset : offset + len(buffer)]
         self.counters.bytes_read += len(buffer)
 
-    async def write_from(self, region: ArenaRange, offset: int, buffer: memoryview) -> None:
+    async def write_from(self, range_: ArenaRange, offset: int, buffer: memoryview) -> None:
         """Copy `buffer` into a range."""
-        self.arena.view(region)[offset : offset + len(buffer)] = buffer
+        self.arena.view(range_)[offset : offset + len(buffer)] = buffer
         self.counters.bytes_written += len(buffer)
 
     async def close(self) -> None:
@@ -220,7 +220,7 @@ class HostTier:
             self.arena.free(evicted)
         return range_
 
-    def _give_up(self, waiter: _Waiter) -> None:
+    def _refuse(self, waiter: _Waiter) -> None:
         """Fail a request whose deadline has passed."""
         if waiter.granted.done():
             # The request was granted or cancelled just now, and its task has not run since then.

@@ -1,7 +1,7 @@
 """The contract of an I/O engine, which moves bytes between one data file and host memory.
 
 `threaded_io.py` implements it with plain system calls; io_uring or GPUDirect Storage would be other modules beside it.
-An I/O engine knows positions in a file and buffers. It knows nothing of regions, shards or checksums: the caller passes
+An I/O engine knows offsets in a file and buffers. It knows nothing of regions, shards or checksums: the caller passes
 functions that verify or record checksums (`IoRequest.check`).
 """
 
@@ -28,17 +28,17 @@ class Priority(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class IoRequest:
-    """The transfer of a buffer from or to the file.
+    """The move of a buffer from or to the file.
 
     Attributes:
-        position: the byte of the file at which the transfer begins.
+        offset: the byte of the file at which the move begins.
         buffer: whole, page-aligned pages of host memory.
         check: a function that is called on some thread of the I/O engine. After a read it raises DataLossError if the
             bytes are wrong; they are then read and checked once more before the error counts. Before a write it records
             the bytes' checksums. None: no check.
     """
 
-    position: int
+    offset: int
     buffer: memoryview
     check: Callable[[], None] | None = None
 
@@ -49,10 +49,10 @@ class IoLoad:
 
     Attributes:
         queued: the number of requests that wait or are under way.
-        bytes_in_flight: the bytes of the transfers at the device now.
-        bytes_moved: the bytes of all transfers that have ended.
+        bytes_in_flight: the bytes of the moves at the device now.
+        bytes_moved: the bytes of all moves that have ended.
         busy_seconds: the time in which the device read, plus the time in which it wrote.
-        stalled_seconds: the age of the oldest transfer or sync at the device; 0 if there is none.
+        stalled_seconds: the age of the oldest move or sync at the device; 0 if there is none.
     """
 
     queued: int

@@ -20,12 +20,12 @@ from storage.errors import BudgetExceededError, DamagedBlockError, DiskFullError
 from storage.integrity import Checksums
 from storage.shard import TierName
 from storage.tiers.base import PAGE_BYTES, TierCounters, round_up
-from storage.tiers.contract import Transfer
+from storage.tiers.contract import Move
 from storage.tiers.data_file import GROWTH_BYTES, DataFile
 from storage.tiers.extents import Extent, overlapping, without
 from storage.tiers.io_engine import IoRequest, Priority
 from storage.tracing import Activity, Tracer
-from storage.waiting import settle
+from storage.waiting import finish_all
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class NvmeRegion:
     tier: NvmeTier
     extents: tuple[Extent, ...]
     checksums: Checksums
-    # The number of holders: the slab, readers and transfers under way. When the last one calls `free`, the extents are
+    # The number of holders: the slab, readers and moves under way. When the last one calls `free`, the extents are
     # freed.
     holders: int = 1
     writers: int = 0
@@ -338,15 +338,15 @@ class NvmeTier:
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> None:
         """Fill `buffer` with whole checksum blocks of the region, verified; see `read_many`."""
-        await self.read_many([Transfer(region, offset, buffer)], priority)
+        await self.read_many([Move(region, offset, buffer)], priority)
 
     async def write_from(
         self, region: NvmeRegion, offset: int, buffer: memoryview, priority: Priority = Priority.UPDATE
     ) -> None:
         """Write `buffer`, which is whole checksum blocks of the region; see `write_many`."""
-        await self.write_many([Transfer(region, offset, buffer)], priority)
+        await self.write_many([Move(region, offset, buffer)], priority)
 
-    async def read_many(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
+    async def read_many(self, moves: Sequence[Move[NvmeRegion]], priority: Priority) -> None:
         """Fill the buffers with verified bytes. Bytes that are neighbours on a device are read together.
 
         Raises:
@@ -354,70 +354,70 @@ class NvmeTier:
             DeviceError: the bytes cannot be read.
         """
         try:
-            await self._read(transfers, priority, verified=True)
+            await self._read(moves, priority, verified=True)
         except DamagedBlockError as error:
-            self._set_aside(error, next(t.region for t in transfers if t.region.checksums.label == error.label))
+            self._set_aside(error, next(t.region for t in moves if t.region.checksums.label == error.label))
             raise
 
-    async def read_raw(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
+    async def read_raw(self, moves: Sequence[Move[NvmeRegion]], priority: Priority) -> None:
         """Fill the buffers like `read_many`, but without verifying them.
 
         The caller verifies them by the regions' checksums before it uses any byte. For a part with wrong bytes it calls
         `read_many`, which reads the part again and sets its pages aside if they are damaged.
         """
-        await self._read(transfers, priority, verified=False)
+        await self._read(moves, priority, verified=False)
 
-    async def _read(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, verified: bool) -> None:
+    async def _read(self, moves: Sequence[Move[NvmeRegion]], priority: Priority, *, verified: bool) -> None:
         """Fill the buffers, and hold the regions until that is done."""
-        self.hold(*(transfer.region for transfer in transfers))
+        self.hold(*(move.region for move in moves))
         try:
-            with self.counters.reading, self._span(Activity.NVME_READ, transfers):
-                await self._move(transfers, priority, write=False, checked=verified)
-            for transfer in transfers:
-                if verified and not transfer.region.blocks_are_whole:
-                    await self._verify(transfer, priority)
-            self.counters.bytes_read += sum(len(transfer.buffer) for transfer in transfers)
+            with self.counters.reading, self._span(Activity.NVME_READ, moves):
+                await self._move(moves, priority, write=False, checked=verified)
+            for move in moves:
+                if verified and not move.region.blocks_are_whole:
+                    await self._verify(move, priority)
+            self.counters.bytes_read += sum(len(move.buffer) for move in moves)
         finally:
-            for transfer in transfers:
-                self.free(transfer.region)
+            for move in moves:
+                self.free(move.region)
 
-    async def _verify(self, transfer: Transfer[NvmeRegion], priority: Priority) -> None:
+    async def _verify(self, move: Move[NvmeRegion], priority: Priority) -> None:
         """Verify a region whose blocks may lie in several extents."""
-        verify = functools.partial(transfer.region.checksums.verify, transfer.offset, transfer.buffer)
+        verify = functools.partial(move.region.checksums.verify, move.offset, move.buffer)
         try:
             await asyncio.to_thread(verify)
         except DamagedBlockError:
-            # A wrong checksum may come from the transfer and not from the disk, so read once more.
-            await self._move([transfer], priority, write=False, checked=False)
+            # The bytes may have gone wrong on their way and not on the disk, so read once more.
+            await self._move([move], priority, write=False, checked=False)
             await asyncio.to_thread(verify)
 
-    async def write_many(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
+    async def write_many(self, moves: Sequence[Move[NvmeRegion]], priority: Priority) -> None:
         """Write the buffers and keep their checksums. The bytes are durable only after `sync`.
 
         Bytes that are neighbours on a device are written together.
         """
-        await self._write(transfers, priority, recorded=False)
+        await self._write(moves, priority, recorded=False)
 
-    async def write_raw(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority) -> None:
+    async def write_raw(self, moves: Sequence[Move[NvmeRegion]], priority: Priority) -> None:
         """Write the buffers like `write_many`, but the caller has recorded their checksums in the regions."""
-        await self._write(transfers, priority, recorded=True)
+        await self._write(moves, priority, recorded=True)
 
-    async def _write(self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, recorded: bool) -> None:
-        self.hold(*(transfer.region for transfer in transfers))
-        for transfer in transfers:
-            transfer.region.writers += 1
-            self._unsynced.add(transfer.region)
+    async def _write(self, moves: Sequence[Move[NvmeRegion]], priority: Priority, *, recorded: bool) -> None:
+        self.hold(*(move.region for move in moves))
+        for move in moves:
+            move.region.writers += 1
+            self._unsynced.add(move.region)
         try:
-            for region, offset, buffer in transfers:
+            for region, offset, buffer in moves:
                 if not recorded and not region.blocks_are_whole:
                     await asyncio.to_thread(region.checksums.record, offset, buffer)
-            with self.counters.writing, self._span(Activity.NVME_WRITE, transfers):
-                await self._move(transfers, priority, write=True, checked=not recorded)
-            self.counters.bytes_written += sum(len(transfer.buffer) for transfer in transfers)
+            with self.counters.writing, self._span(Activity.NVME_WRITE, moves):
+                await self._move(moves, priority, write=True, checked=not recorded)
+            self.counters.bytes_written += sum(len(move.buffer) for move in moves)
         finally:
-            for transfer in transfers:
-                transfer.region.writers -= 1
-                self.free(transfer.region)
+            for move in moves:
+                move.region.writers -= 1
+                self.free(move.region)
 
     async def sync(self) -> None:
         """Wait until the devices have all bytes that were written before this call.
@@ -428,7 +428,7 @@ class NvmeTier:
         """
         covered = {region for region in self._unsynced if not region.writers}
         try:
-            await settle([asyncio.ensure_future(file.io.sync()) for file in self.files])
+            await finish_all([asyncio.ensure_future(file.io.sync()) for file in self.files])
         except BaseException:
             for region in self._unsynced:
                 region.doubtful = True
@@ -442,15 +442,13 @@ class NvmeTier:
         for file in self.files:
             await file.close()
 
-    async def _move(
-        self, transfers: Sequence[Transfer[NvmeRegion]], priority: Priority, *, write: bool, checked: bool
-    ) -> None:
-        """Cut the transfers into requests, and wait until each device has done its requests."""
+    async def _move(self, moves: Sequence[Move[NvmeRegion]], priority: Priority, *, write: bool, checked: bool) -> None:
+        """Cut the moves into requests, and wait until each device has done its requests."""
         requests: dict[int, list[IoRequest]] = {file.number: [] for file in self.files}
-        for transfer in transfers:
-            region = transfer.region
+        for move in moves:
+            region = move.region
             checksums = region.checksums.record if write else region.checksums.verify
-            for extent, offset, piece in _pieces(transfer):
+            for extent, offset, piece in _pieces(move):
                 check = functools.partial(checksums, offset, piece) if checked and region.blocks_are_whole else None
                 requests[extent.file].append(IoRequest(extent.offset, piece, check))
         calls = [
@@ -461,12 +459,12 @@ class NvmeTier:
         if len(calls) == 1:
             await calls[0]
         else:
-            await settle([asyncio.ensure_future(call) for call in calls])
+            await finish_all([asyncio.ensure_future(call) for call in calls])
 
-    def _span(self, activity: Activity, transfers: Sequence[Transfer[NvmeRegion]]) -> AbstractContextManager[None]:
-        # Transfers that are made together belong to one group, so the first label stands for all.
-        label = transfers[0].region.checksums.label if transfers else ""
-        return self._tracer.span(activity, label, sum(len(transfer.buffer) for transfer in transfers))
+    def _span(self, activity: Activity, moves: Sequence[Move[NvmeRegion]]) -> AbstractContextManager[None]:
+        # Moves that are made together belong to one group, so the first label stands for all.
+        label = moves[0].region.checksums.label if moves else ""
+        return self._tracer.span(activity, label, sum(len(move.buffer) for move in moves))
 
     def _set_aside(self, error: DamagedBlockError, region: NvmeRegion) -> None:
         """Count and report a damaged block, and never use its pages again."""
@@ -484,11 +482,11 @@ class NvmeTier:
         return ", ".join(str(file.path) for file in self.files)
 
 
-def _pieces(transfer: Transfer[NvmeRegion]) -> Iterator[tuple[Extent, int, memoryview]]:
-    """Cut a transfer into requests; yield for each its extent, its offset in the region and its part of the buffer."""
-    region, offset, buffer = transfer
+def _pieces(move: Move[NvmeRegion]) -> Iterator[tuple[Extent, int, memoryview]]:
+    """Cut a move into requests; yield for each its extent, its offset in the region and its part of the buffer."""
+    region, offset, buffer = move
     if offset + len(buffer) > region.nbytes:
-        raise ValueError(f"a transfer of {len(buffer)} bytes at {offset} leaves its region of {region.nbytes} bytes")
+        raise ValueError(f"a move of {len(buffer)} bytes at {offset} leaves its region of {region.nbytes} bytes")
     done = 0
     for extent in overlapping(region.extents, offset, len(buffer)):
         for start in range(0, extent.nbytes, REQUEST_BYTES):

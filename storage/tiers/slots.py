@@ -65,7 +65,7 @@ class Slots:
         """Return whether a client holds the lock of the slot, and so may still write to the arena."""
         return syscalls.is_locked_elsewhere(self._fd, slot.offset)
 
-    def give_back(self, slot: Slot) -> None:
+    def free(self, slot: Slot) -> None:
         """Free an ended slot whose lock no process holds, so that it can be taken again."""
         self._free.append(slot.offset)
 

@@ -87,10 +87,10 @@ class ThreadedIo:
         os.close(self._fd)
 
     def _read(self, requests: Sequence[IoRequest]) -> None:
-        syscalls.read_exact(self._fd, [r.buffer for r in requests], requests[0].position, self._path)
+        syscalls.read_exact(self._fd, [r.buffer for r in requests], requests[0].offset, self._path)
 
     def _write(self, requests: Sequence[IoRequest]) -> None:
-        syscalls.write_exact(self._fd, [r.buffer for r in requests], requests[0].position, self._path)
+        syscalls.write_exact(self._fd, [r.buffer for r in requests], requests[0].offset, self._path)
 
     def _sync(self) -> None:
         self._sync_began = time.monotonic()
@@ -118,7 +118,7 @@ class _Queued:
     """A request in a lane.
 
     Attributes:
-        checked: no check follows the transfer, because the request has none or is checked before it is admitted.
+        checked: no check follows the move, because the request has none or is checked before it is admitted.
         admitted: it waits in the queue, and a worker may take it.
         taken: a worker has taken it, or it was dropped.
         read_again: its bytes were wrong once, and are read for the second time.
@@ -143,11 +143,11 @@ class _Queued:
 
     @property
     def start(self) -> int:
-        return self.request.position
+        return self.request.offset
 
     @property
     def end(self) -> int:
-        return self.request.position + len(self.request.buffer)
+        return self.request.offset + len(self.request.buffer)
 
 
 class _Checker:
@@ -178,10 +178,10 @@ class _Checker:
 
 
 class _Lane:
-    """Worker threads that transfer requests by priority, and neighbours in the file with one system call."""
+    """Worker threads that move the bytes of requests by priority, and neighbours in the file with one system call."""
 
     def __init__(self, name: str, threads: int, move: Callable[[Sequence[IoRequest]], None], nice: int) -> None:
-        """Start the threads. `move` is the system call: it transfers requests that are contiguous in the file."""
+        """Start the threads. `move` is the system call, which moves the bytes of requests that touch in the file."""
         self._move = move
         self._nice = nice
         self._checker = _Checker(f"{name}-check", nice)
@@ -202,7 +202,7 @@ class _Lane:
         # Batches that are done and whose futures the event loop has not resolved yet.
         self._finished: list[_Batch] = []
         self._closing = False
-        # The begin of each worker's present transfer, by the worker's number, on the monotonic clock.
+        # The begin of each worker's present move, by the worker's number, on the monotonic clock.
         self._began: dict[int, float] = {}
         # The number of requests that are not finished yet.
         self.depth = 0
@@ -217,7 +217,7 @@ class _Lane:
             thread.start()
 
     async def run(self, requests: Sequence[IoRequest], priority: Priority, *, check_first: bool) -> None:
-        """Transfer all requests, and check each before (`check_first`, for writes) or after its transfer.
+        """Move the bytes of all requests, and check each before (`check_first`, for writes) or after its move.
 
         See IoEngine.read for errors and cancellation.
         """
@@ -246,7 +246,7 @@ class _Lane:
             raise
 
     def began(self) -> list[float]:
-        """Return the begin of each transfer that is at the device now, on the monotonic clock."""
+        """Return the begin of each move that is at the device now, on the monotonic clock."""
         with self._lock:
             return list(self._began.values())
 
@@ -324,7 +324,7 @@ class _Lane:
     def _work(self, worker: int) -> None:
         begin_work(self._nice)
         while run := self._next_run(worker):
-            errors = self._transfer(run)
+            errors = self._move_run(run)
             nbytes = sum(item.nbytes for item in run)
             unchecked = [item for item, error in zip(run, errors, strict=True) if error is None and not item.checked]
             with self._lock:
@@ -393,8 +393,8 @@ class _Lane:
             if index.get((item.priority, place)) is item:
                 del index[item.priority, place]
 
-    def _transfer(self, run: Sequence[_Queued]) -> list[BaseException | None]:
-        """Transfer contiguous requests, and return the error of each, or None.
+    def _move_run(self, run: Sequence[_Queued]) -> list[BaseException | None]:
+        """Move the bytes of contiguous requests, and return the error of each, or None.
 
         If one system call for several requests fails, they are repeated one by one, to find the ones that fail.
         """

@@ -30,7 +30,7 @@ from tests.faults.child import Child
 from tests.faults.jobs import JOBS
 from tests.faults.mutants import MUTANTS
 from tests.faults.oracle import Act, Announcement, Oracle
-from tests.faults.power_loss import Call, Record, events, lose_power, trim_log
+from tests.faults.power_loss import Record, SystemCall, events, lose_power, trim_log
 
 LONGEST_TRAINING_SECONDS = 0.3
 # A child can be armed to kill itself at a failpoint or a system call. If that does not happen within this time, the
@@ -287,7 +287,7 @@ class Campaign:
         verdict = checker.Verdict.load(said[0])
         result.errors += verdict.errors
         for name, newest in verdict.newest.items():
-            epoch.oracle.jobs[name].settle(newest, verdict.retained[name])
+            epoch.oracle.jobs[name].set_to(newest, verdict.retained[name])
 
     def _prepare(self, epoch: Epoch) -> None:
         """Have the shim watch the calling child's system calls. Each child calls this first."""
@@ -344,7 +344,12 @@ def _armed(turn: str | Failpoint, rng: random.Random) -> Callable[[], None] | No
     torn = rng.randint(1, 999) if turn == TORN else 0
     # Most calls are writes of data. Calls on the catalog would be too rare if they were not chosen explicitly.
     name, kind = rng.choice(
-        [("", 0), ("catalog", 0), ("catalog", Call.WRITE if torn else Call.SYNC), ("data", Call.WRITE)]
+        [
+            ("", 0),
+            ("catalog", 0),
+            ("catalog", SystemCall.WRITE if torn else SystemCall.SYNC),
+            ("data", SystemCall.WRITE),
+        ]
     )
     call = _log_uniform(rng, 100 if name == "catalog" else 400)
 

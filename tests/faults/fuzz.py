@@ -63,7 +63,7 @@ MAX_FAILURES = 20
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
+class FuzzReport:
     """The results of a campaign.
 
     Attributes:
@@ -138,10 +138,10 @@ class HonestJob:
             self.error = error
 
 
-class Campaign:
+class FuzzCampaign:
     """CLIENTS clients that send requests concurrently, until all calls are made."""
 
-    def __init__(self, daemon: Daemon, report: Report, args: argparse.Namespace, progress: Progress) -> None:
+    def __init__(self, daemon: Daemon, report: FuzzReport, args: argparse.Namespace, progress: Progress) -> None:
         self.report = report
         self._daemon = daemon
         self._left = args.calls
@@ -252,7 +252,7 @@ def leaks(daemon: Daemon, quiet_seconds: float) -> list[str]:
         time.sleep(0.05)
 
 
-def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: Report, quiet_seconds: float) -> None:
+def check_nothing_left(daemon: Daemon, before: Holdings, files: int, report: FuzzReport, quiet_seconds: float) -> None:
     """Delete all jobs, and report a failure unless the daemon then holds what it held at its start."""
     # A closed channel of grpc.aio stays connected until the garbage collector finds it, because it and its calls refer
     # to each other. When that is differs by Python version: 3.11 left 7 to 10 connections open here, and 3.13 up to 12.
@@ -303,9 +303,9 @@ def daemon_to_try(mutant: str | None = None) -> Iterator[Daemon]:
         yield daemon
 
 
-def run(args: argparse.Namespace, progress: Progress) -> Report:
+def run(args: argparse.Namespace, progress: Progress) -> FuzzReport:
     """Run a campaign, and return its report."""
-    report = Report(seed=args.seed)
+    report = FuzzReport(seed=args.seed)
     started = time.monotonic()
     with daemon_to_try(args.mutant) as daemon:
         before = Holdings.of(daemon)
@@ -314,7 +314,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
             time.sleep(5 * HONEST_STEP_SECONDS)
         files = len(open_files(daemon))
         with HonestJob(daemon.address) as honest:
-            campaign = Campaign(daemon, report, args, progress)
+            campaign = FuzzCampaign(daemon, report, args, progress)
             uvloop.run(campaign.run())
         report.honest_steps = honest.steps
         if honest.error is not None:

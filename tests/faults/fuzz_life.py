@@ -26,7 +26,7 @@ from tests.unit.storage.builders import Layout
 
 STORE = "/paramserver.v1.ParameterStore/"
 HEARTBEAT_SECONDS = 0.5
-Report = Callable[["Life", Call, Ending], None]
+OnEnding = Callable[["Life", Call, Ending], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Life:
         self.known = Known(session_id="", layout=layout, jobs=[name, *jobs], strangers=strangers)
         self._requests = Requests(rng, self.known)
 
-    async def live(self, calls: int, report: Report) -> None:
+    async def live(self, calls: int, report: OnEnding) -> None:
         """Open a session and make `calls` calls.
 
         Most sessions begin with the valid calls that open and fill a job. At the end, half of them close the session
@@ -57,7 +57,7 @@ class Life:
         """
         await self._in_session(self._calls, calls, report)
 
-    async def replay(self, history: list[Sent], old_session: str, report: Report) -> None:
+    async def replay(self, history: list[Sent], old_session: str, report: OnEnding) -> None:
         """Send the calls of an earlier session again, with the ids of this one."""
         await self._in_session(self._replay, history, old_session, report)
 
@@ -81,20 +81,20 @@ class Life:
         finally:
             await channel.close()
 
-    async def _calls(self, channel: grpc.aio.Channel, calls: int, report: Report) -> None:
+    async def _calls(self, channel: grpc.aio.Channel, calls: int, report: OnEnding) -> None:
         beginning = self._beginning() if self._rng.random() < 0.9 else []
         for number in range(calls):
             call = beginning[number]() if number < len(beginning) else self._draw()
             await self._send(channel, call, report)
 
-    async def _replay(self, channel: grpc.aio.Channel, history: list[Sent], old_session: str, report: Report) -> None:
+    async def _replay(self, channel: grpc.aio.Channel, history: list[Sent], old_session: str, report: OnEnding) -> None:
         renamed: dict[int, int] = {}
         for sent in history:
             call = sent.call.renamed(old_session, self.known.session_id, renamed)
             await self._send(channel, call, report)
             renamed |= zip(sent.granted, self.history[-1].granted, strict=False)
 
-    async def _send(self, channel: grpc.aio.Channel, call: Call, report: Report) -> None:
+    async def _send(self, channel: grpc.aio.Channel, call: Call, report: OnEnding) -> None:
         ending = await send(channel, call)
         granted = self._learn(call, ending)
         self.history.append(Sent(call=call, granted=granted))

@@ -64,11 +64,11 @@ def _forget_ranges() -> None:
     """Remove some ranges of gradients, or of bytes to put, from their job's account without freeing them."""
     free, calls = ScratchRanges.free, itertools.count(1)
 
-    def forgetful(self: ScratchRanges, region: ArenaRange) -> None:
+    def forgetful(self: ScratchRanges, range_: ArenaRange) -> None:
         if next(calls) % EVERY:
-            free(self, region)
+            free(self, range_)
         else:
-            self.let_go(region)
+            self.hand_over(range_)
 
     ScratchRanges.free = forgetful  # type: ignore[method-assign]
 

@@ -124,9 +124,9 @@ class History:
         elif said.act is Act.DELETES:
             self.low = None
         elif said.act is Act.DELETED:
-            self.settle(None, [])
+            self.set_to(None, [])
 
-    def settle(self, newest: int | None, retained: Iterable[int]) -> None:
+    def set_to(self, newest: int | None, retained: Iterable[int]) -> None:
         """Set the history to the state that was found after a crash."""
         del self.path[0 if newest is None else newest + 1 :]
         self.newest = self.low = self.high = newest

@@ -34,7 +34,7 @@ class Record(enum.IntEnum):
     FAIL = 9
 
 
-class Call(enum.IntEnum):
+class SystemCall(enum.IntEnum):
     """The kinds of calls, with the numbers of shim.c."""
 
     WRITE = 1
@@ -142,10 +142,10 @@ def trim_log(log: Path) -> None:
         os.truncate(log, whole)
 
 
-def events(log: Path) -> list[tuple[Record, Call, str]]:
+def events(log: Path) -> list[tuple[Record, SystemCall, str]]:
     """Return the kills and failures in the log: the record, the call, and the name of the file."""
     return [
-        (entry.record, Call(entry.call_kind), bytes(entry.data).decode())
+        (entry.record, SystemCall(entry.call_kind), bytes(entry.data).decode())
         for entry in read_log(memoryview(log.read_bytes()))
         if entry.record in (Record.KILL, Record.FAIL)
     ]
@@ -173,9 +173,9 @@ class _File:
     fd: int
     size: int
     # For each sector 1 if a newer change of it was kept, so that older changes do not show any more.
-    settled: bytearray
+    kept: bytearray
     # Whether a newer change of the file's size was kept.
-    size_settled: bool = False
+    size_kept: bool = False
     # The end of the kept writes. The file cannot be shorter.
     floor: int = 0
 
@@ -183,15 +183,15 @@ class _File:
         """Restore the old bytes of `[start, end)`, padded with zeros."""
         os.pwrite(self.fd, bytes(old) + bytes(end - start - len(old)), start)
 
-    def settle(self, first: int, last: int) -> None:
+    def mark_kept(self, first: int, last: int) -> None:
         """Mark the sectors `[first, last)`: a change of them was kept."""
-        if last > len(self.settled):
-            self.settled.extend(bytes(last - len(self.settled)))
-        self.settled[first:last] = b"\1" * (last - first)
+        if last > len(self.kept):
+            self.kept.extend(bytes(last - len(self.kept)))
+        self.kept[first:last] = b"\1" * (last - first)
 
-    def is_settled(self, sector: int) -> bool:
+    def has_kept(self, sector: int) -> bool:
         """Return whether a newer change of the sector was kept."""
-        return sector < len(self.settled) and self.settled[sector] == 1
+        return sector < len(self.kept) and self.kept[sector] == 1
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class _Replay:
         self._read()
         paths = {path.stat().st_ino: path for path in self.directory.rglob("*") if path.is_file()}
         vanished = self._vanish(paths, rng, mood)
-        return Outcome(fates=self._take_back(paths, rng, mood), vanished=tuple(vanished))
+        return Outcome(fates=self._undo(paths, rng, mood), vanished=tuple(vanished))
 
     def _read(self) -> None:
         under_way: dict[int, _Change] = {}
@@ -251,7 +251,7 @@ class _Replay:
                 vanished.append(path.name)
         return vanished
 
-    def _take_back(self, paths: dict[int, Path], rng: random.Random, mood: Mood) -> Counter[Fate]:
+    def _undo(self, paths: dict[int, Path], rng: random.Random, mood: Mood) -> Counter[Fate]:
         fates: Counter[Fate] = Counter()
         files: dict[int, _File] = {}
         try:
@@ -266,9 +266,9 @@ class _Replay:
                 if not change.synced:
                     fates[fate] += 1
                 if change.entry.record is Record.WRITE:
-                    _take_back_write(files[inode], change.entry, fate, rng)
+                    _undo_write(files[inode], change.entry, fate, rng)
                 else:
-                    _take_back_resize(files[inode], change.entry, fate)
+                    _undo_resize(files[inode], change.entry, fate)
             for file in files.values():
                 os.ftruncate(file.fd, max(file.size, file.floor))
         finally:
@@ -288,40 +288,40 @@ def _choose(change: _Change, rng: random.Random, mood: Mood) -> Fate:
     return rng.choice([Fate.KEPT, Fate.DROPPED, Fate.TORN] if can_tear else [Fate.KEPT, Fate.DROPPED])
 
 
-def _take_back_write(file: _File, entry: Entry, fate: Fate, rng: random.Random) -> None:
+def _undo_write(file: _File, entry: Entry, fate: Fate, rng: random.Random) -> None:
     start, end = entry.offset, entry.offset + entry.length
     first, last = start // SECTOR_BYTES, -(-end // SECTOR_BYTES)
     if fate is Fate.KEPT:
-        file.settle(first, last)
+        file.mark_kept(first, last)
         kept_end = end
     else:
         kept_end = 0
         for sector in range(first, last):
             low, high = max(start, sector * SECTOR_BYTES), min(end, (sector + 1) * SECTOR_BYTES)
             if fate is Fate.TORN and rng.random() < 0.5:
-                file.settle(sector, sector + 1)
+                file.mark_kept(sector, sector + 1)
                 kept_end = high
-            elif not file.is_settled(sector):
+            elif not file.has_kept(sector):
                 file.undo(low, high, entry.data[low - start : high - start])
-    if file.size_settled:
+    if file.size_kept:
         return
     file.floor = max(file.floor, kept_end)
     if end > entry.old_size:
         if fate is Fate.KEPT:
-            file.size_settled = True
+            file.size_kept = True
         else:
             file.size = entry.old_size
 
 
-def _take_back_resize(file: _File, entry: Entry, fate: Fate) -> None:
-    if entry.offset == entry.old_size or file.size_settled:
+def _undo_resize(file: _File, entry: Entry, fate: Fate) -> None:
+    if entry.offset == entry.old_size or file.size_kept:
         return
     if fate is Fate.KEPT:
-        file.size_settled = True
+        file.size_kept = True
         return
     file.size = entry.old_size
     for sector in range(entry.offset // SECTOR_BYTES, -(-entry.old_size // SECTOR_BYTES)):
         low = max(entry.offset, sector * SECTOR_BYTES)
         high = min(entry.old_size, (sector + 1) * SECTOR_BYTES)
-        if not file.is_settled(sector):
+        if not file.has_kept(sector):
             file.undo(low, high, entry.data[low - entry.offset : high - entry.offset])

@@ -44,7 +44,7 @@ DAEMON_CONFIG = {"host_budget": "16MiB", "nvme_budget": "64MiB", "heartbeat_time
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
+class ReadersReport:
     """The results of a campaign. `endings` has the number of OpenReader calls by status."""
 
     seed: int
@@ -65,7 +65,7 @@ class Report:
 class Storm:
     """The readers and trainers of one campaign."""
 
-    def __init__(self, daemon: Daemon, report: Report, readers: int, commits: int) -> None:
+    def __init__(self, daemon: Daemon, report: ReadersReport, readers: int, commits: int) -> None:
         self._daemon = daemon
         self._report = report
         self._left = readers
@@ -163,9 +163,9 @@ class Storm:
             self._report.failures.append(f"step {opened.step} of {layout.name}: {fqn} has other bits than torch's")
 
 
-def run(readers: int, commits: int, seed: int) -> Report:
+def run(readers: int, commits: int, seed: int) -> ReadersReport:
     """Run a campaign with a daemon of its own, and return its report."""
-    report = Report(seed=seed)
+    report = ReadersReport(seed=seed)
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="paramserver-readers-") as directory,

@@ -13,7 +13,7 @@ from storage.shard import Kind
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import GRAD_SCALE, Layout, reference_of
 from trainer_client.transport.planes import LeasedBytes
-from trainer_client.transport.rank_store import GroupUpdate, RankStore, Slab
+from trainer_client.transport.rank_store import GroupUpdate, RankStore, SlabName
 
 
 class RemoteRank:
@@ -79,16 +79,18 @@ class RemoteRank:
         """Check that the newest bytes are those of torch after `step`."""
         for group in self.layout.groups:
             for kind in self.layout.kinds:
-                (leased,) = self.store.acquire_read([Slab(group=group, kind=vocabulary.KIND_TO_WIRE[kind])], 0).wait()
+                (leased,) = self.store.acquire_read(
+                    [SlabName(group=group, kind=vocabulary.KIND_TO_WIRE[kind])], 0
+                ).wait()
                 assert leased.version == step
                 stored = leased.data.view(self.layout.dtype(kind).torch)
                 for shard in self.layout.group(group).shards:
                     expected = self._reference.states(step)[group, shard.fqn, kind]
-                    assert torch.equal(stored[shard.position :][: shard.numel], expected), (shard.fqn, kind)
+                    assert torch.equal(stored[shard.group_offset :][: shard.numel], expected), (shard.fqn, kind)
                 self.store.release([leased]).wait()
 
     def _lease(self, group: str, kind: Kind, *, step: int) -> LeasedBytes:
-        slab = Slab(group=group, kind=vocabulary.KIND_TO_WIRE[kind])
+        slab = SlabName(group=group, kind=vocabulary.KIND_TO_WIRE[kind])
         (leased,) = self.store.acquire_write([slab], step).wait()
         leased.data.zero_()
         return leased
@@ -96,4 +98,4 @@ class RemoteRank:
     def _fill(self, leased: LeasedBytes, kind: Kind, values: Sequence[torch.Tensor]) -> None:
         tensor = leased.data.view(self.layout.dtype(kind).torch)
         for shard, value in zip(self.layout.shards, values, strict=True):
-            tensor[shard.position :][: shard.numel] = value
+            tensor[shard.group_offset :][: shard.numel] = value

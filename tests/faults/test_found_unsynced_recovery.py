@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 TRAIN = """
 from tests.faults.oracle import Oracle
-from tests.faults.power_loss import Call
+from tests.faults.power_loss import SystemCall
 from tests.faults.refusals import SHAPE
 from tests.faults.worker import Trainer
 
@@ -30,7 +30,7 @@ async def live():
     engine = await Engine.open(engine_config(state_dir))
     trainer = await Trainer.resume(engine, SHAPE, oracle, oracle.hear, random.Random(0))
     await trainer.step()
-    shim.match("catalog.sqlite-wal", Call.SYNC)
+    shim.match("catalog.sqlite-wal", SystemCall.SYNC)
     shim.kill_at(1)
     await trainer.step()
 """

@@ -74,7 +74,7 @@ def group_specs(shape: JobShape) -> list[GroupSpec]:
         GroupSpec(
             name=name,
             numel=numel,
-            shards=(Shard(fqn=f"{name}.weight", offset=0, numel=numel, position=0),),
+            shards=(Shard(fqn=f"{name}.weight", offset=0, numel=numel, group_offset=0),),
             slabs=(*slabs, gradients),
         )
         for name, numel in shape.groups.items()
@@ -98,7 +98,7 @@ async def different_slabs(engine: Engine, oracle: Oracle, job: Job, step: int) -
     for group in oracle.jobs[name].shape.groups:
         for kind in oracle.jobs[name].shape.kinds:
             pin = await engine.fetch(job, group, Kind(kind))
-            if bytes(engine.host.view(pin.region)[: pin.slab.nbytes]) != oracle.expected(name, step, group, kind):
+            if bytes(engine.host.view(pin.arena_range)[: pin.slab.nbytes]) != oracle.expected(name, step, group, kind):
                 found.append(f"{pin.slab.key} does not have the bytes of step {step}")
             engine.unpin(pin)
     return found
@@ -112,7 +112,7 @@ def space_errors(engine: Engine) -> list[str]:
     Returns:
         One text per error.
     """
-    errors = [f"{account} is not what the jobs explain" for account in engine.accounts() if not account.is_settled]
+    errors = [f"{account} is not what the jobs explain" for account in engine.accounts() if not account.is_balanced]
     regions = [r for job in engine.jobs.values() for slab in job.slabs() for r in slab.versions.values()]
     end = (-1, 0)
     for extent in sorted(
@@ -159,7 +159,7 @@ class Trainer:
             for kind in {"param", self.shape.weight_kind}:
                 pin = await self.engine.stage(self.job, group, Kind(kind))
                 values = self.oracle.expected(self.shape.name, 0, group, kind)
-                self.engine.host.view(pin.region)[: len(values)] = values
+                self.engine.host.view(pin.arena_range)[: len(values)] = values
                 await self.engine.publish(pin)
         await self.commit(0, 0)
 
@@ -185,7 +185,7 @@ class Trainer:
         """Open a reader of the newest step while the next one may be committed, and compare what it reads."""
         await asyncio.sleep(self.rng.choice([0, 0, 0.0005, 0.002]))
         if self.rng.random() < 0.2:
-            await self.give_up_a_reader()
+            await self.cancel_a_reader()
             return
         reader = await self.engine.open_reader(self.job)
         try:
@@ -198,7 +198,7 @@ class Trainer:
         finally:
             reader.close()
 
-    async def give_up_a_reader(self) -> None:
+    async def cancel_a_reader(self) -> None:
         """Cancel the opening of a reader. The engine must release all that the reader held."""
         opening = asyncio.ensure_future(self.engine.open_reader(self.job))
         await asyncio.sleep(self.rng.choice([0, 0.0002, 0.001]))
@@ -210,11 +210,11 @@ class Trainer:
     async def hand_over(self, salt: int) -> None:
         """Give the engine the gradients of the next step, which start its updates."""
         for group in updates(self.shape, salt):
-            region = await self.engine.allocate_gradient(self.job, group)
+            range_ = await self.engine.allocate_gradient(self.job, group)
             dtype = DType.BFLOAT16 if self.shape.half else DType.FLOAT32
             values = torch.from_numpy(gradient(self.shape, group, salt))
-            self.engine.host.tensor(region, dtype, len(values)).copy_(values)
-            self.engine.update(self.job, self.job.next_step, group, region, apply_rule)
+            self.engine.host.tensor(range_, dtype, len(values)).copy_(values)
+            self.engine.update(self.job, self.job.next_step, group, range_, apply_rule)
 
     async def commit(self, step: int, settled: int) -> None:
         """Commit a step after all its gradients were handed over. `settled` is the newest step of all ranks."""

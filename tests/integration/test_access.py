@@ -100,7 +100,7 @@ def test_what_is_read_and_set_is_what_plain_pytorch_has(tmp_path: Path, placemen
             for name, _ in plain.named_parameters()
             for kind in ("exp_avg", "exp_avg_sq")
         }
-        shards = engine.state_dict("exp_avg")
+        shards = engine.sharded_state_dict("exp_avg")
     assert [name for name, tensor in plain.state_dict().items() if not torch.equal(weights[name], tensor)] == []
     for (name, kind), moment in moments.items():
         assert torch.equal(moment, adamw.state[plain.get_parameter(name)][kind]), (name, kind)

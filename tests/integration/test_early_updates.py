@@ -193,11 +193,11 @@ def test_weights_are_read_as_they_were(model_store: str) -> None:
     with start(build(), config) as engine:
         for batch in BATCHES[:3]:
             before = engine.full_state_dict()
-            moments = engine.state_dict("exp_avg")
+            moments = engine.sharded_state_dict("exp_avg")
             engine.backward(engine(input_ids=batch, labels=batch).loss)
             between = engine.full_state_dict()
             assert [name for name in before if not torch.equal(before[name], between[name])] == []
-            again = engine.state_dict("exp_avg")
+            again = engine.sharded_state_dict("exp_avg")
             assert [name for name in moments if not torch.equal(moments[name].values, again[name].values)] == []
             engine.step()
             after = engine.full_state_dict()

@@ -32,9 +32,9 @@ from tests.integration.support.elastic_run import (
 from tests.integration.support.training import build_model, make_optimizer
 from tests.integration.support.waiting import wait_until
 from trainer_client import JobConflictError, StoreClientSync, StoredJob
-from trainer_client.config.training_config import BatchSizes
+from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.run.data_loader import GlobalOrder
-from trainer_client.transport.rank_store import RankStore, Slab
+from trainer_client.transport.rank_store import RankStore, SlabName
 
 # Each part of a run has a number of ranks, and the global step to which they train. An epoch has five steps.
 PARTS = ((2, 3), (1, 4), (3, 7), (2, 9))
@@ -236,7 +236,7 @@ def commit_half(address: str, job: str, parameters: Iterable[pb.Parameter], step
         kind = pb.KindSpec(kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32, placement=pb.TIER_NVME)
         shard = pb.Shard(fqn="transformer.ln_f.bias", numel=16)
         store.register_shards([pb.ShardGroup(name="half", numel=16, shards=[shard], kinds=[kind])])
-        store.publish(store.acquire_write([Slab(group="half", kind=pb.KIND_PARAM)], step).wait())
+        store.publish(store.acquire_write([SlabName(group="half", kind=pb.KIND_PARAM)], step).wait())
         store.commit(step, b"", step - 1).wait()
     finally:
         store.close()

@@ -1,4 +1,4 @@
-"""After any failure within an engine its leases are returned, and the following steps give the bits of a run without
+"""After any failure within an engine its leases are released, and the following steps give the bits of a run without
 the failure."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 import trainer_client
 from tests.integration.support.daemon import Daemon, tiers
-from tests.integration.support.failing import Failing, Tower, inputs
+from tests.integration.support.failing import Failing, failing_tower, inputs
 from tests.integration.support.waiting import wait_until
 from trainer_client import Engine, StoreClientSync
 from trainer_client.errors import PhaseError
@@ -23,8 +23,8 @@ STEPS = 3
 # Each way differs in how units are gathered and in where the states are stored, because each of them has its own code
 # that can fail.
 WAYS: dict[str, dict[str, Any]] = {
-    "shown": {"device": "cpu"},
-    "shown-nvme": {"device": "nvme"},
+    "mapped": {"device": "cpu"},
+    "mapped-nvme": {"device": "nvme"},
     "collective": {"device": "cpu", "gather": "collective"},
     "streams": {"device": "cpu", "prefer_streams": True},
     "kept": {"device": "cpu", "stage3_max_live_parameters": 1 << 20},
@@ -51,11 +51,11 @@ def start(address: str, job: str, way: str, **section: Any) -> Engine:
         zero["offload_param"] = offload
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
         "zero_optimization": zero,
         "paramserver": {"address": address, "job": job, "gather": gather, **section},
     }
-    return trainer_client.initialize(model=Tower(), config=config, prefer_streams=streams)[0]
+    return trainer_client.initialize(model=failing_tower(), config=config, prefer_streams=streams)[0]
 
 
 def finish(engine: Engine) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def finish(engine: Engine) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
     """The weights after STEPS steps in plain PyTorch, which the engine must reach bit for bit."""
-    model = Tower()
+    model = failing_tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for step in range(STEPS):
         model(inputs(step)).backward()
@@ -87,7 +87,7 @@ def leased_bytes(address: str) -> int:
 
 
 def assert_nothing_is_leased(address: str) -> None:
-    """Wait until no bytes are leased. The engine returns leases without waiting for the store's answer."""
+    """Wait until no bytes are leased. The engine releases leases without waiting for the store's answer."""
     wait_until(lambda: leased_bytes(address) == 0)
 
 
@@ -142,7 +142,7 @@ def test_a_forward_may_fail_anywhere(store: str, expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-@pytest.mark.parametrize("way", ["shown", "shown-nvme", "collective"])
+@pytest.mark.parametrize("way", ["mapped", "mapped-nvme", "collective"])
 def test_a_module_may_raise_in_its_forward(
     store: str, expected: dict[str, torch.Tensor], way: str, error: type[BaseException]
 ) -> None:
@@ -200,7 +200,7 @@ def fail_in_change(engine: Engine) -> None:
         pytest.param(fail_in_change, id="change"),
     ],
 )
-@pytest.mark.parametrize("way", ["shown", "collective", "stage-2"])
+@pytest.mark.parametrize("way", ["mapped", "collective", "stage-2"])
 def test_what_cannot_be_repeated_says_so_and_holds_nothing(
     store: str,
     expected: dict[str, torch.Tensor],
@@ -220,13 +220,13 @@ def test_what_cannot_be_repeated_says_so_and_holds_nothing(
         for verb in (engine.step, lambda: engine(inputs(1)), lambda: engine.module(inputs(1)), engine.full_state_dict):
             with pytest.raises(PhaseError, match="restart the job"):
                 verb()
-        engine.leave()
+        engine.close_without_commit()
     with start(store, job, way) as engine:
         assert engine.resumed_step in (1, 2)
         assert_equal(finish(engine), expected)
 
 
-@pytest.mark.parametrize("way", ["shown", "shown-nvme", "collective", "streams"])
+@pytest.mark.parametrize("way", ["mapped", "mapped-nvme", "collective", "streams"])
 def test_access_to_parameters_may_fail_anywhere(store: str, expected: dict[str, torch.Tensor], way: str) -> None:
     with start(store, f"access-{way}", way) as engine:
         finish(engine)

@@ -45,15 +45,15 @@ def descriptors(daemon: Daemon) -> int:
 
 def arena_of(daemon: Daemon) -> int:
     """Connect to the arena's socket, and return the number of descriptors that it sends."""
-    with socket.socket(socket.AF_UNIX) as door:
-        door.connect(f"{daemon.socket}.arena")
-        return receive(door)
+    with socket.socket(socket.AF_UNIX) as arena_socket:
+        arena_socket.connect(f"{daemon.socket}.arena")
+        return receive(arena_socket)
 
 
-def receive(door: socket.socket) -> int:
+def receive(arena_socket: socket.socket) -> int:
     """Receive descriptors over a connection, close them, and return their number."""
-    door.settimeout(CALL_SECONDS)
-    _, received, _, _ = socket.recv_fds(door, 1, 1)
+    arena_socket.settimeout(CALL_SECONDS)
+    _, received, _, _ = socket.recv_fds(arena_socket, 1, 1)
     for descriptor in received:
         os.close(descriptor)
     return len(received)
@@ -130,8 +130,8 @@ def test_every_acceptor_outlives_a_lack_of_descriptors() -> None:
         allowed = resource.prlimit(daemon.process.pid, limits)
         before = descriptors(daemon)
         resource.prlimit(daemon.process.pid, limits, (before, allowed[1]))
-        with socket.socket(socket.AF_UNIX) as door, socket.create_connection(_host_and_port(guarded.address)):
-            door.connect(f"{daemon.socket}.arena")
+        with socket.socket(socket.AF_UNIX) as arena_socket, socket.create_connection(_host_and_port(guarded.address)):
+            arena_socket.connect(f"{daemon.socket}.arena")
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(str(daemon.socket))
                 guarded.wait_for_log("to hand out the arena failed")
@@ -141,7 +141,7 @@ def test_every_acceptor_outlives_a_lack_of_descriptors() -> None:
                 # The daemon still serves a client that is already connected.
                 admin.GetTiers(admin_pb.GetTiersRequest(), timeout=CALL_SECONDS)
                 resource.prlimit(daemon.process.pid, limits, allowed)
-                assert receive(door) == 1
+                assert receive(arena_socket) == 1
         assert arena_of(daemon) == 1
         for tcp in (True, False):
             with guarded.channel("operator", tcp=tcp) as channel:

@@ -50,7 +50,7 @@ def stage(rank: Rank, kind: Kind, step: int, trained: int) -> None:
         lease = rank.acquire(group, kind, pb.LEASE_MODE_WRITE, step=step)
         tensor = rank.tensor(lease, kind).zero_()
         for shard in LAYOUT.group(group).shards:
-            tensor[shard.position :][: shard.numel] = states[group, shard.fqn, kind]
+            tensor[shard.group_offset :][: shard.numel] = states[group, shard.fqn, kind]
         rank.release(lease, publish=True)
 
 

@@ -4,6 +4,8 @@ URI quotes."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 import trainer_client
 from paramserver.admin.cli import app
 from tests.integration.support.daemon import Daemon, run_serve
-from trainer_client import StoreClientSync
+from trainer_client import LocalDaemonError, StoreClientSync
 
 # SQLite cannot open the catalog in a longer directory.
 LONGEST = 489
@@ -95,19 +97,61 @@ def test_a_directory_that_the_catalog_cannot_be_in_is_named_with_the_limit(short
     assert f"choose a state directory of at most {LONGEST} bytes" in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["d" * 200, "50%41 of what? a\N{SNOWMAN}b #1"])
-def test_a_trainer_starts_its_daemon_in_such_a_directory_and_resumes_there(tmp_path: Path, name: str) -> None:
+def begun(state_dir: Path) -> trainer_client.Engine:
+    """Return the engine of a small job that starts a daemon of its own in the directory."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / name)}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(state_dir)}},
         "paramserver": {"host_budget": "64MiB", "nvme_budget": "256MiB"},
     }
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    return trainer_client.initialize(model=model, config=config)[0]
+
+
+def train(engine: trainer_client.Engine, steps: int) -> None:
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+    engine.wait_for_commit()
+
+
+@pytest.mark.parametrize("length", [50, 100, 150, 300])
+def test_a_trainer_starts_its_daemon_in_a_long_directory_and_outlives_and_resumes_it(short: Path, length: int) -> None:
+    state_dir = directory_of(short, length)
+    with begun(state_dir) as engine:
+        assert len(str(state_dir)) == length and engine.data_plane == "arena"
+        train(engine, 2)
+        shown = CliRunner().invoke(app, ["jobs", "--json", "--address", f"unix:{state_dir}/paramserver.sock"])
+        assert [job["name"] for job in json.loads(shown.output)["jobs"]] == ["default"]
+        os.kill(int((state_dir / "lock").read_text()), signal.SIGKILL)
+        train(engine, 1)
+        assert len(engine.daemon_restarts) == 1
+    assert not list(state_dir.glob("*.sock*"))
+    with begun(state_dir) as engine:
+        assert engine.global_steps == 3 and engine.data_plane == "arena"
+        train(engine, 1)
+
+
+def test_the_daemons_of_two_trainers_whose_directories_differ_only_at_the_end(short: Path) -> None:
+    one, two = directory_of(short, 300, "one"), directory_of(short, 300, "two")
+    with begun(one) as first, begun(two) as second:
+        train(first, 1)
+        train(second, 2)
+    with begun(two) as second, begun(one) as first:
+        assert (first.global_steps, second.global_steps) == (1, 2)
+
+
+def test_a_trainer_starts_its_daemon_in_a_directory_with_letters_that_a_uri_quotes(tmp_path: Path) -> None:
+    state_dir = tmp_path / "50%41 of what? a\N{SNOWMAN}b #1"
     for begin in (0, 1):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-        with trainer_client.initialize(model=model, config=config)[0] as engine:
+        with begun(state_dir) as engine:
             assert engine.global_steps == begin
-            engine.backward(engine(torch.ones(2, 4)).square().mean())
-            engine.step()
-    assert (tmp_path / name / "catalog.sqlite").exists()
+            train(engine, 1)
+    assert (state_dir / "catalog.sqlite").exists()
+
+
+def test_a_trainer_is_refused_a_directory_that_the_catalog_cannot_be_in(short: Path) -> None:
+    with pytest.raises(LocalDaemonError, match=f"choose a state directory of at most {LONGEST} bytes"):
+        begun(directory_of(short, LONGEST + 1))

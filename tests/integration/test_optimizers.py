@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 import trainer_client
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.ranks import run_ranks
 from tests.optimizer_cases import PublishedLion
 from trainer_client import Engine, Kind, Lion, StoreClientSync
+from trainer_client.schedules import OneCycle
 
 # The width and the numbers of elements are odd.
 WIDTH = 21
@@ -363,9 +364,64 @@ def test_a_schedule_that_cycles_the_momentum_reaches_the_store(store: Daemon, na
     with start(store.address, f"{name} cycling", model, optimizer, lr_scheduler=schedule) as engine:
         seen = [train(engine, inputs) for inputs in batches(2 * STEPS - 1)]
         weights = engine.full_state_dict()
+        assert engine.get_lr() == plain_schedule.get_last_lr()
+        assert engine.get_mom() == [reference.param_groups[0]["betas" if name == "AdamW" else "momentum"]]
 
     assert seen == expected
     assert_same_weights(weights, plain.state_dict())
+
+
+CYCLE: dict[str, Any] = {
+    "cycle_min_lr": 1e-3,
+    "cycle_max_lr": 0.1,
+    "cycle_first_step_size": 3,
+    "decay_step_size": 2,
+    "decay_lr_rate": 1,
+}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion"])
+def test_a_schedule_of_the_config_reaches_the_store(store: Daemon, name: str) -> None:
+    make, plain, model = CASES[name].make, Net(), Net()
+    reference = make(plain.parameters())
+    plain_schedule = OneCycle(reference, **CYCLE)
+    expected = []
+    for inputs in batches(2 * STEPS - 1):
+        expected.append(train_plain(plain, reference, inputs))
+        plain_schedule.step()
+
+    section = {"type": "OneCycle", "params": CYCLE}
+    with start(store.address, f"{name} of OneCycle", model, make(model.parameters()), scheduler=section) as engine:
+        seen = [train(engine, inputs) for inputs in batches(2 * STEPS - 1)]
+        weights = engine.full_state_dict()
+        assert engine.get_lr() == plain_schedule.get_last_lr()
+        assert engine.get_mom() == plain_schedule.get_mom()
+
+    assert seen == expected
+    assert_same_weights(weights, plain.state_dict())
+
+
+def test_a_scheduler_that_is_passed_comes_before_that_of_the_config(
+    store: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    section = {"type": "OneCycle", "params": CYCLE}
+    with (
+        caplog.at_level("INFO", logger="trainer_client"),
+        start(
+            store.address,
+            "two schedulers",
+            model,
+            SGD(model.parameters(), lr=0.5, momentum=0.25),
+            lr_scheduler=lambda optimizer: StepLR(optimizer, step_size=1, gamma=0.5),
+            scheduler=section,
+        ) as engine,
+    ):
+        assert type(engine.lr_scheduler) is StepLR
+        train(engine, next(batches(1)))
+        assert (engine.get_lr(), engine.get_mom()) == ([0.25], [0.25])
+
+    assert "using client callable to create LR scheduler; the config's scheduler OneCycle has no effect" in caplog.text
 
 
 def test_what_has_no_states_is_refused_before_a_step_is_begun(store: Daemon) -> None:

@@ -144,7 +144,7 @@ def started(daemon: Daemon, **section: Any) -> Iterator[Engine]:
         yield engine
     finally:
         try:
-            engine.leave()
+            engine.close_without_commit()
         except trainer_client.StoreError:
             assert engine._closed
 

@@ -80,8 +80,8 @@ def test_misuse_is_refused_with_what_to_call(tmp_path: Path) -> None:
             engine.step()
         with pytest.raises(RuntimeError, match=r"engine\.full_state_dict"):
             model.state_dict()
-        with pytest.raises(RuntimeError, match=r"engine\.backward"):
-            engine(input_ids=batch, labels=batch).loss.backward()
+        with pytest.raises(ValueError, match="pass a scalar"):
+            engine.backward(engine(input_ids=batch, labels=batch).logits)
         # None of the refused calls prevents the next backward pass.
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.integration.support.training import (
     store_config,
     train_through_store,
 )
-from trainer_client import JobConflictError, StoreError
+from trainer_client import JobConflictError, StoreError, schedules
 
 STEPS = 10
 RUN = Run(steps=STEPS, dropout=0.1, clipping=0.5, schedule=True, two_groups=True)
@@ -57,6 +58,43 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, 
     parts = train_in_parts(replace(RUN, config=store_config(tmp_path / "parts", device)), ends=[1, 6, STEPS])
 
     assert_bit_equal(parts, whole)
+
+
+# The first has a warm-up that ends after the stop, and a decay that does not; the second cycles the betas, too.
+SCHEDULES: dict[str, Any] = {
+    "WarmupDecayLR": {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_max_lr": [0.01, 0.003]},
+    "OneCycle": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3, "cycle_second_step_size": 2},
+}
+
+
+def rates_in_parts(config: dict[str, Any], ends: Sequence[int]) -> list[tuple[Any, Any]]:
+    """Train to each step of `ends` with a new engine each time. Return the rates and betas of all steps."""
+    seen: list[tuple[Any, Any]] = []
+    for end in ends:
+        model = build_model(RUN)
+        optimizer, _ = make_optimizer(model, replace(RUN, schedule=False))
+        engine, *_ = trainer_client.initialize(model=model, optimizer=optimizer, config=config)
+        with engine:
+            for batch in list(micro_batches(end))[engine.resumed_step :]:
+                seen.append((engine.get_lr(), engine.get_mom()))
+                engine.backward(engine(input_ids=batch, labels=batch).loss)
+                engine.step()
+    return seen
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rates_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+    section = {"scheduler": {"type": name, "params": SCHEDULES[name]}}
+    optimizer, _ = make_optimizer(build_model(RUN), replace(RUN, schedule=False))
+    schedule = getattr(schedules, name)(optimizer, **SCHEDULES[name])
+    expected = []
+    for _ in range(7):
+        expected.append(tuple([group[key] for group in optimizer.param_groups] for key in ("lr", "betas")))
+        optimizer.step()
+        schedule.step()
+
+    assert rates_in_parts(store_config(tmp_path / "whole") | section, ends=[7]) == expected
+    assert rates_in_parts(store_config(tmp_path / "parts") | section, ends=[2, 7]) == expected
 
 
 def test_resume_policies_are_kept(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -32,7 +33,7 @@ from tests.integration.support.store_client import Clients, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreUnavailableError
-from trainer_client.transport.rank_store import RankStore, Slab
+from trainer_client.transport.rank_store import RankStore, SlabName
 
 CODE = grpc.StatusCode
 READ, WRITE = pb.LEASE_MODE_READ, pb.LEASE_MODE_WRITE
@@ -87,14 +88,14 @@ def test_a_session_survives_the_break_of_its_stream_with_its_leases(
         rank.session_id = store.session_id
         rank.resume()
         group = rank.groups[0]
-        (held,) = store.acquire_read([Slab(group=group, kind=pb.KIND_PARAM)], 0).wait()
+        (held,) = store.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait()
         for _ in range(3):
             cutter.refusing = True
             cutter.cut()
             wait_until(lambda: is_detached(daemon, "cut"))
             cutter.refusing = False
             # This call waits until the session is attached again.
-            (again,) = store.acquire_read([Slab(group=group, kind=pb.KIND_PARAM)], 0).wait()
+            (again,) = store.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait()
             assert again.data.data_ptr() == held.data.data_ptr()
             store.release([again]).wait()
         assert len(sessions(daemon)) == 2 and not is_detached(daemon, "cut")
@@ -130,7 +131,7 @@ def test_a_session_whose_stream_does_not_come_back_ends_after_the_grace_time(
         assert host.leased_bytes == 0 and host.quarantined_bytes > 0
         cutter.refusing = False
         with pytest.raises(StoreUnavailableError):
-            store.acquire_read([Slab(group=rank.groups[0], kind=pb.KIND_PARAM)], 0).wait()
+            store.acquire_read([SlabName(group=rank.groups[0], kind=pb.KIND_PARAM)], 0).wait()
         with refused(CODE.NOT_FOUND, "session is unknown or has ended; open a new one"):
             rank.call("ListVersions")
         store.close()
@@ -147,7 +148,7 @@ def test_a_restarted_daemon_is_recognised(tmp_path: Path) -> None:
         # The trainer reattaches to the new daemon. A daemon that had only lost its connections would know the session.
         with Daemon(tmp_path / "state", config) as again, closing(store):
             with pytest.raises(DaemonRestartedError, match="what was not committed is gone"):
-                store.acquire_read([Slab(group="any", kind=pb.KIND_PARAM)], 0)
+                store.acquire_read([SlabName(group="any", kind=pb.KIND_PARAM)], 0)
             with closing(RankStore(again.address, "new")) as new:
                 assert new.epoch != store.epoch
             assert "Traceback" not in again.log
@@ -179,6 +180,24 @@ def test_generations_are_never_used_twice_and_slots_are(clients: Clients, daemon
         client.close()
     assert len({arena.generation for arena in seen}) == 5 and all(arena.generation for arena in seen)
     assert all(arena.generation_offset >= 64 and arena.generation_offset % 16 == 0 for arena in seen)
+
+
+def test_a_client_that_cannot_start_its_threads_leaves_no_session_behind(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses the thread that sends, when the session is open already."""
+    start = threading.Thread.start
+
+    def refuse_sender(thread: threading.Thread) -> None:
+        if thread.name == "paramserver-sender":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_sender)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        RankStore(daemon.address, "threadless")
+
+    wait_until(lambda: all(session.client != "threadless" for session in sessions(daemon)))
 
 
 def test_more_sessions_than_allowed_are_refused_by_the_name_of_the_key(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_they_survive_a_restart_and_go_on_with_their_names_in_another_order(tmp_
                 with store.read("small") as reader:
                     assert_equal(reader.get_many(tensors), tensors | {"layer.3.3": tensors["layer.3.3"] + 1})
             with (
-                pytest.raises(JobConflictError, match="is not in this model"),
+                pytest.raises(JobConflictError, match="498 more are not in this model"),
                 store.open("small", {"large": tensors["large"]}, placement=placement),
             ):
                 pass
@@ -167,21 +167,21 @@ def put_as_earlier_versions(address: str, name: str, tensors: dict[str, torch.Te
         shard_bytes=PACK_BYTES,
     )
     connection, call = Connection(address, "earlier", Credentials(), prefer_streams=False), Call(None, 30.0)
-    link = connection.link(call)
+    session = connection.session(call)
     request = layout.open_request()
     request.layout = ""
-    link.call("OpenJob", request, call)
+    session.call("OpenJob", request, call)
     for registration in layout.register_requests(packed=False):
-        link.call("RegisterShards", registration, call)
+        session.call("RegisterShards", registration, call)
     for fqn, tensor in tensors.items():
         for group, start, end in layout.shards(fqn):
             slab = pb.SlabName(group=group, kind=pb.KIND_PARAM)
             want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_WRITE)
-            (lease,) = link.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
-            link.copy_in(call, lease, bytes_of(tensor.reshape(-1)[start:end]))
+            (lease,) = session.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
+            session.copy_in(call, lease, bytes_of(tensor.reshape(-1)[start:end]))
             releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
-            link.call("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), call)
-    link.call("CommitStep", pb.CommitStepRequest(), call)
+            session.call("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), call)
+    session.call("CommitStep", pb.CommitStepRequest(), call)
     connection.close()
 
 
@@ -290,7 +290,7 @@ def test_thousands_of_leases_come_back_with_what_they_are_of(daemon: Daemon, cli
             client.close()
         deadline = time.monotonic() + 20
         while leased_bytes(daemon) != used:
-            assert time.monotonic() < deadline, "leases were not given back"
+            assert time.monotonic() < deadline, "leases were not released"
             time.sleep(0.02)
         if ends == "reader":
             with refused(CODE.NOT_FOUND, "is not held by this session"):

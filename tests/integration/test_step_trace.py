@@ -22,7 +22,7 @@ from tests.integration.support.training import (
     train_plain,
     train_through_store,
 )
-from trainer_client.config.training_config import load_config
+from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.report.step_report import StepReport
 

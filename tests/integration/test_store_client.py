@@ -139,10 +139,11 @@ def test_the_synchronous_face_does_the_same(sync_store: StoreClientSync, job: st
         tensors = {tensor.fqn: tensor for tensor in sync_store.list_tensors(job)}
         assert {fqn: TensorSpec(shape=t.shape, dtype=t.dtype) for fqn, t in tensors.items()} == SPECS
         assert tensors["table"].held == ((0, 564_300),)
+        assert {fqn: tensor.index for fqn, tensor in tensors.items()} == {fqn: i for i, fqn in enumerate(SPECS)}
         assert [tensor.fqn for tensor in sync_store.list_tensors(job, prefix="s")] == ["scale"]
 
 
-async def test_prefetched_parts_are_in_host_memory_before_they_are_got_and_given_back_if_they_are_not(
+async def test_prefetched_parts_are_in_host_memory_before_they_are_got_and_released_if_they_are_not(
     daemon: Daemon, store: StoreClient, job: str
 ) -> None:
     async with await store.open(job, SPECS, shard_bytes=SHARD) as writer:
@@ -308,7 +309,7 @@ async def test_errors_say_what_is_wrong(store: StoreClient, job: str) -> None:
             await store.read(job, step=9)
     with pytest.raises(ConfigError, match="was closed; open it again"):
         await writer.put(values(1))
-    with pytest.raises(JobConflictError, match="another layout"):
+    with pytest.raises(JobConflictError, match="holds another model"):
         await store.open(job, {"table": SPECS["bias"]}, shard_bytes=SHARD)
     with pytest.raises(JobConflictError, match="stored with another partition"):
         await store.open(job, SPECS, shard_bytes=2 * SHARD)

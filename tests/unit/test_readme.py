@@ -1,4 +1,4 @@
-"""The README and the pages on the config and the daemon are true: the example runs and resumes, and the tables list the
+"""The README and the page on the daemon are true: the example runs and resumes, and the tables list the
 keys, commands and directories that there are."""
 
 from __future__ import annotations
@@ -7,22 +7,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
-from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from paramserver.admin import cli as admin_cli
 from paramserver.config import DaemonConfig, load_config
 from tests.integration.support.daemon import MIB, STATED_OVERHEADS
-from trainer_client.config.training_config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CONFIG = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
 DAEMON = (ROOT / "docs" / "daemon.md").read_text(encoding="utf-8")
 PACKAGES = ("storage", "paramserver", "trainer_client")
 
@@ -37,18 +32,6 @@ def section(heading: str, page: str = README) -> str:
 def keys_of_table(text: str) -> list[str]:
     """Return the cells of the first column that are code."""
     return re.findall(r"^\| `([\w.]+)` \|", text, flags=re.MULTILINE)
-
-
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys of a config that are not sections."""
-    for name, field in model.model_fields.items():
-        candidates = (field.annotation, *get_args(field.annotation))
-        inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if inner:
-            # A key that several optimizers have is yielded once.
-            yield from {leaf: None for section in inner for leaf in leaves(section, f"{prefix}{name}.")}
-        else:
-            yield f"{prefix}{name}"
 
 
 def run_example(directory: Path) -> tuple[int, int, float]:
@@ -81,10 +64,6 @@ def test_the_example_trains_and_its_second_run_goes_on_where_the_first_ended(tmp
     assert (resumed, steps) == (0, 50)
     assert loss < 1 / 64, "what it would have without looking at the inputs"
     assert run_example(tmp_path)[:2] == (50, 50)
-
-
-def test_the_config_table_lists_the_keys_that_are_honoured() -> None:
-    assert sorted(keys_of_table(CONFIG.split("\n## ")[0])) == sorted(leaves(TrainingConfig))
 
 
 def test_the_daemon_table_lists_the_keys_of_its_config() -> None:

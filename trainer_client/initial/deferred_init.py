@@ -1,7 +1,7 @@
 """Building a model without its memory: the operations of its constructors are recorded, and run later for each tensor.
 
-Owns the recipes. Must never hold a tensor's values: while a `Recorder` is active, constructors make their tensors on
-the meta device, where a tensor has a shape and no bytes.
+Owns the recipes. Must never hold a tensor's values: while a `RecipeRecorder` is active, constructors make their tensors
+on the meta device, where a tensor has a shape and no bytes.
 
 [Note: recipes] A recipe is the list of operations that wrote a storage. Each operation has references to the recipes of
 the tensors that it read, and to how many operations those had at that time. A recipe belongs to a storage and not to a
@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -77,7 +77,7 @@ class Recipe:
         writes: the operations that wrote the storage, in the order of construction.
     """
 
-    recorder: Recorder
+    recorder: RecipeRecorder
     nbytes: int
     writes: list[Operation] = field(default_factory=list)
 
@@ -161,7 +161,7 @@ class Operation:
         yield from (ref for ref in self.outputs if ref is not None)
 
 
-class Recorder:
+class RecipeRecorder:
     """A context in which tensors are made on the meta device and get recipes.
 
     Their attributes `device` and `is_meta` answer as if they were on the CPU, because some functions of torch.nn.init
@@ -169,9 +169,15 @@ class Recorder:
     data), the recipe is replayed at once and the memory is freed again. That only costs time, which is noticeable for
     large tensors (trunc_normal_ looks at the values that it drew).
 
+    Attributes:
+        active: the recorder whose context is open; None: there is none, or it is suspended. A second recorder cannot be
+            entered within it.
+
     Args:
         seed: the seed of all random numbers.
     """
+
+    active: ClassVar[RecipeRecorder | None] = None
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -180,12 +186,25 @@ class Recorder:
         self._modes = ExitStack()
 
     def __enter__(self) -> Self:
+        assert RecipeRecorder.active is None
         self._modes.enter_context(_Recording(self))
         self._modes.enter_context(_Posing(self))
+        RecipeRecorder.active = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        RecipeRecorder.active = None
         self._modes.close()
+
+    @staticmethod
+    @contextmanager
+    def suspended() -> Iterator[None]:
+        """Make tensors with values within this context, although a recorder's context is open around it."""
+        active, RecipeRecorder.active = RecipeRecorder.active, None
+        try:
+            yield
+        finally:
+            RecipeRecorder.active = active
 
     @property
     def seed(self) -> int:
@@ -199,6 +218,10 @@ class Recorder:
     def reseed(self, seed: int) -> None:
         assert not self._is_fixed
         self._seed = seed
+
+    def fix(self) -> None:
+        """Take note that random values of this seed are used, so that it cannot be changed any more."""
+        self._is_fixed = True
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the construction on the meta device, record it, and return its result."""
@@ -275,11 +298,13 @@ class Recorder:
 class _Recording(TorchDispatchMode):
     """The torch mode that passes every operation to the recorder, below autograd."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RecipeRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if RecipeRecorder.active is not self._recorder:
+            return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             return self._recorder.dispatch(func, args, kwargs or {})
 
@@ -287,11 +312,13 @@ class _Recording(TorchDispatchMode):
 class _Posing(TorchFunctionMode):
     """The torch mode that lets tensors with a recipe look like CPU tensors, and gives their values to Python."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RecipeRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if RecipeRecorder.active is not self._recorder:
+            return func(*args, **(kwargs or {}))
         if func in _POSES and recipe_of(args[0]):
             return _POSES[func]
         if func in _CONVERSIONS and recipe_of(args[0]):

@@ -1,7 +1,7 @@
 """The initial values of a new job, from one of four sources: the model's memory, a recipe, the modules, or files.
 
-Owns each parameter's source. Must never hold more values than this rank's chunk of one flat group and one whole
-parameter. Frees the model's own memory group by group, as soon as the group's chunk is in the store.
+Owns each parameter's source. Must never hold more values than this rank's partition of one flat group and one whole
+parameter. Frees the model's own memory group by group, as soon as the group's partition is in the store.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import nn
 
 from trainer_client.errors import ConfigError
-from trainer_client.initial.deferred_init import Recorder, recipe_of, replay
+from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of, replay
 from trainer_client.initial.loading import FileTensor, Found, Weights
 from trainer_client.initial.module_init import ModuleInit, ParamInitFn
+from trainer_client.model.availability import ZeroParamStatus, show_status
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.states import GroupStates
@@ -86,34 +87,37 @@ class InitialValues:
         recorded = {p.index: p.tensor.data for p in parameters if self._origins[p.index] is Origin.RECORDED}
         for parameter in parameters:
             if parameter.tensor.is_meta:
-                _leave_meta(parameter.tensor)
+                _materialize_as_nan(parameter.tensor)
         seed = torch.tensor([torch.initial_seed() & (2**63 - 1)])
         self._module_init = ModuleInit(model, param_init_fn, int(collectives.gather_rows(seed)[0]))
         self._fill_buffers(found)
         self._sources = [self._source(p, found, recorded.get(p.index)) for p in parameters]
 
     def stage(self, states: Sequence[GroupStates]) -> None:
-        """Stage this rank's chunks as step 0, and free the model's own memory. A collective."""
-        with self._progress(sum(state.group.layout.numel for state in states) * torch.float32.itemsize) as progress:
+        """Stage this rank's partitions as step 0, and free the model's own memory. A collective."""
+        with self._progress(sum(state.group.slot_table.numel for state in states) * torch.float32.itemsize) as progress:
             (task,) = progress.task_ids
             for state in states:
                 group = state.group
-                chunk = self.chunk(group)
-                state.stage(dict.fromkeys(group.weight_kinds, chunk), step=0)
+                partition = self.partition(group)
+                state.hand_over(dict.fromkeys(group.weight_kinds, partition), step=0)
                 state.refill()
                 group.take_over()
-                progress.advance(task, group.layout.numel * torch.float32.itemsize)
+                progress.advance(task, group.slot_table.numel * torch.float32.itemsize)
 
     @torch.no_grad()
-    def chunk(self, group: FlatGroup) -> torch.Tensor:
-        """Return this rank's chunk of a group, fp32 [layout.chunk] on the CPU, with zeros as padding. A collective."""
-        chunk = torch.zeros(group.layout.chunk, dtype=torch.float32)
+    def partition(self, group: FlatGroup) -> torch.Tensor:
+        """Return this rank's partition of a group, padded with zeros, fp32 [partition_numel] on the CPU.
+
+        A collective.
+        """
+        partition = torch.zeros(group.slot_table.partition_numel, dtype=torch.float32)
         shards = {shard.slot: shard for shard in group.shards}
         for slot, parameter in enumerate(group.parameters):
             shard = shards.get(slot)
-            first, count, offset = (shard.position, shard.numel, shard.offset) if shard else (0, 0, 0)
-            self._sources[parameter.index].fill(chunk[first : first + count], offset)
-        return chunk
+            first, count, offset = (shard.partition_offset, shard.numel, shard.offset) if shard else (0, 0, 0)
+            self._sources[parameter.index].fill(partition[first : first + count], offset)
+        return partition
 
     def _agree_on_origins(self, parameters: Sequence[ModelParameter]) -> list[Origin]:
         """Return rank 0's origin of each parameter. Other ranks need no values for those that rank 0 has.
@@ -140,7 +144,7 @@ class InitialValues:
             ConfigError: the seeds differ, and a constructor has already used random values of one of them.
         """
         tensors = [p.tensor for p in parameters if self._origins[p.index] is Origin.RECORDED]
-        recorders: dict[int, Recorder] = {}
+        recorders: dict[int, RecipeRecorder] = {}
         for tensor in (*tensors, *self._model.buffers()):
             if recipe := recipe_of(tensor):
                 recorders.setdefault(id(recipe.recorder), recipe.recorder)
@@ -261,10 +265,11 @@ def _origin(tensor: torch.Tensor) -> Origin:
     return Origin.RECORDED if recipe_of(tensor) else Origin.META
 
 
-def _leave_meta(parameter: nn.Parameter) -> None:
+def _materialize_as_nan(parameter: nn.Parameter) -> None:
     """Turn a parameter on the meta device into one of its shape whose elements are NaN; it stays the same object."""
     nan = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
     other = nn.Parameter(nan, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
+    show_status(other, ZeroParamStatus.AVAILABLE)
     # The tensors are swapped, because torch does not allow to assign `.data` from another device to a meta tensor.
     torch.utils.swap_tensors(parameter, other)

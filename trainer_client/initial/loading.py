@@ -1,4 +1,4 @@
-"""Reading weights from safetensors files by element ranges, so that each rank reads only the bytes of its own chunks.
+"""Reading weights from safetensors files by element ranges: each rank reads only the bytes of its own partitions.
 
 The format (https://github.com/huggingface/safetensors#format) is eight bytes with the length of the header, the header
 as JSON, and the tensors' bytes. Must never read a tensor that was not asked for, nor hold more than one piece of one.

@@ -1,6 +1,6 @@
 """Flat groups: the flat buffers in which the gathered parameters of units lie, and their names in the store.
 
-Owns the flat buffers and the parameters' `.data`. Must never know where a chunk comes from, nor when it is needed.
+Owns the flat buffers and the parameters' `.data`. Must never know where a partition comes from, nor when it is needed.
 
 [Note: released parameters] A flat buffer frees its memory and is refilled in place (see flat_memory.py). Tensors that
 autograd saved from the parameters (F.linear saves a view of its weight) share the storage, so they have the right
@@ -32,12 +32,12 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.errors import ReleasedParameterError
 from trainer_client.model.flat_memory import FlatMemory
-from trainer_client.model.layout import ShardRange, flat_layout
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Residence
 from trainer_client.model.released import release, restore
+from trainer_client.model.slot_table import ShardRange, make_slot_table
 from trainer_client.transport.planes import LeasedBytes
-from trainer_client.transport.rank_store import Slab
+from trainer_client.transport.rank_store import SlabName
 from trainer_client.transport.shard_group_name import ShardGroupName
 
 # The tier where the store keeps each kind. Kinds that live on the device are written to the store only for commits, so
@@ -46,7 +46,7 @@ _TIERS = {home: tiers.NVME if home is Home.DEVICE else tiers.TIERS[home.value] f
 
 
 class FlatGroup:
-    """Parameters of a unit in one flat buffer; see layout.py [Note: flat groups].
+    """Parameters of a unit in one flat buffer; see slot_table.py [Note: flat groups].
 
     Attributes:
         unit: name of the unit.
@@ -54,17 +54,17 @@ class FlatGroup:
         dtype: dtype of the flat buffer.
         trainable: whether the store has optimizer states of the parameters and takes gradients of them. Parameters of a
             trainable group may still be frozen for some steps.
-        layout: the places of the parameters in the flat buffer, and the ranks' chunks.
-        start, stop: the elements [start, stop) of the flat buffer are this rank's chunk.
-        shards: the parts of parameters in this rank's chunk.
+        slot_table: the places of the parameters in the flat buffer, and the ranks' partitions.
+        start, stop: the elements [start, stop) of the flat buffer are this rank's partition.
+        shards: the parts of parameters in this rank's partition.
         name: name of this rank's shard group in the store. It has the unit, the elements and, if the dtype is not the
             usual one, a suffix with the dtype; it does not have the rank's number.
         state_kinds: the kinds of the optimizer's fp32 states; none for a frozen group.
         gradient_dtype: dtype of KIND_GRAD, by default that of the parameters.
         device: the device of the flat buffer.
-        flat: the flat buffer [layout.numel], without memory while the group is released.
-        chunk: this rank's part [layout.chunk] of the parameters if they live on the device; None: they live in the
-            store.
+        flat: the flat buffer [slot_table.numel], without memory while the group is released.
+        partition: this rank's part [partition_numel] of the parameters if they live on the device; None: they live in
+            the store.
     """
 
     def __init__(
@@ -86,23 +86,23 @@ class FlatGroup:
         self.gradient_dtype = gradient_dtype or dtype
         self.trainable = trainable
         self.state_kinds = tuple(state_kinds) if trainable else ()
-        self.layout = flat_layout([(p.fqn, p.shape.numel()) for p in parameters], world_size)
-        self.start, self.stop = self.layout.chunk_range(rank)
+        self.slot_table = make_slot_table([(p.fqn, p.shape.numel()) for p in parameters], world_size)
+        self.start, self.stop = self.slot_table.partition_range(rank)
         self.unit = unit
         self._gather_on_use: Callable[[ModelParameter, str], None] = _refuse
         self._suffix = suffix
         self.name = self.name_of(rank)
         self.shards = self.shards_of(rank)
         self.device = device
-        self.chunk: torch.Tensor | None = None
+        self.partition: torch.Tensor | None = None
         # The views are made while the storage still has its full size, because torch checks their bounds only then.
-        firsts = [slot.position for slot in self.layout.slots if slot.numel]
-        self._memory = FlatMemory(self.layout.numel, dtype, device, marks=firsts)
+        firsts = [slot.offset for slot in self.slot_table.slots if slot.numel]
+        self._memory = FlatMemory(self.slot_table.numel, dtype, device, marks=firsts)
         self.flat = self._memory.tensor
         self._whole = self.pieces(self.flat)
         nan = torch.full((), torch.nan, dtype=dtype, device=device)
         self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
-        self._memory.give_back()
+        self._memory.free()
 
     @property
     def has_master(self) -> bool:
@@ -124,14 +124,14 @@ class FlatGroup:
         return (*self.weight_kinds, *self.state_kinds)
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one rank's chunk of the parameters."""
-        return self.layout.chunk * self.dtype.itemsize
+    def partition_bytes(self) -> int:
+        """Bytes of one rank's partition of the parameters."""
+        return self.slot_table.partition_numel * self.dtype.itemsize
 
     @property
     def whole_bytes(self) -> int:
         """Bytes of the flat buffer while it is gathered."""
-        return self.layout.numel * self.dtype.itemsize
+        return self.slot_table.numel * self.dtype.itemsize
 
     def dtype_of(self, kind: Kind) -> torch.dtype:
         if kind == GRAD:
@@ -140,16 +140,16 @@ class FlatGroup:
 
     def name_of(self, rank: int) -> str:
         """Return the name of a rank's shard group in the store."""
-        start, stop = self.layout.chunk_range(rank)
+        start, stop = self.slot_table.partition_range(rank)
         variant = ("" if self.trainable else ":frozen") + self._suffix
         return str(ShardGroupName(unit=self.unit, start=start, stop=stop, variant=variant))
 
     def shards_of(self, rank: int) -> tuple[ShardRange, ...]:
-        return self.layout.shards_of(rank)
+        return self.slot_table.shards_of(rank)
 
-    def slab(self, kind: Kind, rank: int | None = None) -> Slab:
-        """Return the name of the slab with one kind of a rank's chunk; None: this rank's."""
-        return Slab(group=self.name if rank is None else self.name_of(rank), kind=kind)
+    def slab(self, kind: Kind, rank: int | None = None) -> SlabName:
+        """Return the name of the slab with one kind of a rank's partition; None: this rank's."""
+        return SlabName(group=self.name if rank is None else self.name_of(rank), kind=kind)
 
     def to_proto(self, placement: GroupPlacement) -> pb.ShardGroup:
         """Return the declaration of this rank's shard group, for the store."""
@@ -169,64 +169,67 @@ class FlatGroup:
         if self.trainable:
             dtype = WIRE_DTYPES[self.dtype_of(GRAD)]
             kinds.append(pb.KindSpec(kind=GRAD, dtype=dtype, placement=tiers.HOST))
-        shards = [pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.position) for s in self.shards]
-        return pb.ShardGroup(name=self.name, numel=self.layout.chunk, shards=shards, kinds=kinds)
+        shards = [pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.partition_offset) for s in self.shards]
+        return pb.ShardGroup(name=self.name, numel=self.slot_table.partition_numel, shards=shards, kinds=kinds)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of `flat` [layout.numel] with the shapes of the group's parameters."""
+        """Return views of `flat` [slot_table.numel] with the shapes of the group's parameters."""
         return [
-            flat[slot.position : slot.position + slot.numel].view(parameter.shape)
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
+            flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+            for slot, parameter in zip(self.slot_table.slots, self.parameters, strict=True)
         ]
 
     def keep(self, residence: Residence) -> None:
-        """Keep parameters on the device from now on: this rank's chunk, or the whole flat buffer (uninitialised)."""
+        """Keep this rank's partition, or the whole flat buffer (uninitialised), on the device from now on."""
         if residence is Residence.SHARDED:
-            self.chunk = torch.zeros(self.layout.chunk, dtype=self.dtype, device=self.device)
+            self.partition = torch.zeros(self.slot_table.partition_numel, dtype=self.dtype, device=self.device)
         else:
-            self._memory.take()
-            self.chunk = self.flat[self.start : self.stop]
+            self._memory.allocate()
+            self.partition = self.flat[self.start : self.stop]
 
     @torch.no_grad()
     def take_over(self) -> None:
         """Free the parameters' own memory; from now on their data is in the flat buffer."""
-        if self._memory.is_there:
+        if self._memory.is_allocated:
             self._point_to(self._whole)
         else:
             self.free()
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Allocate the flat buffer, which the caller fills unless it was only hidden; parameters become views of it."""
-        self._memory.take()
+        """Allocate the flat buffer, and make the parameters views of it.
+
+        The caller fills it, unless `release_parameters` has left its values in place.
+        """
+        self._memory.allocate()
         self._point_to(self._whole)
 
-    def show(self, rank: int, leased: LeasedBytes) -> bool:
-        """Map a rank's leased chunk to its place in the flat buffer, instead of copying it.
+    def map_partition(self, rank: int, leased: LeasedBytes) -> bool:
+        """Map a rank's leased partition to its place in the flat buffer, instead of copying it.
 
-        Call this after `allocate`. The lease has to be held until `free` or `own`. Returns False if the chunk cannot be
-        mapped, so that the caller has to copy it.
+        Call this after `allocate`. The lease has to be held until `free` or `copy_mapped`. Returns False if the
+        partition cannot be mapped, so that the caller has to copy it.
         """
-        first, last = self.layout.chunk_range(rank)
+        first, last = self.slot_table.partition_range(rank)
         size = self.dtype.itemsize
-        return leased.source is not None and self._memory.show(first * size, (last - first) * size, leased.source)
+        return leased.source is not None and self._memory.map_range(first * size, (last - first) * size, leased.source)
 
     @torch.no_grad()
-    def own(self) -> None:
-        """Replace mapped chunks by copies, so that their leases can be released."""
-        self._memory.own()
+    def copy_mapped(self) -> None:
+        """Replace mapped partitions by copies, so that their leases can be released."""
+        self._memory.copy_mapped()
 
-    def hide(self) -> None:
-        """Release the parameters, but keep the flat buffer with its values, which `allocate` makes visible again."""
+    def release_parameters(self) -> None:
+        """Release the parameters, but keep the flat buffer with its values, for the next `allocate`."""
         torch.clear_autocast_cache()
         self._point_to(self._released)
         for parameter in self.parameters:
-            release(parameter.tensor, partial(self._want, parameter))
+            release(parameter.tensor, partial(self._on_released_access, parameter))
 
     def free(self) -> None:
         """Release the parameters, and free the flat buffer."""
-        self.hide()
-        self._memory.give_back()
+        self.release_parameters()
+        self._memory.free()
 
     def gather_on_use(self, gather: Callable[[ModelParameter, str], None]) -> None:
         """Have `gather` called when a function of torch is given a released parameter, with the function's name.
@@ -240,11 +243,11 @@ class FlatGroup:
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of the gathered flat buffer."""
-        if not self._memory.is_there or tensor.layout is not torch.strided:
+        if not self._memory.is_allocated or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
-    def _want(self, parameter: ModelParameter, function: str) -> None:
+    def _on_released_access(self, parameter: ModelParameter, function: str) -> None:
         self._gather_on_use(parameter, function)
 
     def _point_to(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The memory of a flat buffer. It is freed and taken again at the same address, so that views of the buffer stay valid.
+"""The memory of a flat buffer, freed and allocated again at the same address, so that views of the buffer stay valid.
 
 [Note: host memory] On the CPU, a flat buffer has pages of its own, which go back to the kernel at once when they are
 freed. malloc would keep them: it takes blocks of up to 32 MiB from its heap, where the activations of a forward fill
@@ -8,10 +8,10 @@ process by 128 MiB. The allocator of a GPU does not have this problem.
 Freed pages read as zeros, while torch raises an error for a storage without memory. So that a computation with freed
 memory does not go unnoticed, some elements are NaN then. Each of them costs one page.
 
-[Note: shown memory] Because a flat buffer has pages of its own, bytes of the store's shared memory can be mapped at the
-buffer's address instead of being copied. For 25 MB that takes 3 ms of page faults, and a copy into fresh pages 20 ms
-(measured). The mapping is copy-on-write, so writes stay in this process. The caller has to hold the lease on the bytes
-as long as they are mapped.
+[Note: mapped memory] Because a flat buffer has pages of its own, bytes of the store's shared memory can be mapped at
+the buffer's address instead of being copied. For 25 MB that takes 3 ms of page faults, and a copy into fresh pages
+20 ms (measured). The mapping is copy-on-write, so writes stay in this process. The caller has to hold the lease on the
+bytes as long as they are mapped.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer_client.transport.mapping import FileRange, show_file, show_zeros
+from trainer_client.transport.mapping import FileRange, map_file_at, map_zeros_at
 
 
 class FlatMemory:
-    """The memory of one flat buffer. It is allocated at first, so that views can be made, until the first `give_back`.
+    """The memory of one flat buffer. It is allocated at first, so that views can be made, until the first `free`.
 
     Attributes:
-        tensor: the flat buffer [numel]; uninitialised after `take`, and not to be read after `give_back`.
+        tensor: the flat buffer [numel]; uninitialised after `allocate`, and not to be read after `free`.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, marks: Sequence[int] = ()) -> None:
@@ -42,8 +42,8 @@ class FlatMemory:
         """
         self._nbytes = numel * dtype.itemsize
         self._pages: mmap.mmap | None = None
-        self._is_there = False
-        self._shows = False
+        self._is_allocated = True
+        self._is_mapped = False
         self._marks = torch.tensor(marks, dtype=torch.int64)
         if device.type == "cpu" and numel:
             # The mapping is private, because the kernel would keep the pages of a shared one when they are freed.
@@ -53,16 +53,16 @@ class FlatMemory:
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
 
     @property
-    def is_there(self) -> bool:
-        return self._is_there
+    def is_allocated(self) -> bool:
+        return self._is_allocated
 
-    def take(self) -> None:
-        self._is_there = True
+    def allocate(self) -> None:
+        self._is_allocated = True
         if self._pages is None:
             self.tensor.untyped_storage().resize_(self._nbytes)
 
-    def show(self, offset: int, nbytes: int, source: FileRange) -> bool:
-        """Map `nbytes` of `source` at byte `offset` of the buffer, until `give_back` or `own`.
+    def map_range(self, offset: int, nbytes: int, source: FileRange) -> bool:
+        """Map `nbytes` of `source` at byte `offset` of the buffer, until `free` or `copy_mapped`.
 
         Returns False if that is not possible, because the buffer has no pages of its own, or because the bytes do not
         fill whole pages of the buffer and of the file.
@@ -70,28 +70,28 @@ class FlatMemory:
         whole = offset + nbytes == self._nbytes or nbytes % mmap.PAGESIZE == 0
         if self._pages is None or not whole or offset % mmap.PAGESIZE or source.offset % mmap.PAGESIZE:
             return False
-        show_file(self.tensor.data_ptr() + offset, nbytes, source)
-        self._shows = True
+        map_file_at(self.tensor.data_ptr() + offset, nbytes, source)
+        self._is_mapped = True
         return True
 
-    def own(self) -> None:
+    def copy_mapped(self) -> None:
         """Replace mapped bytes by a copy in memory of this process."""
-        if self._shows:
+        if self._is_mapped:
             values = self.tensor.clone()
-            self._hide()
+            self._unmap()
             self.tensor.copy_(values)
 
-    def give_back(self) -> None:
-        self._is_there = False
+    def free(self) -> None:
+        self._is_allocated = False
         if self._pages is None:
             self.tensor.untyped_storage().resize_(0)
             return
-        if self._shows:
-            self._hide()
+        if self._is_mapped:
+            self._unmap()
         else:
             self._pages.madvise(mmap.MADV_DONTNEED)
         self.tensor.index_fill_(0, self._marks, torch.nan)
 
-    def _hide(self) -> None:
-        show_zeros(self.tensor.data_ptr(), self._nbytes)
-        self._shows = False
+    def _unmap(self) -> None:
+        map_zeros_at(self.tensor.data_ptr(), self._nbytes)
+        self._is_mapped = False

@@ -1,4 +1,4 @@
-"""The two ways to gather a unit's parameters: an all-gather of the ranks' chunks, or reading all chunks in the store.
+"""The two ways to gather a unit's parameters: an all-gather of the ranks' partitions, or reading all in the store.
 
 A gather is split into start and finish. Owns nothing between two gathers, and no lease. Must never decide when to
 gather, because step/hooks.py does.
@@ -17,7 +17,7 @@ from trainer_client.ranks.collectives import Collectives
 from trainer_client.ranks.lockstep import Lockstep
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes
-from trainer_client.transport.rank_store import RankStore, Slab
+from trainer_client.transport.rank_store import RankStore, SlabName
 
 
 class Gather(Protocol):
@@ -27,7 +27,7 @@ class Gather(Protocol):
     def is_one_sided(self) -> bool:
         """Whether a rank can gather by itself, without the other ranks."""
 
-    def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
+    def slabs(self, groups: Sequence[FlatGroup]) -> list[SlabName]:
         """Return the slabs that `start` leases, in the same order."""
 
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
@@ -36,27 +36,25 @@ class Gather(Protocol):
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
         """Request the leases, and return their future; None if there is nothing to lease. Does not wait."""
 
-    def finish(
-        self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_show: bool
-    ) -> list[LeasedBytes]:
+    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
         """Fill the flat buffers with the leased bytes.
 
         Args:
             groups: the groups of the unit.
             leases: the leases that `start` has requested.
-            may_show: allows to map leased bytes instead of copying them.
+            may_map: allows to map leased bytes instead of copying them.
 
         Returns:
-            The leases whose bytes are mapped, which have to be held until the groups are freed or own their bytes. The
+            The leases whose bytes are mapped, which have to be held until the groups are freed or have copied them. The
             other leases can be released at once.
         """
 
-    def give_up(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
+    def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
         """Handle the failure, on this rank, of a gather that `start` had begun."""
 
 
 class CollectiveGather:
-    """A gather by an all-gather of the ranks' chunks. Each rank leases its own chunk, or has it on its device.
+    """A gather by an all-gather of the ranks' partitions. Each rank leases its own partition, or has it on its device.
 
     A collective.
     """
@@ -68,11 +66,11 @@ class CollectiveGather:
         self._collectives = collectives
         self._lockstep = Lockstep(collectives)
 
-    def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
-        return [group.slab(PARAM) for group in groups if group.chunk is None]
+    def slabs(self, groups: Sequence[FlatGroup]) -> list[SlabName]:
+        return [group.slab(PARAM) for group in groups if group.partition is None]
 
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
-        return sum(group.chunk_bytes for group in groups if group.chunk is None)
+        return sum(group.partition_bytes for group in groups if group.partition is None)
 
     def start(self, groups: Sequence[FlatGroup], position: int) -> Pending[list[LeasedBytes]] | None:
         self._lockstep.announce(groups[0].unit)
@@ -80,32 +78,30 @@ class CollectiveGather:
         return self._store.acquire_read(slabs, position) if slabs else None
 
     @torch.no_grad()
-    def finish(
-        self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_show: bool
-    ) -> list[LeasedBytes]:
+    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
         if not groups:
             return []
         unit = groups[0].unit
         self._lockstep.confirm(unit)
         fetched = iter(leases)
         for group in groups:
-            chunk = next(fetched).data.view(group.dtype) if group.chunk is None else group.chunk
+            partition = next(fetched).data.view(group.dtype) if group.partition is None else group.partition
             group.allocate()
-            self._collectives.gather_unit(group.flat, chunk, f"the gather of {unit}")
+            self._collectives.gather_unit(group.flat, partition, f"the gather of {unit}")
         return []
 
-    def give_up(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
+    def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
         # Other ranks may already wait in the all-gather, in which this rank will not take part.
-        self._collectives.give_up(f"the gather of {groups[0].unit}" if groups else "a gather", error)
+        self._collectives.abandon(f"the gather of {groups[0].unit}" if groups else "a gather", error)
 
 
 class OneSidedGather:
-    """A gather without communication between ranks: each rank leases the chunks of all ranks.
+    """A gather without communication between ranks: each rank leases the partitions of all ranks.
 
-    All ranks have to share one store, which has the chunks of all groups. On the CPU a chunk is mapped instead of
-    copied, if it consists of whole pages. Ranks may use different units, in any order. After gradients were handed
-    over, the ranks must meet once before any of them gathers: otherwise a rank could read another rank's chunk before
-    the store knows that it is to be updated.
+    All ranks have to share one store, which has the partitions of all groups. On the CPU a partition is mapped instead
+    of copied, if it consists of whole pages. Ranks may use different units, in any order. After gradients were handed
+    over, the ranks must meet once before any of them gathers: otherwise a rank could read another rank's partition
+    before the store knows that it is to be updated.
     """
 
     is_one_sided = True
@@ -114,7 +110,7 @@ class OneSidedGather:
         self._store = store
         self._world_size = world_size
 
-    def slabs(self, groups: Sequence[FlatGroup]) -> list[Slab]:
+    def slabs(self, groups: Sequence[FlatGroup]) -> list[SlabName]:
         return [group.slab(PARAM, rank) for group in groups for rank in range(self._world_size)]
 
     def leased_bytes(self, groups: Sequence[FlatGroup]) -> int:
@@ -124,24 +120,22 @@ class OneSidedGather:
         return self._store.acquire_read(self.slabs(groups), position)
 
     @torch.no_grad()
-    def finish(
-        self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_show: bool
-    ) -> list[LeasedBytes]:
-        shown = []
-        chunks = iter(leases)
+    def finish(self, groups: Sequence[FlatGroup], leases: Sequence[LeasedBytes], *, may_map: bool) -> list[LeasedBytes]:
+        mapped = []
+        partitions = iter(leases)
         for group in groups:
             group.allocate()
             for rank in range(self._world_size):
-                leased = next(chunks)
-                if may_show and group.show(rank, leased):
-                    shown.append(leased)
+                leased = next(partitions)
+                if may_map and group.map_partition(rank, leased):
+                    mapped.append(leased)
                     continue
-                first, last = group.layout.chunk_range(rank)
+                first, last = group.slot_table.partition_range(rank)
                 group.flat[first:last].copy_(leased.data.view(group.dtype), non_blocking=True)
             if group.flat.is_cuda:
                 # The caller releases the leases next, so the device must have finished reading from them.
                 torch.cuda.current_stream(group.device).synchronize()
-        return shown
+        return mapped
 
-    def give_up(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
+    def abandon(self, groups: Sequence[FlatGroup], error: BaseException) -> None:
         """Do nothing, because no other rank takes part in a gather."""

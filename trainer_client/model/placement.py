@@ -28,7 +28,7 @@ class Residence(enum.Enum):
     """Stage 3: a rank has the whole parameters on its device only while their unit is in use."""
 
     RESIDENT = enum.auto()
-    """Stages 1 and 2: a rank always has the whole parameters on its device, and the states of its chunk."""
+    """Stages 1 and 2: a rank always has the whole parameters on its device, and the states of its partition."""
 
     REPLICATED = enum.auto()
     """Stage 0: a rank always has the whole parameters and all states on its device."""
@@ -77,9 +77,10 @@ class PlacementPolicy:
         """
         zero, section = config.zero_optimization, config.paramserver.placement
         parameters, optimizer = _ALL_ON_DEVICE, _ALL_ON_DEVICE
-        if zero.offload_param is not None:
+        # An offload that the stage does not have is ignored, as in DeepSpeed; config/log_lines.py has a line about it.
+        if zero.offload_param is not None and zero.stage == 3:
             parameters = {_DEEPSPEED_HOMES[zero.offload_param.device]: 1.0}
-        if (offload := zero.offload_optimizer) is not None:
+        if (offload := zero.offload_optimizer) is not None and zero.stage >= 1:
             ratio = 0.0 if offload.device == "none" else offload.ratio
             optimizer = _without_zeros({_DEEPSPEED_HOMES[offload.device]: ratio, Home.DEVICE: 1.0 - ratio})
         if section.parameters is not None:
@@ -97,17 +98,17 @@ class PlacementPolicy:
         if zero.stage < 3 and parameters != _ALL_ON_DEVICE:
             raise ConfigError(
                 f"zero_optimization.stage is {zero.stage}: every rank keeps the whole parameters on its device; "
-                "zero_optimization.offload_param and paramserver.placement.parameters need stage 3"
+                "paramserver.placement.parameters needs stage 3"
             )
         if zero.stage < 1 and optimizer != _ALL_ON_DEVICE:
             raise ConfigError(
                 "zero_optimization.stage is 0: every rank keeps the optimizer's states on its device; "
-                "zero_optimization.offload_optimizer and paramserver.placement.optimizer need stage 1, 2 or 3"
+                "paramserver.placement.optimizer needs stage 1, 2 or 3"
             )
         return cls(residence=_RESIDENCES[zero.stage], parameters=parameters, gradients=gradients, optimizer=optimizer)
 
     def assign(self, sizes: Sequence[int]) -> list[GroupPlacement]:
-        """Return the placement of each flat group, given the sizes of one rank's chunks in forward order."""
+        """Return the placement of each flat group, given the sizes of one rank's partitions in forward order."""
         parameters, optimizer = spread(self.parameters, sizes), spread(self.optimizer, sizes)
         if self.gradients is None:
             gradients = [Home.DEVICE if home is Home.DEVICE else Home.HOST for home in optimizer]

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from trainer_client.model.availability import UnavailableParameter, ZeroParamStatus, show_status
+
 # The attributes of a tensor that return its values or views of its values. All other attributes of a released parameter
 # can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -53,11 +55,11 @@ class _Original:
     """The class of a parameter before its release, and the callback for a use of its values."""
 
     cls: type[nn.Parameter]
-    want: Callable[[str], None]
+    on_access: Callable[[str], None]
 
 
-class ReleasedParameter(nn.Parameter):
-    """A parameter without values. A function of torch that needs them first lets `want` gather them, or fails."""
+class ReleasedParameter(UnavailableParameter):
+    """A parameter without values. A function of torch that needs them first lets `on_access` gather them, or fails."""
 
     _paramserver_original: _Original
 
@@ -72,21 +74,22 @@ class ReleasedParameter(nn.Parameter):
         for argument in tree_leaves((args, kwargs)):
             # The class is looked up for each argument, because gathering one parameter gathers its whole unit.
             if isinstance(argument, ReleasedParameter):
-                argument._paramserver_original.want(name)
+                argument._paramserver_original.on_access(name)
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def release(parameter: nn.Parameter, want: Callable[[str], None]) -> None:
+def release(parameter: nn.Parameter, on_access: Callable[[str], None]) -> None:
     """Make the parameter a `ReleasedParameter`; idempotent.
 
-    Before a function of torch gets the parameter's values, `want` is called with the function's name. It has to call
-    `restore` with the parameter, or raise.
+    Before a function of torch gets the parameter's values, `on_access` is called with the function's name. It has to
+    call `restore` with the parameter, or raise.
     """
     if not isinstance(parameter, ReleasedParameter):
-        parameter._paramserver_original = _Original(type(parameter), want)  # type: ignore[attr-defined]
+        show_status(parameter, ZeroParamStatus.AVAILABLE)
+        parameter._paramserver_original = _Original(type(parameter), on_access)  # type: ignore[attr-defined]
         parameter.__class__ = ReleasedParameter
 
 

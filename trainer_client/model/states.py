@@ -1,6 +1,6 @@
-"""This rank's chunk of each kind of state of a flat group, in the store or on the device.
+"""This rank's partition of each kind of state of a flat group, in the store or on the device.
 
-Initial values, access between two steps and a resume with another partition read and write chunks here. A training step
+Initial values, access between two steps and a resume in another layout read and write partitions here. A training step
 uses only those that live on the device. Owns these tensors, and the knowledge which of them are newer than the store's.
 """
 
@@ -29,16 +29,16 @@ class GroupStates(Protocol):
     def group(self) -> FlatGroup: ...
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """Return a copy on the CPU of the newest values: [layout.chunk], of dtype `group.dtype_of(kind)`."""
+        """Return a copy on the CPU of the newest values: [partition_numel], of dtype `group.dtype_of(kind)`."""
 
-    def stage(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
-        """Stage `values` [layout.chunk] of some kinds as the version of the uncommitted `step`, converting the dtype.
+    def hand_over(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
+        """Hand `values` [partition_numel] of some kinds over for the uncommitted `step`, converting the dtype.
 
-        A state that was never staged or updated is zero. Every rank has to call `refill` afterwards.
+        A state that was never handed over or updated is zero. Every rank has to call `refill` afterwards.
         """
 
     def refill(self) -> None:
-        """Gather the other ranks' chunks again into what this rank keeps of them, after `stage`. A collective."""
+        """Gather the other ranks' partitions into what this rank keeps of them, after `hand_over`. A collective."""
 
 
 class PlacedStates:
@@ -47,7 +47,8 @@ class PlacedStates:
     Attributes:
         group: the flat group.
         placement: where its kinds live.
-        held: the kinds that live on the device: [layout.numel] each if states are replicated, else [layout.chunk].
+        held: the kinds that live on the device: each [slot_table.numel] if states are replicated, else
+            [partition_numel].
     """
 
     def __init__(self, group: FlatGroup, placement: GroupPlacement, store: RankStore, collectives: Collectives) -> None:
@@ -56,17 +57,17 @@ class PlacedStates:
         self.held: dict[Kind, torch.Tensor] = {}
         self._store = store
         self._collectives = collectives
-        # The kinds whose values here are newer than the store's, [layout.chunk] each.
+        # The kinds whose values here are newer than the store's, [partition_numel] each.
         self._newer: dict[Kind, torch.Tensor] = {}
         self._loading: Pending[list[LeasedBytes]] | None = None
         replicated = placement.residence is Residence.REPLICATED
         self._own = slice(group.start, group.stop) if replicated else slice(None)
         if placement.parameters is Home.DEVICE:
             group.keep(placement.residence)
-            assert group.chunk is not None
-            self.held[PARAM] = group.flat if replicated else group.chunk
+            assert group.partition is not None
+            self.held[PARAM] = group.flat if replicated else group.partition
         if placement.optimizer is Home.DEVICE:
-            numel = group.layout.numel if replicated else group.layout.chunk
+            numel = group.slot_table.numel if replicated else group.slot_table.partition_numel
             for kind in group.kinds[1:]:
                 self.held[kind] = torch.zeros(numel, dtype=group.dtype_of(kind), device=group.device)
 
@@ -82,7 +83,7 @@ class PlacedStates:
         return self._read_stored(kind)
 
     @torch.no_grad()
-    def stage(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
+    def hand_over(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
         for kind in self.held.keys() & values.keys():
             self.held[kind][self._own].copy_(values[kind])
             self._newer.pop(kind, None)
@@ -90,8 +91,8 @@ class PlacedStates:
 
     def refill(self) -> None:
         residence = self.placement.residence
-        if residence is Residence.RESIDENT and self.group.chunk is not None:
-            self._collectives.all_gather_flat(self.group.flat, self.group.chunk)
+        if residence is Residence.RESIDENT and self.group.partition is not None:
+            self._collectives.all_gather_flat(self.group.flat, self.group.partition)
         elif residence is Residence.REPLICATED:
             for tensor in self.held.values():
                 self._collectives.all_gather_flat(tensor, tensor[self._own])
@@ -105,36 +106,36 @@ class PlacedStates:
     def start_load_parameters(self) -> None:
         """Request the updated parameters, if they live on the device and the store updates them. Does not wait.
 
-        Idempotent until `load_parameters` or `forgo_parameters`.
+        Idempotent until `load_parameters` or `release_parameter_leases`.
         """
-        if self.group.chunk is not None and self.placement.optimizer is not Home.DEVICE and self._loading is None:
+        if self.group.partition is not None and self.placement.optimizer is not Home.DEVICE and self._loading is None:
             self._loading = self._store.acquire_read([self.group.slab(PARAM)], position=0)
 
     @torch.no_grad()
     def load_parameters(self) -> None:
         """Copy the parameters that `start_load_parameters` has requested. Every rank has to `refill` afterwards."""
         pending, self._loading = self._loading, None
-        if pending is not None and self.group.chunk is not None:
+        if pending is not None and self.group.partition is not None:
             with self._store.holding(pending) as (leased,):
-                self.group.chunk.copy_(leased.data.view(self.group.dtype))
+                self.group.partition.copy_(leased.data.view(self.group.dtype))
 
-    def forgo_parameters(self) -> None:
-        """Give back the leases that `start_load_parameters` has requested, if they were not used. Idempotent."""
+    def release_parameter_leases(self) -> None:
+        """Release the leases that `start_load_parameters` has requested, if they were not used. Idempotent."""
         pending, self._loading = self._loading, None
         if pending is not None:
-            pending.forgo()
+            pending.release_when_granted()
 
     def note_update(self, parameters: torch.Tensor | None = None) -> None:
         """Note that an update on the device has changed the kinds there.
 
-        `parameters` [layout.chunk] are the new parameters if they live in the store.
+        `parameters` [partition_numel] are the new parameters if they live in the store.
         """
         self._newer = {kind: tensor[self._own] for kind, tensor in self.held.items()}
         if parameters is not None:
             self._newer[PARAM] = parameters
 
     def flush(self, step: int) -> None:
-        """Stage the kinds whose values here are newer than the store's as the version of `step`."""
+        """Hand over the kinds whose values here are newer than the store's as the version of `step`."""
         newer, self._newer = self._newer, {}
         if newer:
             self._write(newer, step)
@@ -147,7 +148,7 @@ class PlacedStates:
     def _write(self, values: Mapping[Kind, torch.Tensor], step: int) -> None:
         dtype_of, slab = self.group.dtype_of, self.group.slab
         self._store.put(
-            [Value(slab=slab(kind), dtype=dtype_of(kind), values=chunk) for kind, chunk in values.items()], step
+            [Value(slab=slab(kind), dtype=dtype_of(kind), values=partition) for kind, partition in values.items()], step
         )
 
 
@@ -156,12 +157,12 @@ def placement_bytes(states: Iterable[PlacedStates]) -> dict[str, dict[str, int]]
     totals: dict[str, Counter[str]] = {"parameters": Counter(), "gradients": Counter(), "optimizer": Counter()}
     for state in states:
         group, placement = state.group, state.placement
-        chunk, whole = group.layout.chunk, group.layout.numel
+        partition, whole = group.slot_table.partition_numel, group.slot_table.numel
         resident = placement.residence is not Residence.SHARDED
         replicated = placement.residence is Residence.REPLICATED
-        totals["parameters"][placement.parameters.value] += (whole if resident else chunk) * group.dtype.itemsize
+        totals["parameters"][placement.parameters.value] += (whole if resident else partition) * group.dtype.itemsize
         if group.trainable:
             kept = sum(group.dtype_of(kind).itemsize for kind in group.kinds[1:])
-            totals["gradients"][placement.gradients.value] += chunk * group.gradient_dtype.itemsize
-            totals["optimizer"][placement.optimizer.value] += (whole if replicated else chunk) * kept
+            totals["gradients"][placement.gradients.value] += partition * group.gradient_dtype.itemsize
+            totals["optimizer"][placement.optimizer.value] += (whole if replicated else partition) * kept
     return {kind: dict(counter) for kind, counter in totals.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from trainer_client.config.training_config import UnitsSection
+from trainer_client.config.paramserver import UnitsSection
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
 
@@ -20,6 +20,26 @@ Each has a forward of its own, and none lies within another.
 
 # Containers cannot be units, because they have no forward that could be hooked.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+# The attribute of a module that a user has marked as a leaf, which DeepSpeed gathers as a whole.
+_LEAF = "_paramserver_leaf"
+
+
+def mark_leaf(module: nn.Module, flag: bool) -> None:
+    """Mark a module as a leaf, or take the mark away. `find_units` makes each outermost leaf a unit, or a part of one.
+
+    The mark is no argument of a policy, because DeepSpeed's functions for it know the module and not the engine.
+    """
+    if flag:
+        setattr(module, _LEAF, True)
+    elif is_leaf(module):
+        delattr(module, _LEAF)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether the module itself is marked as a leaf."""
+    return getattr(module, _LEAF, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +129,16 @@ def find_units(
 ) -> list[UnitSpec]:
     """Return the root unit and then those that `policy` chooses, in the model's order.
 
+    A module that is marked as a leaf replaces the units within it that `policy` chooses. Within a unit it changes
+    nothing, because the unit is gathered as a whole anyway.
+
     A parameter that the model holds in one unit only belongs to that unit. All others belong to the root: those outside
     of the units, and those that are tied between units or between a unit and the rest of the model.
 
     Raises:
         ConfigError: a module that the policy chose cannot be a unit.
     """
-    chosen = set(policy(model))
+    chosen = _with_leaves(model, set(policy(model)))
     names = _names_of_units(model, chosen)
     # The first name of each unit.
     units: dict[nn.Module, str] = {}
@@ -130,6 +153,24 @@ def find_units(
         members[next(iter(held_by)) if len(held_by) == 1 else ""].append(parameter)
     root = UnitSpec(fqn="", module=model, parameters=tuple(members[""]))
     return [root, *(UnitSpec(fqn=f, module=m, parameters=tuple(members[f])) for m, f in units.items())]
+
+
+def _with_leaves(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
+    """Return the chosen modules, with the outermost leaves that lie outside of them in place of what lies in these."""
+    if is_leaf(model):
+        # All parameters are gathered together: those of the root.
+        return set()
+
+    def outermost(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if is_leaf(child) and next(child.parameters(), None) is not None:
+                yield child
+            elif child not in chosen:
+                yield from outermost(child)
+
+    leaves = set(outermost(model))
+    replaced = {module for leaf in leaves for module in leaf.modules()}
+    return (chosen - replaced) | leaves
 
 
 def _names_of_units(model: nn.Module, chosen: set[nn.Module]) -> dict[str, nn.Module]:

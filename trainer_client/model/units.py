@@ -16,7 +16,7 @@ from trainer_client.model.placement import Residence
 from trainer_client.model.unit_policy import UnitSpec
 from trainer_client.transport.channel import Pending
 from trainer_client.transport.planes import LeasedBytes, check
-from trainer_client.transport.rank_store import RankStore, Slab
+from trainer_client.transport.rank_store import RankStore, SlabName
 
 
 class UnitState(enum.Enum):
@@ -26,12 +26,12 @@ class UnitState(enum.Enum):
     """The unit takes no memory on the device; its parameters are only in the store."""
 
     FETCHING = enum.auto()
-    """As SHARDED, but read leases are requested or held, so this rank's chunks are pinned in the store's host tier."""
+    """As SHARDED, but read leases are requested or held, so the store's host tier pins this rank's partitions."""
 
     GATHERED = enum.auto()
     """The whole parameters are in the flat buffers, as copies or as mapped bytes of the store with read leases held."""
 
-    SET_ASIDE = enum.auto()
+    MAPPED_IDLE = enum.auto()
     """The parameters are released, but the store's bytes stay mapped and leased, for the next use without a gather."""
 
     RESIDENT = enum.auto()
@@ -60,8 +60,8 @@ class Unit:
         module: its module.
         groups: its flat groups.
         state: what it holds just now.
-        passing_bytes: how many bytes of the store's host memory are occupied only while leases on the unit's parameters
-            are held; 0 if the parameters live there anyway.
+        transient_host_bytes: how many bytes of the store's host memory are occupied only while leases on the unit's
+            parameters are held; 0 if the parameters live there anyway.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Unit:
         gather: Gather,
         store: RankStore,
         residence: Residence,
-        passing_bytes: int,
+        transient_host_bytes: int,
     ) -> None:
         self.index = index
         self.fqn = spec.fqn
@@ -82,7 +82,7 @@ class Unit:
         self.state = UnitState.SHARDED if residence is Residence.SHARDED else UnitState.RESIDENT
         self._gather = gather
         self._store = store
-        self.passing_bytes = passing_bytes
+        self.transient_host_bytes = transient_host_bytes
         self._pending: Pending[list[LeasedBytes]] | None = None
         # The leases that the unit holds: all of them while a gather ends, and afterwards only those of mapped bytes,
         # because copied bytes need no lease.
@@ -90,9 +90,9 @@ class Unit:
         # Whether any part of the gathered parameters was copied.
         self._copied = False
         self._next_use: int | None = None
-        # The number of `hold` calls without their `let_go`.
+        # The number of `hold` calls without their `release_hold`.
         self._holders = 0
-        # Whether the last `let_go` has to release the unit.
+        # Whether the last `release_hold` has to release the unit.
         self._release_owed = False
 
     @property
@@ -100,21 +100,21 @@ class Unit:
         return self.index == 0
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes of this rank's chunks that the store has to fetch for one gather."""
-        return sum(group.chunk_bytes for group in self.groups if group.chunk is None)
+    def partition_bytes(self) -> int:
+        """Bytes of this rank's partitions that the store has to fetch for one gather."""
+        return sum(group.partition_bytes for group in self.groups if group.partition is None)
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that this rank leases for one gather: its own chunks, or all ranks' if gathers are one-sided."""
+        """Bytes that this rank leases for one gather: its own partitions, or all ranks' if gathers are one-sided."""
         return self._gather.leased_bytes(self.groups)
 
     @property
     def elements(self) -> int:
         """Number of elements of the unit's flat buffers, with padding."""
-        return sum(group.layout.numel for group in self.groups)
+        return sum(group.slot_table.numel for group in self.groups)
 
-    def slabs(self) -> list[Slab]:
+    def slabs(self) -> list[SlabName]:
         """Return the slabs that a gather of the unit leases."""
         return self._gather.slabs(self.groups)
 
@@ -128,7 +128,7 @@ class Unit:
             self.state = UnitState.FETCHING
 
     @property
-    def is_shown(self) -> bool:
+    def is_mapped(self) -> bool:
         """Whether parameters are mapped bytes of the store, so that leases are held as long as the unit is gathered."""
         return self.state is not UnitState.FETCHING and bool(self._leases)
 
@@ -138,19 +138,19 @@ class Unit:
 
         That is so if all its parameters are mapped, and live in the store's host memory anyway.
         """
-        return self.is_shown and not self._copied and not self.passing_bytes
+        return self.is_mapped and not self._copied and not self.transient_host_bytes
 
-    def wait_gather(self, next_use: int | None, *, may_show: bool = False) -> GatherCost:
-        """Finish a gather, or make the parameters usable again after `set_aside`. Return what that cost.
+    def wait_gather(self, next_use: int | None, *, may_map: bool = False) -> GatherCost:
+        """Finish a gather, or make the parameters usable again after `release_parameters`. Return what that cost.
 
         A collective, unless gathers are one-sided.
 
         Args:
             next_use: the position at which the unit is needed again, which the store gets with the released leases.
-            may_show: allows to map the store's bytes and to hold their leases until the release, instead of copying.
+            may_map: allows to map the store's bytes and to hold their leases until the release, instead of copying.
         """
         with self._gathering():
-            return self._wait_gather(next_use, may_show=may_show)
+            return self._wait_gather(next_use, may_map=may_map)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -162,14 +162,14 @@ class Unit:
             yield
         except BaseException as error:
             leases, self._leases = self._leases, []
-            # The memory is freed before the leases are returned, because leased bytes may be mapped in it.
+            # The memory is freed before the leases are released, because leased bytes may be mapped in it.
             self.release()
-            self._store.give_back(leases)
-            self._gather.give_up(self.groups, error)
+            self._store.release_quietly(leases)
+            self._gather.abandon(self.groups, error)
             raise
 
-    def _wait_gather(self, next_use: int | None, *, may_show: bool) -> GatherCost:
-        if self.state is UnitState.SET_ASIDE:
+    def _wait_gather(self, next_use: int | None, *, may_map: bool) -> GatherCost:
+        if self.state is UnitState.MAPPED_IDLE:
             for group in self.groups:
                 group.allocate()
             self._next_use = next_use
@@ -179,11 +179,11 @@ class Unit:
         pending, self._pending = self._pending, None
         self._leases = pending.wait() if pending else []
         self._next_use = next_use
-        shown = self._gather.finish(self.groups, self._leases, may_show=may_show)
-        kept = {leased.lease_id for leased in shown}
+        mapped = self._gather.finish(self.groups, self._leases, may_map=may_map)
+        kept = {leased.lease_id for leased in mapped}
         copied = [leased for leased in self._leases if leased.lease_id not in kept]
-        self._return(copied)
-        self._leases = shown
+        self._release_leases(copied)
+        self._leases = mapped
         self.state = UnitState.GATHERED
         self._copied = bool(copied)
         waited = pending.waited_seconds if pending else 0.0
@@ -194,8 +194,9 @@ class Unit:
         return self._holders > 0
 
     def hold(self) -> None:
-        """Gather the parameters and keep them gathered until `let_go` was called as often. A collective, as a gather.
+        """Gather the parameters and keep them gathered until `release_hold` was called as often.
 
+        A collective, as a gather.
         Mapped parameters are copied, because a user may hold more of them than fit into the store's host memory.
         """
         if not self.is_held:
@@ -203,36 +204,37 @@ class Unit:
         try:
             self.start_gather(position=0)
             self.wait_gather(next_use=None)
-            self.own()
+            self.copy_mapped()
         except BaseException:
             if self._release_owed:
                 self.release()
             raise
         self._holders += 1
 
-    def own(self) -> None:
+    def copy_mapped(self) -> None:
         """Copy parameters that are mapped bytes of the store, and release the leases on them."""
-        if self.is_shown:
+        if self.is_mapped:
             for group in self.groups:
-                group.own()
-            self._return_all()
+                group.copy_mapped()
+            self._release_all_leases()
 
-    def let_go(self) -> None:
+    def release_hold(self) -> None:
+        """End one `hold`."""
         self._holders -= 1
         if self._release_owed:
             self.release()
 
-    def set_aside(self) -> None:
+    def release_parameters(self) -> None:
         """Release the parameters but keep their bytes for the next `wait_gather`; do nothing if they are held."""
         if self.state is UnitState.GATHERED and not self.is_held:
             for group in self.groups:
-                group.hide()
-            self.state = UnitState.SET_ASIDE
+                group.release_parameters()
+            self.state = UnitState.MAPPED_IDLE
 
     def release(self) -> None:
         """Free the memory and release all leases, also those of a gather that has failed or was not waited for.
 
-        Does nothing if the unit is resident. If it is held, the last `let_go` releases it.
+        Does nothing if the unit is resident. If it is held, the last `release_hold` releases it.
         """
         if self.state is UnitState.RESIDENT:
             return
@@ -241,17 +243,17 @@ class Unit:
             return
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.forgo()
+            pending.release_when_granted()
         elif self.state is not UnitState.SHARDED:
             for group in self.groups:
                 group.free()
         self.state = UnitState.SHARDED
-        self._return_all()
+        self._release_all_leases()
 
-    def abandon(self) -> None:
+    def unmap(self) -> None:
         """Unmap the store's bytes without releasing the leases, because the session is about to end with them."""
         self._pending = None
-        if self.is_shown:
+        if self.is_mapped:
             for group in self.groups:
                 group.free()
             self._leases = []
@@ -259,14 +261,14 @@ class Unit:
 
     def check(self) -> None:
         """Raise SessionEndedError if mapped bytes of the store may be those of another session."""
-        if self.is_shown:
+        if self.is_mapped:
             check(self._leases)
 
-    def _return_all(self) -> None:
+    def _release_all_leases(self) -> None:
         leases, self._leases = self._leases, []
-        self._return(leases)
+        self._release_leases(leases)
 
-    def _return(self, leases: list[LeasedBytes]) -> None:
+    def _release_leases(self, leases: list[LeasedBytes]) -> None:
         """Release leases whose bytes this rank has used.
 
         Raises:

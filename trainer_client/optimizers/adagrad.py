@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.optimizers.torch_optimizer import ArgumentsSection, OptimizerSection, ParameterGroup, TorchOptimizer
+from trainer_client.optimizers.torch_optimizer import (
+    OptimizerSection,
+    ParameterGroup,
+    TorchArgumentsSection,
+    TorchOptimizer,
+)
+from trainer_client.standing import Refused
 
 
-class AdagradSection(ArgumentsSection):
+class AdagradSection(TorchArgumentsSection):
     """Hyper-parameters of `torch.optim.Adagrad`, with its defaults."""
 
-    lr: NonNegativeFloat = 1e-2
-    lr_decay: NonNegativeFloat = 0.0
-    weight_decay: NonNegativeFloat = 0.0
-    initial_accumulator_value: NonNegativeFloat = 0.0
-    eps: NonNegativeFloat = 1e-10
+    lr: NonNegativeFloat = Field(default=1e-2, description="learning rate")
+    lr_decay: NonNegativeFloat = Field(default=0.0, description="by which the rate falls with the steps")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="added to the gradient")
+    initial_accumulator_value: NonNegativeFloat = Field(default=0.0, description="with which the sums begin")
+    eps: NonNegativeFloat = Field(default=1e-10, description="added to the root of the sum")
+    amsgrad: Annotated[
+        bool,
+        Refused(why="Adagrad has no such variant", instead="set it to false"),
+        Field(description="an argument that DeepSpeed's class ignores"),
+    ] = False
 
 
 class AdagradOptimizer(OptimizerSection):
     """The config's section `optimizer` if its `type` is "Adagrad"."""
 
-    type: Literal["Adagrad"]
-    params: AdagradSection = AdagradSection()
+    type: Literal["Adagrad"] = Field(description="the optimizer")
+    params: AdagradSection = Field(default=AdagradSection(), description="hyper-parameters")
 
 
 def _to_row(group: ParameterGroup, defaults: Mapping[str, Any], update_count: int) -> HyperParameters:
@@ -44,4 +55,9 @@ def _to_row(group: ParameterGroup, defaults: Mapping[str, Any], update_count: in
     )
 
 
-ADAGRAD = TorchOptimizer(torch_class=torch.optim.Adagrad, section=AdagradOptimizer, to_row=_to_row)
+ADAGRAD = TorchOptimizer(
+    torch_class=torch.optim.Adagrad,
+    section=AdagradOptimizer,
+    to_row=_to_row,
+    other_names=("DeepSpeedCPUAdagrad",),
+)

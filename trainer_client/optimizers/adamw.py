@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeFloat
+from pydantic import Field
 
-from trainer_client.optimizers.adam import to_row
-from trainer_client.optimizers.torch_optimizer import ArgumentsSection, Beta, OptimizerSection, TorchOptimizer
+from trainer_client.optimizers.adam import AdamArgumentsSection, to_row
+from trainer_client.optimizers.torch_optimizer import OptimizerSection, TorchOptimizer
+from trainer_client.standing import WithoutEffect
 
 
-class AdamWSection(ArgumentsSection):
-    """Hyper-parameters of `torch.optim.AdamW`, with its defaults."""
+class AdamWSection(AdamArgumentsSection):
+    """Hyper-parameters of DeepSpeed's `AdamW`."""
 
-    lr: NonNegativeFloat = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: NonNegativeFloat = 1e-8
-    weight_decay: NonNegativeFloat = 1e-2
-    # With false, DeepSpeed would use kernels of its own. The store's kernels are torch's.
-    torch_adam: Literal[True] = True
+    always_decoupled: ClassVar[bool] = True
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of torch's class."""
-        return self.model_dump(exclude={"torch_adam"})
+    adam_w_mode: Annotated[
+        bool, WithoutEffect(why="AdamW is decoupled in any case"), Field(description="decoupled weight decay")
+    ] = True
 
 
 class AdamWOptimizer(OptimizerSection):
     """The config's section `optimizer` if its `type` is "AdamW"."""
 
-    type: Literal["AdamW"]
-    params: AdamWSection = AdamWSection()
+    type: Literal["AdamW"] = Field(description="the optimizer")
+    params: AdamWSection = Field(default=AdamWSection(), description="hyper-parameters")
 
 
 ADAMW = TorchOptimizer(torch_class=torch.optim.AdamW, section=AdamWOptimizer, to_row=to_row)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 import torch
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 from torch.optim.optimizer import ParamsT
 
 from paramserver.contract.optimizers import lion
@@ -84,18 +84,20 @@ class Lion(torch.optim.Optimizer):
 
 
 class LionSection(ArgumentsSection):
-    """Hyper-parameters of Lion. `lr` and `betas` must be written, because DeepSpeed's defaults are not the paper's."""
+    """Hyper-parameters of Lion, with DeepSpeed's defaults, which are not those of the paper."""
 
-    lr: NonNegativeFloat
-    betas: tuple[Beta, Beta]
-    weight_decay: NonNegativeFloat = 0.0
+    lr: NonNegativeFloat = Field(default=1e-3, description="learning rate")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.999), description="decays of the step's moment and of the moment that is kept"
+    )
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled")
 
 
 class LionOptimizer(OptimizerSection):
     """The config's section `optimizer` if its `type` is "Lion"."""
 
-    type: Literal["Lion"]
-    params: LionSection
+    type: Literal["Lion"] = Field(description="the optimizer")
+    params: LionSection = Field(default=LionSection(), description="hyper-parameters")
 
 
 def _to_row(group: ParameterGroup, _: Mapping[str, Any], __: int) -> HyperParameters:
@@ -110,4 +112,6 @@ def _to_row(group: ParameterGroup, _: Mapping[str, Any], __: int) -> HyperParame
     )
 
 
-LION = TorchOptimizer(torch_class=Lion, section=LionOptimizer, to_row=_to_row)
+LION = TorchOptimizer(
+    torch_class=Lion, section=LionOptimizer, to_row=_to_row, other_names=("FusedLion", "DeepSpeedCPULion")
+)

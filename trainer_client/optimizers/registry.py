@@ -18,7 +18,7 @@ from trainer_client.optimizers.adam import ADAM
 from trainer_client.optimizers.adamw import ADAMW
 from trainer_client.optimizers.lion import LION
 from trainer_client.optimizers.sgd import SGD
-from trainer_client.optimizers.torch_optimizer import OptimizerSection, TorchOptimizer
+from trainer_client.optimizers.torch_optimizer import OptimizerSection, TorchOptimizer, class_that_runs
 
 _RECORDS = (
     ADAMW,
@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 else:
     AnyOptimizerSection = reduce(or_, (record.section for record in OPTIMIZERS.values()))
 
-# The names of optimizers that are not elementwise, in lower case and without the prefix "fused". Most of these classes
-# are not installed.
+# The records by all names that the config may write, in lower case, because DeepSpeed does not look at the case.
+_BY_NAME = {name.lower(): record for record in _RECORDS for name in (record.name, *record.other_names)}
+
+# These names are in lower case and without the prefix "fused". Most of these classes are not installed.
 _NOT_ELEMENTWISE = frozenset(
-    {"adafactor", "adamuon", "galore", "lamb", "lars", "lbfgs", "lion8bit", "muon", "onebitadam", "onebitlamb"}
-    | {"shampoo", "soap", "sparseadam", "zerooneadam"}
+    {"adafactor", "adamuon", "galore", "lamb", "lars", "lbfgs", "lion8bit", "muon", "onebitlamb", "shampoo", "soap"}
+    | {"sparseadam"}
 )
+_COMPRESSED = frozenset({"onebitadam", "zerooneadam"})
+_MUP = {"muadam": "Adam", "muadamw": "AdamW", "musgd": "SGD"}
 
 
 def find_record(optimizer: torch.optim.Optimizer) -> TorchOptimizer:
@@ -48,21 +52,41 @@ def find_record(optimizer: torch.optim.Optimizer) -> TorchOptimizer:
 
     Raises:
         ConfigError: the store does not run the optimizer. A subclass of an optimizer that the store runs is refused,
-            too, because it may compute something else.
+            too, because it may compute something else, unless it was declared by `runs_as`.
     """
     for record in OPTIMIZERS.values():
-        if type(optimizer) is record.torch_class:
+        if class_that_runs(optimizer) is record.torch_class:
             return record
     raise ConfigError(f"optimizer {why_refused(type(optimizer).__name__)}")
+
+
+def canonical_name(name: str) -> str:
+    """Return the name in OPTIMIZERS of an optimizer that the config names in DeepSpeed's way.
+
+    A name that the store does not know is returned as it is.
+    """
+    record = _BY_NAME.get(name.lower())
+    return name if record is None else record.name
 
 
 def why_refused(name: str) -> str:
     """Return a sentence that tells a user why the store does not run an optimizer that is not in OPTIMIZERS."""
     *names, last = OPTIMIZERS
     instead = f"use {', '.join(names)} or {last}"
-    if name.lower().removeprefix("fused") in _NOT_ELEMENTWISE:
+    plain = name.lower().removeprefix("fused")
+    if plain in _NOT_ELEMENTWISE:
         return (
             f"{name} is not elementwise: it needs whole parameters or their gradients' sparsity, and a store updates "
             f"ranges of parameters; {instead}"
+        )
+    if plain in _COMPRESSED:
+        return (
+            f"{name} exchanges compressed moments between ranks, and a store updates with whole gradients; use AdamW, "
+            "and set communication_data_type to send less"
+        )
+    if plain in _MUP:
+        return (
+            f"{name} computes the rates of parameter groups from the model's widths; pass parameter groups with these "
+            f"rates to initialize(), and use {_MUP[plain]}"
         )
     return f"{name} is none of the optimizers that the store runs; {instead}"

@@ -6,28 +6,33 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.optimizers.torch_optimizer import ArgumentsSection, OptimizerSection, ParameterGroup, TorchOptimizer
+from trainer_client.optimizers.torch_optimizer import (
+    OptimizerSection,
+    ParameterGroup,
+    TorchArgumentsSection,
+    TorchOptimizer,
+)
 
 
-class SgdSection(ArgumentsSection):
+class SgdSection(TorchArgumentsSection):
     """Hyper-parameters of `torch.optim.SGD`, with its defaults."""
 
-    lr: NonNegativeFloat = 1e-3
-    momentum: NonNegativeFloat = 0.0
-    dampening: float = 0.0
-    weight_decay: NonNegativeFloat = 0.0
-    nesterov: bool = False
+    lr: NonNegativeFloat = Field(default=1e-3, description="learning rate")
+    momentum: NonNegativeFloat = Field(default=0.0, description="decay of the momentum; 0: there is none")
+    dampening: float = Field(default=0.0, description="part of the gradient that the momentum leaves out")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="added to the gradient")
+    nesterov: bool = Field(default=False, description="Nesterov's momentum")
 
 
 class SgdOptimizer(OptimizerSection):
     """The config's section `optimizer` if its `type` is "SGD"."""
 
-    type: Literal["SGD"]
-    params: SgdSection = SgdSection()
+    type: Literal["SGD"] = Field(description="the optimizer")
+    params: SgdSection = Field(default=SgdSection(), description="hyper-parameters")
 
 
 def _to_row(group: ParameterGroup, _: Mapping[str, Any], update_count: int) -> HyperParameters:

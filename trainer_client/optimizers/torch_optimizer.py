@@ -1,31 +1,104 @@
 """The record of an optimizer for the trainer: its class, its section of the config, and the conversion of its groups.
 
-The keys of a section have the names and defaults of torch's class. If DeepSpeed gives a name or a default another
-meaning, the section has DeepSpeed's meaning, or the key has no default and must be written.
+The keys of a section have the names and defaults of DeepSpeed's class where DeepSpeed has one, else of torch's class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import torch
 from pydantic import Field
 
 from paramserver.contract.optimizers.optimizer import HyperParameters
-from trainer_client.section import Section
+from trainer_client.section import Section, mark_of
+from trainer_client.standing import Refused, WithoutEffect
 
 ParameterGroup: TypeAlias = dict[str, Any]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+_KERNEL = "the store always runs its own kernel, which gives the bits of torch's fused one"
+_NOT_IN_KERNEL = "the store's kernel does not have it"
+
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+# The classes that compute what another class computes, and the other class.
+_RUNS_AS: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
+
+
+def runs_as(base: type[torch.optim.Optimizer]) -> Callable[[type[_Optimizer]], type[_Optimizer]]:
+    """Return a decorator for a subclass of `base` that only takes other arguments, so that the store runs it as `base`.
+
+    A subclass of the decorated class counts as another optimizer.
+    """
+
+    def declare(cls: type[_Optimizer]) -> type[_Optimizer]:
+        _RUNS_AS[cls] = base
+        return cls
+
+    return declare
+
+
+def class_that_runs(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class whose update an optimizer computes: its own, unless `runs_as` says another one."""
+    return _RUNS_AS.get(type(optimizer), type(optimizer))
 
 
 class ArgumentsSection(Section):
     """The hyper-parameters of an optimizer: the config's section `optimizer.params`."""
 
+    set_grad_none: Annotated[
+        bool, WithoutEffect(why="gradients are always freed after a step"), Field(description="free gradients")
+    ] = True
+    fp32_optimizer_states: Annotated[
+        bool,
+        Refused(
+            why="optimizer states are always fp32 in the store",
+            instead="set it to true; to have room, offload the optimizer",
+            unless=bool,
+        ),
+        Field(description="keep optimizer states in fp32"),
+    ] = True
+    max_grad_norm: Annotated[
+        float,
+        WithoutEffect(why="gradient_clipping says it"),
+        Field(description="limit of the gradient's norm; an error unless `gradient_clipping` is the same"),
+    ] = 0.0
+
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the optimizer's class."""
-        return self.model_dump()
+        """Return the arguments of the optimizer's class: the keys that are honoured."""
+        fields = type(self).model_fields
+        honoured = {
+            name for name, field in fields.items() if not (mark_of(field, WithoutEffect) or mark_of(field, Refused))
+        }
+        return self.model_dump(include=honoured)
+
+    def group_settings(self) -> dict[str, Any]:
+        """Return the settings of the optimizer's groups that its class does not take as arguments."""
+        return {}
+
+
+class TorchArgumentsSection(ArgumentsSection):
+    """The hyper-parameters of an optimizer of torch, which has flags in addition."""
+
+    fused: Annotated[bool | None, WithoutEffect(why=_KERNEL), Field(description="torch's fused kernel")] = None
+    foreach: Annotated[bool | None, WithoutEffect(why=_KERNEL), Field(description="torch's foreach kernel")] = None
+    maximize: Annotated[
+        bool,
+        Refused(why=_NOT_IN_KERNEL, instead="negate the loss"),
+        Field(description="maximize instead of minimize"),
+    ] = False
+    capturable: Annotated[
+        bool,
+        Refused(why=_NOT_IN_KERNEL, instead="remove it; steps are not captured in CUDA graphs"),
+        Field(description="capture updates in CUDA graphs"),
+    ] = False
+    differentiable: Annotated[
+        bool,
+        Refused(why=_NOT_IN_KERNEL, instead="remove it; backward passes do not go through updates"),
+        Field(description="compute gradients of updates"),
+    ] = False
 
 
 class OptimizerSection(Section):
@@ -33,6 +106,7 @@ class OptimizerSection(Section):
 
     type: str
     params: ArgumentsSection
+    legacy_fusion: Annotated[bool, WithoutEffect(why=_KERNEL), Field(description="an older kernel for fp16")] = False
 
 
 def _never_refused(_: ParameterGroup) -> None:
@@ -48,6 +122,7 @@ class TorchOptimizer:
         section: the class of the config's section `optimizer`.
         to_row: returns the hyper-parameters of one update of a parameter. Its arguments are the parameter's group, the
             optimizer's defaults, and the number of the parameter's updates including this one.
+        other_names: names of DeepSpeed's classes of the same optimizer, which the config may write instead.
         find_problem: returns why the store's kernel cannot run a group's settings, as the end of a sentence that begins
             with "parameter group N"; None if it can.
     """
@@ -55,6 +130,7 @@ class TorchOptimizer:
     torch_class: type[torch.optim.Optimizer]
     section: type[OptimizerSection]
     to_row: Callable[[ParameterGroup, Mapping[str, Any], int], HyperParameters]
+    other_names: tuple[str, ...] = ()
     find_problem: Callable[[ParameterGroup], str | None] = _never_refused
 
     @property

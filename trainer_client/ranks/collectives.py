@@ -30,7 +30,7 @@ _MAIN, _UNITS, _CONTROL = range(3)
 # The longest text of an error that is shown to other ranks.
 _SHOWN_CHARACTERS = 300
 
-# The time that `close` waits for the process groups of a rank that has given up to end.
+# The time that `close` waits for the process groups of a rank that has abandoned the run to end.
 _END_SECONDS = 10.0
 
 
@@ -90,10 +90,10 @@ class Collectives:
         self._timeout_seconds = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
         self._watch: Watch | None = None
-        # The thread that destroys the process groups after `give_up`.
+        # The thread that destroys the process groups after `abandon`.
         self._ending: threading.Thread | None = None
-        # The collective in which this rank has failed, and the error, as text; None: it has not given up.
-        self._given_up: str | None = None
+        # The collective in which this rank has failed, and the error, as text; None: it has not failed.
+        self._abandoned: str | None = None
         if self.world_size > 1:
             timeout = timedelta(seconds=timeout_seconds)
             self._groups = [
@@ -115,31 +115,31 @@ class Collectives:
             dist.destroy_process_group(group)
         if self._ending is not None:
             # gloo ends a process with SIGABRT that exits while groups are being destroyed. The wait is short, because
-            # the other ranks give up as well.
+            # the other ranks abandon the run as well.
             self._ending.join(_END_SECONDS)
 
-    def give_up(self, what: str, error: BaseException) -> None:
+    def abandon(self, what: str, error: BaseException) -> None:
         """Leave the process groups for good, because this rank has failed in `what` and others may be ahead of it.
 
         Ranks that wait for this one get an error at once instead of after their time-out, and later collectives of this
         rank raise. Does not wait; idempotent. See tests/integration/test_failing_ranks.py.
         """
-        if self._watch is None or self._given_up is not None:
+        if self._watch is None or self._abandoned is not None:
             return
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:_SHOWN_CHARACTERS]
-        self._given_up = f"{what} ({why})"
-        self._watch.give_up(what, why)
+        self._abandoned = f"{what} ({why})"
+        self._watch.abandon(what, why)
         groups, self._groups = self._groups, []
         # This needs a thread, because gloo destroys a group only when its pending collectives have ended, and one of
         # them may wait for another rank.
-        self._ending = threading.Thread(target=_end, args=(groups,), name="paramserver-give-up", daemon=True)
+        self._ending = threading.Thread(target=_end, args=(groups,), name="paramserver-abandon", daemon=True)
         self._ending.start()
 
     def _require_part(self) -> None:
-        """Raise CollectiveError if this rank has given up."""
-        if self._given_up is not None:
+        """Raise CollectiveError if this rank has abandoned the run."""
+        if self._abandoned is not None:
             raise CollectiveError(
-                f"this rank cannot join collectives any more, because it has failed in {self._given_up}: restart the "
+                f"this rank cannot join collectives any more, because it has failed in {self._abandoned}: restart the "
                 "job, it resumes from the last commit"
             )
 
@@ -180,33 +180,33 @@ class Collectives:
             yield
         self._recorder.moved(Link.COLLECTIVES, what, flat.nbytes, began)
 
-    def gather_unit(self, flat: torch.Tensor, chunk: torch.Tensor, what: str) -> None:
+    def gather_unit(self, flat: torch.Tensor, partition: torch.Tensor, what: str) -> None:
         """Gather a unit that all ranks have confirmed (see lockstep.py); arguments as in `all_gather_flat`."""
-        self._gather_flat(flat, chunk, what, _UNITS)
+        self._gather_flat(flat, partition, what, _UNITS)
 
-    def all_gather_flat(self, flat: torch.Tensor, chunk: torch.Tensor, what: str = "a gather of weights") -> None:
-        """Fill `flat` [world * n] with every rank's `chunk` [n], on any device; return when `chunk` may be reused."""
-        self._gather_flat(flat, chunk, what, _MAIN)
+    def all_gather_flat(self, flat: torch.Tensor, partition: torch.Tensor, what: str = "a gather of weights") -> None:
+        """Fill `flat` [world * n] with every rank's `partition` [n], on any device; return when that may be reused."""
+        self._gather_flat(flat, partition, what, _MAIN)
 
-    def _gather_flat(self, flat: torch.Tensor, chunk: torch.Tensor, what: str, group: int) -> None:
+    def _gather_flat(self, flat: torch.Tensor, partition: torch.Tensor, what: str, group: int) -> None:
         if self.world_size == 1:
-            flat.copy_(chunk, non_blocking=True)
+            flat.copy_(partition, non_blocking=True)
         else:
             with self._moving(what, flat):
-                _all_gather(flat, chunk.to(flat.device, non_blocking=True), group=self._groups[group])
+                _all_gather(flat, partition.to(flat.device, non_blocking=True), group=self._groups[group])
         if flat.is_cuda:
-            # The caller may free the chunk's memory next, so the device must have finished reading from it.
+            # The caller may free the partition's memory next, so the device must have finished reading from it.
             torch.cuda.current_stream(flat.device).synchronize()
 
     def reduce_scatter_mean(
-        self, chunk: torch.Tensor, flat: torch.Tensor, what: str = "a reduction of gradients"
+        self, partition: torch.Tensor, flat: torch.Tensor, what: str = "a reduction of gradients"
     ) -> None:
-        """Set `chunk` [n] to this rank's part of the mean over ranks of `flat` [world * n], which is overwritten.
+        """Set `partition` [n] to this rank's part of the mean over ranks of `flat` [world * n], which is overwritten.
 
         The division comes before the addition, as in DDP, because a sum of many fp16 gradients would overflow.
         """
         with self._moving(what, flat):
-            _reduce_scatter(chunk, flat.div_(self.world_size), group=self._groups[_MAIN])
+            _reduce_scatter(partition, flat.div_(self.world_size), group=self._groups[_MAIN])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite every rank's `tensor` with that of rank `source`."""

@@ -77,7 +77,7 @@ class Watch:
         # This line is skipped if the collective fails, because the rank is then still in it.
         self._place = _Place(number, what, False)
 
-    def give_up(self, what: str, why: str) -> None:
+    def abandon(self, what: str, why: str) -> None:
         """Tell the other ranks that this one does not come to `what` or to any later collective, and why."""
         self._place = _Place(self._place.number + 1, f"{what}, which it gave up ({why})", True)
         self._say()

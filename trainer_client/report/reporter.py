@@ -16,7 +16,7 @@ import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.recorder import Recorder, StepSums
-from trainer_client.report.step_report import Part, Roofline, StepReport, StoreWork, make_report
+from trainer_client.report.step_report import RankPlace, Roofline, StepReport, StoreWork, make_report
 from trainer_client.report.step_trace import StepTrace
 from trainer_client.step.gather_counters import GatherCounters, UnitGathers
 from trainer_client.transport.rank_store import RankStore
@@ -53,7 +53,7 @@ class Reporter:
         recorder: Recorder,
         gathers: GatherCounters,
         store: RankStore,
-        part: Part,
+        place: RankPlace,
         trace: StepTrace | None = None,
     ) -> None:
         """Request the store's counters from before the first step. Does not wait.
@@ -62,13 +62,13 @@ class Reporter:
             recorder: has what this rank records of a step.
             gathers: counts this rank's gathers.
             store: gives its counters.
-            part: this rank's place in the job.
+            place: this rank's place in the job.
             trace: gets each step that ends; None: no trace is taken.
         """
         self._recorder = recorder
         self._gathers = gathers
         self._store = store
-        self._part = part
+        self._place = place
         self._trace = trace
         self._roofline = Roofline()
         # The times and counts that were recorded before the first step belong to no report.
@@ -113,7 +113,7 @@ class Reporter:
             if reading is not None and self._before.tiers:
                 work = StoreWork.between(self._before, reading)
             self._before = reading or self._before
-            step.report = make_report(step.number, step.sums, step.gathers, work, self._part, self._roofline)
+            step.report = make_report(step.number, step.sums, step.gathers, work, self._place, self._roofline)
             if step.line is not None:
                 step.line(step.report)
         except Exception:

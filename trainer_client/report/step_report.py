@@ -146,7 +146,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankPlace:
     """This rank's place in the job.
 
     Attributes:
@@ -209,7 +209,7 @@ class Roofline:
 
 
 def make_report(
-    step: int, sums: StepSums, gathers: UnitGathers, work: StoreWork, part: Part, roofline: Roofline
+    step: int, sums: StepSums, gathers: UnitGathers, work: StoreWork, place: RankPlace, roofline: Roofline
 ) -> StepReport:
     """Return the report of a step, and add the rates of the step to `roofline`."""
     stalls = [
@@ -235,7 +235,7 @@ def make_report(
     copied = sum(sums.gather_seconds[phase] for phase in _COMPUTING)
     compute = max(0.0, sum(sums.phases[phase] for phase in _COMPUTING) - waited - copied)
     resources = {COMPUTE: compute, **roofline.seconds(moved)}
-    own = part.parameters / part.world_size
+    own = place.parameters / place.world_size
     return StepReport(
         step=step,
         seconds=sums.ended - sums.began,
@@ -247,10 +247,10 @@ def make_report(
         prefetch_hits=gathers.hits,
         predicted_gathers=gathers.predicted,
         fetch_seconds=work.fetch_seconds,
-        data_plane=part.data_plane,
+        data_plane=place.data_plane,
         bytes=moved,
         bytes_per_parameter={
-            link: nbytes / max(1.0, own * (part.sharers if link in (NVME_READ, NVME_WRITTEN) else 1))
+            link: nbytes / max(1.0, own * (place.sharers if link in (NVME_READ, NVME_WRITTEN) else 1))
             for link, nbytes in moved.items()
         },
         bandwidths=roofline.bandwidths,

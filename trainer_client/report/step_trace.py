@@ -23,7 +23,7 @@ from functools import partial
 import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.config.training_config import TraceSection
+from trainer_client.config.paramserver import TraceSection
 from trainer_client.errors import ConfigError
 from trainer_client.recorder import (
     COMPUTE_ROW,

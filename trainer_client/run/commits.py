@@ -32,7 +32,7 @@ class Commits:
         states: the states of all groups.
         durability: the config's value: `step`, `snapshot:N` or `none`.
         newest: number of the newest commit; None for a new job.
-        staged: number of the first commit, if states are staged for it already; else None.
+        handed_over: number of the first commit, if states are handed over for it already; else None.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Commits:
         durability: str,
         *,
         newest: int | None,
-        staged: int | None,
+        handed_over: int | None,
     ) -> None:
         self.newest = newest
-        self._staged = staged
+        self._handed_over = handed_over
         self._store = store
         self._states = states
         self._pending: Pending[None] | None = None
@@ -54,7 +54,7 @@ class Commits:
         if not any(state.is_in_store for state in states):
             self._interval = durable_every_steps(parse_durability(durability))
         # Until the first commit there is one version only, so reads need no step filter.
-        if newest is not None and staged is None:
+        if newest is not None and handed_over is None:
             store.read_as_of(newest)
         # The client state of the last step, if that step is not committed.
         self._kept: bytes | None = None
@@ -62,28 +62,31 @@ class Commits:
     @property
     def next(self) -> int:
         """The number of the commit that is being prepared."""
-        if self._staged is not None:
-            return self._staged
+        if self._handed_over is not None:
+            return self._handed_over
         if self.newest is None:
             return 0
         stride = max(self._interval, 1)
         return (self.newest // stride + 1) * stride
 
     def end_step(self, step: int, client_state: Callable[[], bytes]) -> None:
-        """Begin the commit of the job's training step `step`; if none is due, keep its client state for `settle`."""
+        """Begin the commit of the job's training step `step`, if one is due.
+
+        Otherwise keep its client state for `commit_last_step`.
+        """
         if self._interval == 0:
             return
         self._kept = client_state()
         if step % self._interval == 0:
             self.begin(self._kept)
 
-    def settle(self) -> None:
+    def commit_last_step(self) -> None:
         """Commit the run's last step, if it was not yet due for a commit; do nothing if steps are never committed."""
         if self._kept is not None:
             self.begin(self._kept)
 
     def begin(self, client_state: bytes) -> None:
-        """Stage what is newer on the device, and vote for the next commit. Does not wait for that commit.
+        """Hand over what is newer on the device, and vote for the next commit. Does not wait for that commit.
 
         The commit includes all that this rank has handed over since the last one. The vote reports the last commit as
         settled: all ranks have it, because they meet between two commits.
@@ -93,11 +96,11 @@ class Commits:
         for state in self._states:
             state.flush(self.next)
         self._pending = self._store.commit(self.next, client_state, settled)
-        self.newest, self._staged = self.next, None
+        self.newest, self._handed_over = self.next, None
         self._kept = None
 
     def abandon(self) -> None:
-        """Forget the commit under way, because the session with the store is about to end."""
+        """Abandon the commit under way, because the session with the store is about to end."""
         self._pending = None
 
     def wait(self) -> None:

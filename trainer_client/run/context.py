@@ -15,6 +15,7 @@ from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import Recorder
 from trainer_client.run.data_loader import TrainingLoader
+from trainer_client.run.job_place import JobPlace
 from trainer_client.run.run_state import Scheduler
 from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.rank_store import RankStore
@@ -41,6 +42,7 @@ class RankContext:
     """What this rank is, and how it reaches the store and the other ranks."""
 
     settings: TrainingConfig
+    place: JobPlace
     local_rank: int
     collectives: Collectives
     store: RankStore

@@ -8,26 +8,24 @@ never use the random generators of the training loop.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainer_client.config.training_config import BatchSizes, DataSection
+from trainer_client.config.batch_sizes import BatchSizes
+from trainer_client.config.paramserver import DataSection
 from trainer_client.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 class GlobalOrder(Sampler[list[int]]):
     """A sampler of one rank's micro-batches, as lists of indexes, from the cursor to the end of its epoch.
 
     The order of an epoch follows from seed and epoch alone. Each step takes the next `batch.train` samples; the last
-    step of an epoch is filled up with the epoch's first samples. Micro-batch j of a step on rank r has `batch.micro` of
-    the step's samples, from number `(j * world_size + r) * batch.micro` on. So a step has the same samples on any
-    number of ranks.
+    step of an epoch is filled up with the epoch's first samples, or left out (`drop_last`). Micro-batch j of a step on
+    rank r has `batch.micro` of the step's samples, from number `(j * world_size + r) * batch.micro` on. So a step has
+    the same samples on any number of ranks.
 
     Attributes:
         size: number of samples of the dataset.
@@ -35,13 +33,34 @@ class GlobalOrder(Sampler[list[int]]):
         shuffle: whether the order is random; otherwise it is that of the dataset.
         epoch: epoch of the next step, from 0.
         samples: number of samples of the epoch that steps have consumed.
+        end: number of samples of an epoch that steps consume.
     """
 
-    def __init__(self, size: int, batch: BatchSizes, rank: int, world_size: int, *, seed: int, shuffle: bool) -> None:
-        """Begin at epoch 0. Raises ConfigError if the dataset has no samples."""
+    def __init__(
+        self,
+        size: int,
+        batch: BatchSizes,
+        rank: int,
+        world_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool = False,
+    ) -> None:
+        """Begin at epoch 0.
+
+        Raises:
+            ConfigError: the dataset has no samples, or fewer than a step if the last step is left out.
+        """
         if size == 0:
             raise ConfigError("training_data has no samples")
+        if drop_last and size < batch.train:
+            raise ConfigError(
+                f"training_data has {size} samples, and a step {batch.train}: set dataloader_drop_last to false, or "
+                "train_batch_size lower"
+            )
         self.size = size
+        self.end = size - size % batch.train if drop_last else size
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
@@ -52,12 +71,12 @@ class GlobalOrder(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of micro-batches in a whole epoch."""
-        return -(-self.size // self._batch.train) * self._batch.accumulation
+        return -(-self.end // self._batch.train) * self._batch.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
         micro = self._batch.micro
-        for start in range(self.samples, self.size, self._batch.train):
+        for start in range(self.samples, self.end, self._batch.train):
             for index in range(self._batch.accumulation):
                 first = start + (index * self._world_size + self._rank) * micro
                 yield [int(order[sample % self.size]) for sample in range(first, first + micro)]
@@ -65,7 +84,7 @@ class GlobalOrder(Sampler[list[int]]):
     def advance(self, micro_batches: int) -> None:
         """Move the cursor past a step that has consumed `micro_batches` on each rank."""
         self.samples += micro_batches * self._batch.micro * self._world_size
-        if self.samples >= self.size:
+        if self.samples >= self.end:
             self.epoch, self.samples = self.epoch + 1, 0
 
     def seed_here(self) -> int:
@@ -148,13 +167,10 @@ class TrainingLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a stored cursor, and log a warning if the order of the samples is not the same any more."""
+        """Go on from a stored cursor. Where dataset, seed or shuffle are others than then, those of today count."""
         order = self._order
         order.epoch, order.samples = int(state["epoch"]), int(state["samples"])
-        now = self.state_dict()
-        if changed := [f"{key} was {state[key]!r} and is {now[key]!r}" for key in now if state[key] != now[key]]:
-            log.warning("the training data have another order than before: %s", "; ".join(changed))
-        if order.samples >= order.size:
+        if order.samples >= order.end:
             order.epoch, order.samples = order.epoch + 1, 0
 
 
@@ -163,6 +179,7 @@ def make_loader(
     batch: BatchSizes,
     section: DataSection,
     *,
+    drop_last: bool = False,
     rank: int,
     world_size: int,
     collate_fn: Callable[[list[Any]], Any] | None,
@@ -172,12 +189,17 @@ def make_loader(
     A dataset with a length gets a TrainingLoader. One without (an IterableDataset) is loaded in its own order, in
     micro-batches, and has no cursor here.
 
+    Args:
+        drop_last: whether the samples that do not fill a last step (without a length: a last micro-batch) are left out.
+
     Raises:
-        ConfigError: the dataset has no samples.
+        ConfigError: the dataset has no samples, or too few for a step.
     """
     if dataset is None:
         return None
     if not isinstance(dataset, Sized):
-        return DataLoader(dataset, batch_size=batch.micro, collate_fn=collate_fn)
-    order = GlobalOrder(len(dataset), batch, rank, world_size, seed=section.seed, shuffle=section.shuffle)
+        return DataLoader(dataset, batch_size=batch.micro, collate_fn=collate_fn, drop_last=drop_last)
+    order = GlobalOrder(
+        len(dataset), batch, rank, world_size, seed=section.seed, shuffle=section.shuffle, drop_last=drop_last
+    )
     return TrainingLoader(dataset, order, workers=section.workers, collate_fn=collate_fn)

@@ -20,7 +20,7 @@ from paramserver.contract.dtypes import WIRE_DTYPES
 from paramserver.contract.durability import parse_durability
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
-from trainer_client.errors import ConfigError, StoreNotFoundError
+from trainer_client.errors import ConfigError, JobConflictError, OtherModelError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
@@ -35,7 +35,7 @@ from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
-from trainer_client.run.stored_step import Origin
+from trainer_client.run.stored_step import StoredStep
 from trainer_client.step.precision import PrecisionPolicy
 
 log = logging.getLogger(__name__)
@@ -55,14 +55,15 @@ class Job:
 
     Attributes:
         units: the units of the model, the root first.
-        states: this rank's chunks of all groups, in the order of the units.
+        states: this rank's partitions of all groups, in the order of the units.
         gather: the way in which the units' parameters are gathered.
         sharers: number of ranks that use the same store as this one.
         resumed_step: the commit that the run resumes from; None for a new job.
         resumed_state: the client state of that commit for this rank; None for a new job.
+        fresh: FQNs of trainable parameters whose optimizer states begin at zero, although the job is resumed.
         layout: the name of the job's layout in the stores.
-        staged_step: for a new job or a new layout, the commit for which its states are staged and that has to be made
-            first; None: the states are committed already.
+        handed_over_step: for a new job or layout, the commit that its states are handed over for, and that has to be
+            made first; None: the states are committed already.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class Job:
         unit_policy: UnitPolicy,
         initial_values: InitialValues,
     ) -> None:
-        """Open the job, and stage or load its states. A collective."""
+        """Open the job, and hand over or load its states. A collective."""
         settings, store, collectives = rank.settings, rank.store, rank.collectives
         self._settings = settings
         self._parameters = user.parameters
         self._optimizer = user.optimizer
         self._store = store
         self._collectives = collectives
+        self._place = rank.place
         self._policy = PrecisionPolicy.of(settings)
         # Ranks share a store if their daemons have the same epoch, the random name of a daemon's start.
         epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
@@ -99,7 +101,9 @@ class Job:
                 gather=self.gather,
                 store=store,
                 residence=placement.residence,
-                passing_bytes=sum(g.whole_bytes for g in groups_of_unit if placed[g.name].parameters is not Home.HOST),
+                transient_host_bytes=sum(
+                    g.whole_bytes for g in groups_of_unit if placed[g.name].parameters is not Home.HOST
+                ),
             )
             for index, (spec, groups_of_unit) in enumerate(zip(specs, groups_of_units, strict=True))
         ]
@@ -108,8 +112,9 @@ class Job:
         section = settings.paramserver
         start = find_start(section.job, layout, opened.layouts, groups, store, section.peers, collectives)
         self.resumed_step = None if start is None else start.step
+        self.fresh = frozenset[str]() if start is None else start.fresh
         self.layout = start.layout if start is not None and start.fits else layout
-        self.resumed_state, self.staged_step = self._fill(start, opened, initial_values)
+        self.resumed_state, self.handed_over_step = self._fill(start, opened, initial_values)
         _move_buffers(user.module, collectives)
 
     def _fill(
@@ -118,7 +123,7 @@ class Job:
         """Give the states the values that the run starts from. A collective.
 
         Returns:
-            The values of the attributes `resumed_state` and `staged_step`.
+            The values of the attributes `resumed_state` and `handed_over_step`.
         """
         if start is None:
             self._begin(initial_values)
@@ -134,10 +139,10 @@ class Job:
             return resumed_state, None
         # The new layout begins at step + 1, although it has the same values: if a crash leaves the new layout on some
         # stores only, the higher number shows which layout is newer.
-        staged_step = start.step + 1
-        resumed_state = self._lay_out(start, staged_step)
+        handed_over_step = start.step + 1
+        resumed_state = self._lay_out(start, handed_over_step)
         self._take_over()
-        return resumed_state, staged_step
+        return resumed_state, handed_over_step
 
     def _choose_gather(self, placement: PlacementPolicy) -> Gather:
         ranks = self._collectives.world_size
@@ -192,34 +197,46 @@ class Job:
         placed: dict[str, GroupPlacement] = {}
         for trainable in (True, False):
             alike = [group for group in groups if group.trainable == trainable]
-            assigned = policy.assign([group.layout.chunk for group in alike])
+            assigned = policy.assign([group.slot_table.partition_numel for group in alike])
             placed |= {group.name: placement for group, placement in zip(alike, assigned, strict=True)}
         return placed
 
     def _open(self, layout: str) -> pb.OpenJobResponse:
-        """Attach to the job, and return the store's response, with what is committed of it."""
+        """Attach to the job, and return the store's response, with what is committed of it.
+
+        Raises:
+            JobConflictError: the job cannot be gone on with. Where the user has to choose what becomes of the stored
+                model, the message has the choices.
+        """
         section = self._settings.paramserver
-        return self._store.open_job(
-            pb.OpenJobRequest(
-                job=section.job,
-                run_id=self._collectives.broadcast_id(secrets.token_bytes(_ID_BYTES)).hex(),
-                rank=self._collectives.rank,
-                world_size=self._collectives.world_size,
-                attached_ranks=self.sharers,
-                parameters=[
-                    pb.Parameter(
-                        fqn=p.fqn,
-                        shape=p.shape,
-                        dtype=WIRE_DTYPES[self._policy.dtype_of(p)],
-                        trainable=self._optimizer.has_states(p),
-                    )
-                    for p in self._parameters
-                ],
-                durability=parse_durability(section.durability),
-                resume=_RESUME_POLICIES[section.resume],
-                layout=layout,
-            )
+        request = pb.OpenJobRequest(
+            job=section.job,
+            run_id=self._collectives.broadcast_id(secrets.token_bytes(_ID_BYTES)).hex(),
+            rank=self._collectives.rank,
+            world_size=self._collectives.world_size,
+            attached_ranks=self.sharers,
+            parameters=[
+                pb.Parameter(
+                    fqn=p.fqn,
+                    shape=p.shape,
+                    dtype=WIRE_DTYPES[self._policy.dtype_of(p)],
+                    trainable=self._optimizer.has_states(p),
+                )
+                for p in self._parameters
+            ],
+            durability=parse_durability(section.durability),
+            resume=_RESUME_POLICIES[section.resume],
+            layout=layout,
         )
+        try:
+            return self._store.open_job(request)
+        except JobConflictError as error:
+            if not isinstance(error, OtherModelError) and error.code is not grpc.StatusCode.ALREADY_EXISTS:
+                raise
+            ways_on = self._place.ways_on(on_every_node=self.sharers < self._collectives.world_size)
+            if isinstance(error, OtherModelError):
+                ways_on += '.\n(paramserver.resume = "never" deletes nothing: it refuses every job that has steps)'
+            raise type(error)(error.code, f"{error.message}.\n{ways_on}") from error
 
     def _begin(self, initial_values: InitialValues) -> None:
         """Stage the initial values of a new job, and free the model's own memory. A collective.
@@ -237,27 +254,26 @@ class Job:
         initial_values.stage(self.states)
 
     def _take_over(self) -> None:
-        """Update what each rank keeps of other ranks' chunks, and free the model's own memory. A collective."""
+        """Update what each rank keeps of other ranks' partitions, and free the model's own memory. A collective."""
         for state in self.states:
             state.refill()
             state.group.take_over()
 
     def _lay_out(self, start: Start, step: int) -> dict[str, Any]:
-        """Stage, as `step`, the values of a step in another layout, and return its client state. A collective."""
-        section = self._settings.paramserver
+        """Hand over, for `step`, the values of a step in another layout, and return its client state. A collective."""
         if self._collectives.rank == 0:
-            log.info("job %r goes on from step %d with another layout of its shards", section.job, start.step)
+            log.info("job %r: its shards are laid out anew, from step %d", self._place.job, start.step)
         self._store.begin_layout(step)
         self._register()
-        with Origin(
-            job=section.job,
+        with StoredStep(
+            job=self._place.job,
             layout=start.layout,
             step=start.step,
             stores=start.stores,
             credentials=self._store.credentials,
-        ) as origin:
-            fill(self.states, origin, start.fresh, step)
-            return carried_state(origin, start, self._parameters, self._collectives.rank)
+        ) as stored_step:
+            fill(self.states, stored_step, start.fresh, step)
+            return carried_state(stored_step, start, self._parameters, self._collectives.rank)
 
     def _register(self) -> None:
         """Declare this rank's shard groups."""
@@ -268,8 +284,6 @@ class Job:
         if self._store_ranks[0] == self._collectives.rank:
             self._store.roll_back(step)
         self._collectives.barrier()
-        if self._collectives.rank == 0:
-            log.info("job %r resumes from step %d", self._settings.paramserver.job, step)
 
 
 def _move_buffers(model: nn.Module, collectives: Collectives) -> None:

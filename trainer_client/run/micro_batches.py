@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer_client.config.training_config import BatchSizes
+from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.step.gradients import ReductionSchedule
 
@@ -17,7 +17,7 @@ class MicroBatches:
     """The counts of micro-batches and backward passes of one engine.
 
     Attributes:
-        sizes: the batch sizes of the config.
+        sizes: the batch sizes of the config, unless the user has changed them since.
         micro_steps: micro-batches ended so far, in the life of the job.
         backwards: backward passes since the last step was made.
         syncs: whether backward passes may communicate: False within `no_sync`.
@@ -53,6 +53,32 @@ class MicroBatches:
         """Say whether the micro-batch under way is the last of its step, until the next call. None: the config says."""
         self._boundary = is_last
 
+    def set_train_batch_size(self, train: int, world_size: int, *, steps: int) -> None:
+        """Change the number of micro-batches in a step, so that a step of all ranks has `train` samples.
+
+        Args:
+            steps: how many steps the job has made.
+
+        Raises:
+            ValueError: no number of micro-batches has so many samples.
+        """
+        micro = self.sizes.micro
+        if train < 1 or train % (micro * world_size):
+            raise ValueError(
+                f"set_train_batch_size({train}): write a multiple of train_micro_batch_size_per_gpu * world size = "
+                f"{micro} * {world_size}"
+            )
+        self.sizes = BatchSizes(train=train, micro=micro, accumulation=train // (micro * world_size))
+        # The count is as if all steps had had the new number of micro-batches, so that the next step begins now.
+        self.micro_steps = steps * self.sizes.accumulation
+
+    def set_micro_batch_size(self, micro: int, world_size: int) -> None:
+        """Change the number of samples in a micro-batch. Raises ValueError if it is not positive."""
+        if micro < 1:
+            raise ValueError(f"set_train_micro_batch_size({micro}): write a positive number")
+        accumulation = self.sizes.accumulation
+        self.sizes = BatchSizes(train=micro * accumulation * world_size, micro=micro, accumulation=accumulation)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep backward passes within the context from communicating."""
@@ -65,6 +91,10 @@ class MicroBatches:
     def end_backward(self) -> None:
         """Count a backward pass."""
         self.backwards += 1
+
+    def drop_backwards(self) -> None:
+        """Forget the backward passes of the step under way, whose gradients the user has dropped."""
+        self.backwards = 0
 
     def end(self) -> None:
         """Count a micro-batch, before its step is made if it is the last one."""

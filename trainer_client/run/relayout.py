@@ -1,7 +1,7 @@
 """Filling this rank's part of a new layout from a step in another layout.
 
 The layouts may differ in the number of ranks, the units, the dtypes and the set of frozen parameters. Must never hold
-more than one flat group's chunks at a time.
+more than one flat group's partitions at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from paramserver.contract.kinds import PARAM, Kind, StoredKind
 from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.states import GroupStates
-from trainer_client.run.stored_step import Origin
+from trainer_client.run.stored_step import StoredStep
 from trainer_client.store_client.types import kind_from_proto
 
 log = logging.getLogger(__name__)
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 _REPORT_SECONDS = 10.0
 
 
-def fill(states: Sequence[GroupStates], origin: Origin, fresh: Collection[str], step: int) -> None:
-    """Stage this rank's chunks of all groups as the version of the uncommitted `step`.
+def fill(states: Sequence[GroupStates], stored_step: StoredStep, fresh: Collection[str], step: int) -> None:
+    """Hand this rank's partitions of all groups over for the uncommitted `step`.
 
     Args:
         states: the states of all groups.
-        origin: the step that they are filled from.
+        stored_step: the step that they are filled from.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero.
-        step: number of the commit that they are staged for.
+        step: number of the commit that they are handed over for.
 
     Raises:
         StoreError: a store failed, or the stores do not have all elements.
@@ -39,40 +39,40 @@ def fill(states: Sequence[GroupStates], origin: Origin, fresh: Collection[str], 
     done, started = 0, time.monotonic()
     reported = started
     for state in states:
-        state.stage(_chunks(state.group, origin, fresh), step)
+        state.hand_over(_partitions(state.group, stored_step, fresh), step)
         done += _bytes(state.group)
         if time.monotonic() - reported > _REPORT_SECONDS:
             reported = time.monotonic()
-            log.info("job %r: %d of %d MB are laid out anew", origin.job, done // 1_000_000, total // 1_000_000)
-    log.info("job %r: %d bytes were laid out anew in %.1f s", origin.job, done, time.monotonic() - started)
+            log.info("job %r: %d of %d MB are laid out anew", stored_step.job, done // 1_000_000, total // 1_000_000)
+    log.info("job %r: %d bytes were laid out anew in %.1f s", stored_step.job, done, time.monotonic() - started)
 
 
-def _chunks(group: FlatGroup, origin: Origin, fresh: Collection[str]) -> dict[Kind, torch.Tensor]:
-    """Return this rank's chunk [layout.chunk] of each kind, padded with zeros; states that are zero are left out."""
-    chunks = {}
+def _partitions(group: FlatGroup, stored_step: StoredStep, fresh: Collection[str]) -> dict[Kind, torch.Tensor]:
+    """Return this rank's partition [partition_numel] of each kind, padded with zeros, without states that are zero."""
+    partitions = {}
     for kind in group.kinds:
         is_state = kind in group.state_kinds
         shards = [shard for shard in group.shards if not (is_state and shard.fqn in fresh)]
         if is_state and not shards:
             continue
-        chunk = torch.zeros(group.layout.chunk, dtype=group.dtype_of(kind))
+        partition = torch.zeros(group.slot_table.partition_numel, dtype=group.dtype_of(kind))
         for shard in shards:
-            source = kind_from_proto(kind) if is_state else _weight_for(kind, chunk.dtype, shard.fqn, origin)
-            origin.read(chunk[shard.position :][: shard.numel], shard.fqn, source, shard.offset)
-        chunks[kind] = chunk
-    return chunks
+            source = kind_from_proto(kind) if is_state else _weight_for(kind, partition.dtype, shard.fqn, stored_step)
+            stored_step.read(partition[shard.in_partition], shard.fqn, source, shard.offset)
+        partitions[kind] = partition
+    return partitions
 
 
-def _weight_for(kind: Kind, dtype: torch.dtype, fqn: str, origin: Origin) -> StoredKind:
+def _weight_for(kind: Kind, dtype: torch.dtype, fqn: str, stored_step: StoredStep) -> StoredKind:
     """Return the stored kind from which a parameter or master weight is made.
 
     That is the kind with the same bits if it is stored, otherwise the most precise one.
     """
-    stored = origin.kinds_of(fqn)
+    stored = stored_step.kinds_of(fqn)
     if kind == PARAM and stored["param"] == dtype:
         return "param"
     return "master" if "master" in stored else "param"
 
 
 def _bytes(group: FlatGroup) -> int:
-    return sum(group.layout.chunk * group.dtype_of(kind).itemsize for kind in group.kinds)
+    return sum(group.slot_table.partition_numel * group.dtype_of(kind).itemsize for kind in group.kinds)

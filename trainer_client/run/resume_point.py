@@ -2,7 +2,7 @@
 
 [Note: layouts] A layout is the way in which a job is cut into shard groups. It follows from the world size, the units,
 the dtypes and the set of trainable parameters. Each run that makes a layout gives it a unique name: a fingerprint of
-the partition and a nonce. A run finds one of two cases:
+the shards and a nonce. A run finds one of two cases:
 
 - All stores have the same layout. Then all runs since that layout was made have used these stores together, so a step
   that all of them have is one consistent step.
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,11 +38,9 @@ from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state
-from trainer_client.run.stored_step import Holder, Origin, StoreAddress, connect
+from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.types import StoredLayout, StoredTensor, kind_from_proto
 from trainer_client.transport.rank_store import RankStore
-
-log = logging.getLogger(__name__)
 
 _FINGERPRINT_DIGITS = 16
 _NONCE_BYTES = 4
@@ -101,16 +98,16 @@ class _View:
 
 def name_layout(groups: Iterable[FlatGroup], collectives: Collectives) -> str:
     """Return a new name for the layout that this run would make; see [Note: layouts]. A collective."""
-    partition = [
+    shards = [
         [
             group.name_of(0),
-            group.layout.chunk,
-            [[slot.fqn, slot.position, slot.numel] for slot in group.layout.slots],
+            group.slot_table.partition_numel,
+            [[slot.fqn, slot.offset, slot.numel] for slot in group.slot_table.slots],
             [[int(kind), WIRE_DTYPES[group.dtype_of(kind)]] for kind in (*group.kinds, GRAD)],
         ]
         for group in groups
     ]
-    content = json.dumps([collectives.world_size, partition], separators=(",", ":")).encode()
+    content = json.dumps([collectives.world_size, shards], separators=(",", ":")).encode()
     fingerprint = hashlib.sha256(content).hexdigest()[:_FINGERPRINT_DIGITS]
     return f"{fingerprint}-{collectives.broadcast_id(secrets.token_bytes(_NONCE_BYTES)).hex()}"
 
@@ -170,7 +167,9 @@ def find_start(
     return Start(**start | {"stores": tuple(stores), "fresh": frozenset(start["fresh"])})
 
 
-def carried_state(origin: Origin, start: Start, parameters: Sequence[ModelParameter], rank: int) -> dict[str, Any]:
+def carried_state(
+    stored_step: StoredStep, start: Start, parameters: Sequence[ModelParameter], rank: int
+) -> dict[str, Any]:
     """Return the client state of the commit to resume from, adapted to a rank of this run.
 
     A rank that took part in the commit gets its own random states back. Those of a new rank are derived from rank 0's
@@ -179,11 +178,11 @@ def carried_state(origin: Origin, start: Start, parameters: Sequence[ModelParame
     Raises:
         ClientStateError: the commit was not made by a trainer.
     """
-    own = origin.client_state(rank)
-    encoded = origin.client_state(0) if own is None else own
+    own = stored_step.client_state(rank)
+    encoded = stored_step.client_state(0) if own is None else own
     if not encoded:
         raise ClientStateError(
-            f"step {origin.step} of job {origin.job!r} was not committed by a trainer: use another job name"
+            f"step {stored_step.step} of job {stored_step.job!r} was not committed by a trainer: use another job name"
         )
     state = client_state.decode(encoded)
     if own is None:
@@ -197,7 +196,7 @@ def carried_state(origin: Origin, start: Start, parameters: Sequence[ModelParame
 
 
 def _common_step(views: Sequence[_View], layout: str) -> int | None:
-    """Return the newest step that every store has, if all have the same layout and it is partitioned like `layout`.
+    """Return the newest step that every store has, if all have the same layout and it is cut like `layout`.
 
     Returns None otherwise.
     """
@@ -272,23 +271,23 @@ class _Search:
         """Return the reachable stores that have the step, and what they have of each tensor, by its name."""
         reached: list[StoreAddress] = []
         tensors: dict[str, list[StoredTensor]] = {}
-        with ExitStack() as holders:
+        with ExitStack() as parts:
             for store in stores:
                 try:
-                    holder = Holder(connect(store, self._credentials), self._job, layout, step)
+                    part = StepPart(connect(store, self._credentials), self._job, layout, step)
                 except TrainerClientError as error:
                     self._problems.append(f"{store.address}: {error}")
                     continue
-                holders.callback(holder.close)
+                parts.callback(part.close)
                 reached.append(store)
-                for fqn, tensor in holder.tensors.items():
+                for fqn, tensor in part.tensors.items():
                     tensors.setdefault(fqn, []).append(tensor)
         return reached, tensors
 
     def _missing(self, tensors: Mapping[str, Sequence[StoredTensor]]) -> str | None:
         """Return a text that names the first range of a parameter that no store has; None: nothing is missing."""
         for group in self._groups:
-            for slot in group.layout.slots:
+            for slot in group.slot_table.slots:
                 end = 0
                 for first, count in sorted(held for tensor in tensors.get(slot.fqn, ()) for held in tensor.held):
                     if first > end:
@@ -304,19 +303,13 @@ class _Search:
         fresh, other = set(), set()
         for group in self._groups:
             wanted = {kind_from_proto(kind) for kind in group.state_kinds}
-            for slot in group.layout.slots:
+            for slot in group.slot_table.slots:
                 stored = tensors.get(slot.fqn, ())
                 states = {kind for tensor in stored for kind in tensor.kinds} - set(_WEIGHTS)
                 if stored and states != wanted:
                     other.add(slot.fqn)
                     if group.trainable:
                         fresh.add(slot.fqn)
-        if other:
-            log.warning(
-                "job %r was committed with another optimizer, or other frozen parameters: the optimizer states of %d "
-                "parameters begin at zero, and the hyper-parameters are those that this run's optimizer was made with",
-                *(self._job, len(fresh)),
-            )
         return Start(
             layout=layout,
             step=step,

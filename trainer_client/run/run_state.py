@@ -5,22 +5,22 @@ Owns the list of its parts. Must never encode them, because client_state.py does
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from trainer_client.config.training_config import BatchSizes
+from trainer_client.model.plain_state import PlainState
 from trainer_client.run import client_state
 from trainer_client.run.data_loader import TrainingLoader
+from trainer_client.run.made_with import MadeWith
+from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.trace import Clock
 from trainer_client.step.training_step import TrainingStep
 from trainer_client.store_optimizer import StoreOptimizer
-
-log = logging.getLogger(__name__)
 
 
 class Scheduler(Protocol):
@@ -35,14 +35,19 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The counters of the engine: optimizer steps, and micro-batches."""
+    """The counters of the engine: optimizer steps, the samples in them, and micro-batches."""
 
     global_steps: int = 0
+    global_samples: int = 0
     micro_steps: int = 0
 
 
 class RunState:
-    """The parts of a run's state that a commit carries for this rank."""
+    """The parts of a run's state that a commit carries for this rank.
+
+    Args:
+        made_with: the record of this run; None: another rank's commits carry it.
+    """
 
     def __init__(
         self,
@@ -52,18 +57,25 @@ class RunState:
         optimizer: StoreOptimizer,
         lr_scheduler: Scheduler | None,
         clock: Clock,
-        batch: BatchSizes,
+        micro_batches: MicroBatches,
         data: TrainingLoader | None,
         device: torch.device,
+        plain: PlainState | None,
+        made_with: MadeWith | None,
     ) -> None:
+        """Join the parts; `plain` and `made_with` are None on all ranks but rank 0, whose commits carry them."""
         self._step = step
         self._scaler = scaler
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._clock = clock
-        self._batch = batch
+        self._micro_batches = micro_batches
         self._data = data
         self._device = device
+        self._plain = plain
+        self._made_with = made_with
+        # The text is made once, because every commit carries it.
+        self._made_with_text = None if made_with is None else made_with.encode()
 
     def encode(self, progress: Progress, user: Mapping[str, Any]) -> bytes:
         """Return the encoded state for a commit; `user` has the user's part.
@@ -71,6 +83,7 @@ class RunState:
         Raises:
             ClientStateError: a value cannot be stored.
         """
+        sizes = self._micro_batches.sizes
         return client_state.encode(
             {
                 "counters": {
@@ -78,8 +91,9 @@ class RunState:
                     "skipped_steps": self._step.skipped,
                     "skipped_in_row": self._step.skipped_in_row,
                     "micro_steps": progress.micro_steps,
-                    "accumulation": self._batch.accumulation,
-                    "train_batch_size": self._batch.train,
+                    "accumulation": sizes.accumulation,
+                    "train_batch_size": sizes.train,
+                    "global_samples": progress.global_samples,
                     "clock": self._clock.now,
                 },
                 "update_counts": self._step.update_counts,
@@ -88,12 +102,18 @@ class RunState:
                 "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
                 "random": client_state.random_states(self._device),
                 "data": None if self._data is None else self._data.state_dict(),
+                "model": None if self._plain is None else self._plain.to_commit(),
                 "user": user,
+                "made_at": time.time(),
+                "made_with": self._made_with_text,
             }
         )
 
     def restore(self, state: Mapping[str, Any]) -> Progress:
-        """Restore the run from the decoded state of a commit, and return its counters. The user's part is ignored."""
+        """Restore the run from the decoded state of a commit, and return its counters.
+
+        The user's part is ignored, and so are the model's names and buffers, which are there for exports.
+        """
         counters = state["counters"]
         self._step.go_on_from(
             update_counts=state["update_counts"],
@@ -110,14 +130,15 @@ class RunState:
         if self._data is not None and state["data"] is not None:
             self._data.load_state_dict(state["data"])
         client_state.restore_random_states(state["random"], self._device)
-        if counters["train_batch_size"] != self._batch.train:
-            log.warning(
-                "the global batch was %d samples and is %d from here on: set train_batch_size to keep it",
-                *(counters["train_batch_size"], self._batch.train),
-            )
+        if self._made_with is not None:
+            self._made_with = self._made_with.going_on_from(state)
+            self._made_with_text = self._made_with.encode()
+        sizes = self._micro_batches.sizes
         micro_steps = counters["micro_steps"]
-        if counters["accumulation"] != self._batch.accumulation:
+        if counters["accumulation"] != sizes.accumulation:
             # A commit is made at the end of a step, so this is the count as if all steps had had the new number of
             # micro-batches.
-            micro_steps = counters["global_steps"] * self._batch.accumulation
-        return Progress(global_steps=counters["global_steps"], micro_steps=micro_steps)
+            micro_steps = counters["global_steps"] * sizes.accumulation
+        # Commits of earlier versions have no count of samples; their batch size never changed within a run.
+        samples = counters.get("global_samples", counters["global_steps"] * counters["train_batch_size"])
+        return Progress(global_steps=counters["global_steps"], global_samples=samples, micro_steps=micro_steps)

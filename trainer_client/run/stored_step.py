@@ -50,8 +50,8 @@ def connect(store: StoreAddress, credentials: Credentials) -> StoreClientSync:
     )
 
 
-class Holder:
-    """A reader of one store's part of the step.
+class StepPart:
+    """One store's part of the step, held by a reader.
 
     Attributes:
         reader: reads elements.
@@ -74,7 +74,7 @@ class Holder:
         self._client.close()
 
 
-class Origin:
+class StoredStep:
     """The step that a new layout is filled from. Connections to its stores are opened when they are first needed.
 
     Args:
@@ -93,28 +93,28 @@ class Origin:
         self._layout = layout
         self._stores = list(stores)
         self._credentials = credentials
-        self._holders: list[Holder] = []
+        self._parts: list[StepPart] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for holder in self._holders:
-            holder.close()
+        for part in self._parts:
+            part.close()
 
-    def holders(self) -> Iterator[Holder]:
-        """Yield the readers of the stores, in order. Raises StoreError if a store cannot be reached."""
+    def parts(self) -> Iterator[StepPart]:
+        """Yield the stores' parts, in order. Raises StoreError if a store cannot be reached."""
         for index, store in enumerate(self._stores):
-            if index == len(self._holders):
+            if index == len(self._parts):
                 client = connect(store, self._credentials)
-                self._holders.append(Holder(client, self.job, self._layout, self.step))
-            yield self._holders[index]
+                self._parts.append(StepPart(client, self.job, self._layout, self.step))
+            yield self._parts[index]
 
     def kinds_of(self, fqn: str) -> Mapping[Kind, torch.dtype]:
         """Return the dtypes of the kinds that are stored of a tensor. Raises StoreNotFoundError."""
-        for holder in self.holders():
-            if fqn in holder.tensors:
-                return holder.tensors[fqn].kinds
+        for part in self.parts():
+            if fqn in part.tensors:
+                return part.tensors[fqn].kinds
         raise self._missing(f"parameter {fqn!r}")
 
     def read(self, target: torch.Tensor, fqn: str, kind: Kind, offset: int) -> None:
@@ -126,29 +126,29 @@ class Origin:
         """
         done = 0
         while done < target.numel():
-            holder, count = self._find(fqn, offset + done, target.numel() - done)
-            part = target[done : done + count]
-            if holder.tensors[fqn].kinds[kind] == target.dtype:
-                holder.reader.get(fqn, kind=kind, offset=offset + done, numel=count, out=part)
+            part, count = self._find(fqn, offset + done, target.numel() - done)
+            values = target[done : done + count]
+            if part.tensors[fqn].kinds[kind] == target.dtype:
+                part.reader.get(fqn, kind=kind, offset=offset + done, numel=count, out=values)
             else:
-                part.copy_(holder.reader.get(fqn, kind=kind, offset=offset + done, numel=count))
+                values.copy_(part.reader.get(fqn, kind=kind, offset=offset + done, numel=count))
             done += count
 
     def client_state(self, rank: int) -> bytes | None:
         """Return the client state that a rank gave to the commit of the step; None: there was no such rank."""
-        for holder in self.holders():
+        for part in self.parts():
             try:
-                return holder.reader.client_state(rank)
+                return part.reader.client_state(rank)
             except StoreNotFoundError:
                 continue
         return None
 
-    def _find(self, fqn: str, offset: int, numel: int) -> tuple[Holder, int]:
+    def _find(self, fqn: str, offset: int, numel: int) -> tuple[StepPart, int]:
         """Return a store that has element `offset`, and how many of the `numel` elements from there on it has."""
-        for holder in self.holders():
-            for first, count in holder.tensors[fqn].held if fqn in holder.tensors else ():
+        for part in self.parts():
+            for first, count in part.tensors[fqn].held if fqn in part.tensors else ():
                 if first <= offset < first + count:
-                    return holder, min(numel, first + count - offset)
+                    return part, min(numel, first + count - offset)
         raise self._missing(f"elements [{offset}, {offset + numel}) of parameter {fqn!r}")
 
     def _missing(self, what: str) -> StoreNotFoundError:

@@ -72,11 +72,11 @@ class EarlyUpdates:
         early = self._of_group.get(group)
         if early is None or early.accepted.wait():
             return early
-        self.forget(group)
+        self.remove(group)
         return None
 
-    def forget(self, group: str) -> None:
-        """Take note that the group's update is part of a step, or that the gradient is given up. Idempotent."""
+    def remove(self, group: str) -> None:
+        """Take note that the group's update is part of a step, or that its gradient is freed. Idempotent."""
         self._of_group.pop(group, None)
 
     def withdraw(self, group: str) -> None:
@@ -84,7 +84,7 @@ class EarlyUpdates:
         early = self._of_group.get(group)
         if early is not None:
             self.undo(early)
-            self.forget(group)
+            self.remove(group)
 
     def undo(self, early: EarlyUpdate) -> None:
         """Have the store undo an update. The lease on its gradient stays."""

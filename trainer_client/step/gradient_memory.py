@@ -19,17 +19,17 @@ from trainer_client.transport.rank_store import RankStore
 class GradientMemory(Protocol):
     """The contract of the memory that holds this rank's part of a group's gradient within a step.
 
-    memory.start(step); memory.chunk.copy_(gradient)  # once or more often in a step
-    leased = memory.lease(step)                       # or memory.give_back(), or memory.abandon()
+    memory.start(step); memory.partition.copy_(gradient)  # once or more often in a step
+    leased = memory.lease(step)                       # or memory.free(), or memory.abandon()
     """
 
     @property
-    def is_there(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the memory was asked for in this step."""
 
     @property
-    def chunk(self) -> torch.Tensor:
-        """The gradient: [layout.chunk] of the group's gradient dtype, uninitialised at first. Call `start` before."""
+    def partition(self) -> torch.Tensor:
+        """The gradient [partition_numel] in the group's gradient dtype, uninitialised at first. Call `start` before."""
 
     def start(self, step: int) -> None:
         """Ask for the memory. Does not wait; idempotent within the step."""
@@ -41,11 +41,11 @@ class GradientMemory(Protocol):
     def lease(self, step: int) -> LeasedBytes:
         """Return the gradient in leased memory, for the store, and drop all other state of the step."""
 
-    def give_back(self) -> None:
-        """Release the memory, because the gradient is not needed any more. Returns when the next step may ask."""
+    def free(self) -> None:
+        """Free the memory, because the gradient is not needed any more. Returns when the next step may ask."""
 
     def abandon(self) -> None:
-        """Release the memory after a failure. Does not wait and raises nothing; idempotent."""
+        """Free the memory after a failure. Does not wait and raises nothing; idempotent."""
 
 
 class LeasedMemory:
@@ -59,15 +59,15 @@ class LeasedMemory:
         self._step = 0
 
     @property
-    def is_there(self) -> bool:
+    def is_requested(self) -> bool:
         return self._leased is not None or self._pending is not None
 
     @property
-    def chunk(self) -> torch.Tensor:
+    def partition(self) -> torch.Tensor:
         return self._wait().data.view(self._group.gradient_dtype)
 
     def start(self, step: int) -> None:
-        if not self.is_there:
+        if not self.is_requested:
             self._step = step
             self._pending = self._ask()
 
@@ -83,7 +83,7 @@ class LeasedMemory:
         leased, self._leased = self._wait(), None
         return leased
 
-    def give_back(self) -> None:
+    def free(self) -> None:
         if self._pending is not None:
             (self._leased,) = self._pending.wait()
         leased, self._leased, self._pending = self._leased, None, None
@@ -94,9 +94,9 @@ class LeasedMemory:
         pending, self._pending = self._pending, None
         leased, self._leased = self._leased, None
         if pending is not None:
-            pending.forgo()
+            pending.release_when_granted()
         if leased is not None:
-            self._store.give_back([leased])
+            self._store.release_quietly([leased])
 
     def _wait(self) -> LeasedBytes:
         """Wait for the lease, and return it.
@@ -122,21 +122,23 @@ class DeviceMemory:
     def __init__(self, group: FlatGroup, store: RankStore) -> None:
         self._group = group
         self._store = store
-        self._chunk: torch.Tensor | None = None
+        self._partition: torch.Tensor | None = None
 
     @property
-    def is_there(self) -> bool:
-        return self._chunk is not None
+    def is_requested(self) -> bool:
+        return self._partition is not None
 
     @property
-    def chunk(self) -> torch.Tensor:
-        assert self._chunk is not None, "start comes first"
-        return self._chunk
+    def partition(self) -> torch.Tensor:
+        assert self._partition is not None, "start comes first"
+        return self._partition
 
     def start(self, step: int) -> None:
-        if self._chunk is None:
+        if self._partition is None:
             group = self._group
-            self._chunk = torch.empty(group.layout.chunk, dtype=group.gradient_dtype, device=group.device)
+            self._partition = torch.empty(
+                group.slot_table.partition_numel, dtype=group.gradient_dtype, device=group.device
+            )
 
     @property
     def leased(self) -> LeasedBytes | None:
@@ -145,15 +147,15 @@ class DeviceMemory:
     def lease(self, step: int) -> LeasedBytes:
         (leased,) = self._store.acquire_write([self._group.slab(GRAD)], step).wait()
         try:
-            leased.data.view(self._group.gradient_dtype).copy_(self.chunk)
+            leased.data.view(self._group.gradient_dtype).copy_(self.partition)
         except BaseException:
-            self._store.give_back([leased])
+            self._store.release_quietly([leased])
             raise
-        self._chunk = None
+        self._partition = None
         return leased
 
-    def give_back(self) -> None:
-        self._chunk = None
+    def free(self) -> None:
+        self._partition = None
 
     def abandon(self) -> None:
-        self._chunk = None
+        self._partition = None

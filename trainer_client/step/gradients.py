@@ -91,12 +91,12 @@ class GradientGroup:
         self.next_use = 0
         self._early_updates = early_updates
         self._norm = norms
-        # The norms of the shards in `chunk`; None: not computed since the chunk last changed.
+        # The norms of the shards in `partition`; None: not computed since the partition last changed.
         self._norms: torch.Tensor | None = None
         self._reduction_dtype = reduction_dtype
         self._collectives = collectives
         # These three are used with several ranks only: the gradient that this rank has not reduced yet, the slots of
-        # the parameters that have a gradient in it, and whether `chunk` holds a sum of this step already.
+        # the parameters that have a gradient in it, and whether `partition` holds a sum of this step already.
         self._full: torch.Tensor | None = None
         self._unreduced: set[int] = set()
         self._reduced = False
@@ -123,22 +123,22 @@ class GradientGroup:
         return not any(parameter.tensor.requires_grad for parameter in self.flat_group.parameters)
 
     @property
-    def chunk(self) -> torch.Tensor:
-        """This rank's part of the gradient: [layout.chunk] of the group's gradient dtype, on the device of `memory`."""
-        return self.memory.chunk
+    def partition(self) -> torch.Tensor:
+        """This rank's part [partition_numel] of the gradient, in the group's gradient dtype, where `memory` is."""
+        return self.memory.partition
 
     def expect_all(self) -> None:
         """Expect a gradient of every parameter."""
         self.missing = set(range(len(self.flat_group.parameters)))
 
     def begin_change(self) -> None:
-        """Forget the norms and withdraw the early update, because the gradient is about to change."""
+        """Withdraw the early update and remove the norms, because the gradient is about to change."""
         self._norms = None
         self._early_updates.withdraw(self.flat_group.name)
 
     @torch.no_grad()
-    def take(self, slot: int, step: int) -> None:
-        """Take the gradient of the parameter in `slot` over, for `step`, and set its `.grad` to None."""
+    def accumulate(self, slot: int, step: int, factor: float) -> None:
+        """Add the `.grad` of the parameter in `slot`, times `factor`, to the gradient of `step`, and set it to None."""
         self.memory.start(step)
         parameter = self.flat_group.parameters[slot]
         gradient = parameter.tensor.grad
@@ -149,11 +149,13 @@ class GradientGroup:
                 f"parameter {parameter.fqn} has a {gradient.layout} gradient: make it dense (Embedding(sparse=False))"
             )
         parameter.tensor.grad = None
+        if factor != 1.0:
+            gradient = gradient * factor
         self.begin_change()
-        place = self.flat_group.layout.slots[slot]
-        first, last = place.position, place.position + place.numel
+        place = self.flat_group.slot_table.slots[slot]
+        first, last = place.offset, place.offset + place.numel
         if self._collectives.world_size == 1:
-            _put(self.chunk[first:last].view(parameter.shape), gradient, add=slot in self.present)
+            _put(self.partition[first:last].view(parameter.shape), gradient, add=slot in self.present)
         else:
             if self._full is None:
                 self._full = self._zeros()
@@ -173,17 +175,21 @@ class GradientGroup:
         full = self._zeros() if self._full is None else self._full
         self._full = None
         self._unreduced.clear()
-        direct = not self._reduced and self.chunk.device == device and self.chunk.dtype == dtype
-        mean = self.chunk if direct else torch.empty(self.flat_group.layout.chunk, dtype=dtype, device=device)
+        direct = not self._reduced and self.partition.device == device and self.partition.dtype == dtype
+        mean = (
+            self.partition
+            if direct
+            else torch.empty(self.flat_group.slot_table.partition_numel, dtype=dtype, device=device)
+        )
         what = f"the reduction of {self.flat_group.unit}"
         self._collectives.reduce_scatter_mean(mean, full.to(dtype), what)
         if not direct:
-            _put(self.chunk, mean, add=self._reduced)
+            _put(self.partition, mean, add=self._reduced)
         self._reduced = True
 
     def _zeros(self) -> torch.Tensor:
         group = self.flat_group
-        return torch.zeros(group.layout.numel, dtype=group.gradient_dtype, device=self._collectives.device)
+        return torch.zeros(group.slot_table.numel, dtype=group.gradient_dtype, device=self._collectives.device)
 
     def norms(self) -> tuple[list[int], torch.Tensor]:
         """Return the norms of this rank's shards.
@@ -193,8 +199,8 @@ class GradientGroup:
         """
         shards = self.flat_group.shards
         if self._norms is None:
-            chunk = self.chunk
-            norms = [self._norm.of(chunk[shard.position : shard.position + shard.numel]) for shard in shards]
+            partition = self.partition
+            norms = [self._norm.of(partition[shard.in_partition]) for shard in shards]
             self._norms = torch.stack(norms).cpu() if norms else torch.empty(0)
         return [self.flat_group.parameters[shard.slot].index for shard in shards], self._norms
 
@@ -205,7 +211,7 @@ class GradientGroup:
         return leased
 
     def abandon(self) -> None:
-        """Undo the early update of this gradient, and release the gradient's memory.
+        """Undo the early update of this gradient, and free the gradient's memory.
 
         The caller reports the failure that made this necessary. An error of the store is ignored here, because a store
         that refuses to undo the update has lost this session or the step, and with it the update.
@@ -216,9 +222,9 @@ class GradientGroup:
         self.finish()
 
     def finish(self) -> None:
-        """Forget all of the step, and release the gradient's memory."""
-        self.memory.give_back()
-        self._early_updates.forget(self.flat_group.name)
+        """Remove all state of the step, and free the gradient's memory."""
+        self.memory.free()
+        self._early_updates.remove(self.flat_group.name)
         self._norms = None
         self.present.clear()
         self._full = None
@@ -329,8 +335,8 @@ class Gradients:
             if is_dirty:
                 group.reduce(step)
 
-    def chunk_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
-        """Return this rank's part [layout.chunk] of a group's gradient so far.
+    def partition_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """Return this rank's part [partition_numel] of a group's gradient so far.
 
         Return None if the parameter in `slot` has no gradient in it.
 
@@ -344,8 +350,8 @@ class Gradients:
             raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
         found = self._find(group)
         alone = self._collectives.world_size == 1
-        is_there = found is not None and found.memory.is_there and (not alone or slot in found.present)
-        return found.chunk if found is not None and is_there else None
+        exists = found is not None and found.memory.is_requested and (not alone or slot in found.present)
+        return found.partition if found is not None and exists else None
 
     def begin_change(self, group: FlatGroup) -> None:
         """Withdraw the early update of a group, because the caller is about to write to its gradient."""
@@ -369,7 +375,7 @@ class Gradients:
         norms = torch.zeros(self._parameters, dtype=torch.float32)
         present = torch.zeros(self._parameters, dtype=torch.float32)
         for group in self._groups:
-            if not group.memory.is_there:
+            if not group.memory.is_requested:
                 continue
             indices, values = group.norms()
             norms[indices] = values
@@ -381,7 +387,7 @@ class Gradients:
         total = torch.linalg.vector_norm(rows[:, : self._parameters][:, anywhere])
         return GradientNorm(total=total, present=anywhere.tolist())
 
-    def hand_over(self, updated: Sequence[bool]) -> Iterator[GradientGroup]:
+    def groups_to_update(self, updated: Sequence[bool]) -> Iterator[GradientGroup]:
         """Yield the groups with a parameter that is `updated` in this step, in forward order.
 
         The caller must finish the groups that it gets; this method finishes the other groups.
@@ -393,15 +399,15 @@ class Gradients:
                 group.begin_change()
                 group.finish()
 
-    def discard(self) -> None:
-        """Withdraw all early updates of a step that is not made, then give the memory of its gradients back."""
+    def free(self) -> None:
+        """Withdraw all early updates of a step that is not made, then free the memory of its gradients."""
         for group in self._groups:
             group.begin_change()
         for group in self._groups:
             group.finish()
 
     def abandon(self) -> None:
-        """Undo all early updates and release all memory, after a failure. Raises no StoreError."""
+        """Undo all early updates and free all memory, after a failure. Raises no StoreError."""
         for group in self._groups:
             group.abandon()
 

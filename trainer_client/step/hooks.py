@@ -20,14 +20,15 @@ gradient to Gradients, which adds it to the flat gradient of its group. When the
 reduces the group over the ranks, and a group whose gradient is final goes on to Updates, so that the store can begin
 with its update while backward goes on.
 
-[Note: lent units] When a unit's forward hands a released parameter of another unit to torch, the first unit borrows the
-other one: the lender is gathered at once, and held as long as the borrower's forward needs it, and again as long as its
-backward does. A unit that returns its parameters, or views of them, to its caller is held for the caller in the same
-way. The hooks remember the loans until the step ends.
+[Note: external parameters] When a unit's forward hands torch a released parameter of another unit, that parameter is
+external to the first unit. The other unit, its owner, is gathered at once, and held as long as the first unit's forward
+needs it, and again as long as its backward does. A unit that returns its parameters, or views of them, to its caller is
+held for the caller in the same way. The hooks remember the owners until the step ends.
 
 [Note: hooks and torch.compile] Hooks take leases, communicate and remember, which torch.compile cannot trace. They are
-disabled for it, so it runs them between its graphs. Lending is disabled too: the graph of a compiled unit is cut in two
-at the place where the unit borrows, unless the loan is registered with `lend`.
+disabled for it, so it runs them between its graphs. The gather of an external parameter's owner is, too: the graph of a
+compiled unit is cut in two at the place where the parameter is used, unless it is registered with
+`register_external_parameter`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -55,6 +56,9 @@ from trainer_client.step.residency import Holder, Part, Residency
 from trainer_client.step.tensor_tree import TensorTree
 from trainer_client.step.trace import Clock, Trace
 from trainer_client.step.updates import Updates
+
+# The number of the graph task, as torch returns it outside of autograd.
+_NO_GRAPH_TASK = -1
 
 
 @dataclass(slots=True)
@@ -92,6 +96,29 @@ class _Before:
     used: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPlan:
+    """What the hooks have to know of a backward pass that begins.
+
+    Attributes:
+        step: the step that its gradients are for.
+        reduces: whether it reduces gradients over the ranks; see Gradients.begin_backward.
+        gradient_factor: what each parameter's gradient is multiplied by.
+    """
+
+    step: int
+    reduces: bool
+    gradient_factor: float = 1.0
+
+
+class UserBackward(Protocol):
+    """What surrounds a backward pass that the user starts with `loss.backward()`; see BackwardPasses."""
+
+    def begin_for_user(self) -> BackwardPlan: ...
+
+    def end(self) -> None: ...
+
+
 class UnitHooks:
     """The hooks of one engine.
 
@@ -100,6 +127,7 @@ class UnitHooks:
         compute_dtype: the dtype to cast the root's floating-point inputs to; None: they stay as they are.
         clock: the clock of the job, so that positions go on growing after a resume.
         recorder: takes note of the phases, and of which unit's code runs.
+        user_backward: asked when a gradient comes and `engine.backward` is not running.
     """
 
     def __init__(
@@ -113,6 +141,7 @@ class UnitHooks:
         compute_dtype: torch.dtype | None,
         clock: Clock,
         recorder: Recorder,
+        user_backward: UserBackward,
     ) -> None:
         self._units = units
         self._root = units[0]
@@ -122,17 +151,19 @@ class UnitHooks:
         self._reduction_order = reduction_order
         self._compute_dtype = compute_dtype
         self._recorder = recorder
+        self._user_backward = user_backward
         self._phases = Phases(recorder.enter_phase)
         self._training = Trace(clock)
         self._inference = Trace(clock, amid=self._training)
         self._trace = self._inference
-        # The step that the gradients of the current backward belong to.
-        self._step = 0
+        # The plan of the current backward pass, or of the last one, and whether the user has started it.
+        self._plan = BackwardPlan(step=0, reduces=True)
+        self._is_users = False
         self._running: list[_Frame] = []
-        # For each unit, the indices of the units that it has borrowed in this step, and of those that it always borrows
-        # because the user has registered a loan.
-        self._lent: list[set[int]] = [set() for _ in units]
-        self._lent_always: list[set[int]] = [set() for _ in units]
+        # For each unit, the indices of the units that own its external parameters: of those that it has used in this
+        # step, and of those that the user has registered.
+        self._owners_in_use: list[set[int]] = [set() for _ in units]
+        self._registered_owners: list[set[int]] = [set() for _ in units]
         # The units whose backward has begun and is not over, and those among them whose last gradients autograd is
         # about to accumulate.
         self._in_backward: set[int] = set()
@@ -165,9 +196,9 @@ class UnitHooks:
         for unit in self._units:
             self._watch_gradients(unit)
             for group in unit.groups:
-                group.gather_on_use(torch.compiler.disable(partial(self._lend_on_use, unit)))
+                group.gather_on_use(torch.compiler.disable(partial(self._gather_owner_on_use, unit)))
 
-    def lend(self, module: nn.Module, parameter: nn.Parameter) -> None:
+    def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather the unit of `parameter` with the unit of `module` from now on.
 
         The user calls this because each forward of `module` uses the parameter.
@@ -175,27 +206,24 @@ class UnitHooks:
         Raises:
             ConfigError: the module or the parameter is not part of the model.
         """
-        lender = next((u for u in self._units for group in u.groups if group.contains(parameter)), None)
-        if lender is None:
+        owner = next((u for u in self._units for group in u.groups if group.contains(parameter)), None)
+        if owner is None:
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not of this engine's model")
         # The root comes first and its modules are all modules of the model, so the search begins with the last unit.
-        borrower = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
-        if borrower is None:
+        user_unit = next((u for u in reversed(self._units) if module in set(u.module.modules())), None)
+        if user_unit is None:
             raise ConfigError(f"a {type(module).__name__} is not a module of this engine's model")
-        if borrower is not lender:
-            self._lent_always[borrower.index].add(lender.index)
+        if user_unit is not owner:
+            self._registered_owners[user_unit.index].add(owner.index)
 
-    def begin_backward(self, step: int, *, reduces: bool) -> None:
-        """Take note that the gradients that come from now on belong to `step`. A collective, without waiting for it.
-
-        Args:
-            reduces: whether gradients are reduced in this backward pass; see Gradients.begin_backward.
-        """
+    def begin_backward(self, plan: BackwardPlan) -> None:
+        """Take note that a backward pass begins. A collective, without waiting for it."""
         self.expect_forward()
         self._phases.enter(Verb.BEGIN_BACKWARD)
         self._trace = self._training
-        self._step = step
-        self._gradients.begin_backward(reduces=reduces)
+        self._plan = plan
+        self._is_users = False
+        self._gradients.begin_backward(reduces=plan.reduces)
         self._reduction_order.begin([i for i in self._used if self._gradients.has_gradients(self._units[i])])
         self._residency.pause()
         self._gather_for_backward(self._root)
@@ -206,7 +234,7 @@ class UnitHooks:
             self._reduce(index)
         self._end_uses(keep=True)
         self._used = {index: None for index in self._used if self._open[index]}
-        self._gradients.finish_backward(self._step)
+        self._gradients.finish_backward(self._plan.step)
         self._recorder.compute(None)
         self._phases.enter(Verb.END_BACKWARD)
 
@@ -225,6 +253,14 @@ class UnitHooks:
             self._end_uses(keep=False)
         return True
 
+    @property
+    def has_lost_backward(self) -> bool:
+        """Whether the user's `loss.backward()` has ended with an error, of which only autograd has told the user.
+
+        Autograd calls back at the end of a pass that ends well only.
+        """
+        return self._is_users and self.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == _NO_GRAPH_TASK
+
     def expect_forward(self) -> None:
         """Take note that no forward is under way, and that the last one cannot be undone any more.
 
@@ -242,7 +278,7 @@ class UnitHooks:
         state as this one.
         """
         self._running.clear()
-        self._forget_records(0)
+        self._remove_records(0)
         before, self._before = self._before, None
         if before is None or self.phase not in (Phase.INFERENCE, Phase.FORWARD):
             return
@@ -261,12 +297,12 @@ class UnitHooks:
         """Take note that a change of states between two steps has failed half-way."""
         self._phases.enter(Verb.FAIL_CHANGE)
 
-    def forget_values(self) -> None:
+    def release_units(self) -> None:
         """Release all gathered units.
 
         The user changes parameters between two steps, so gathered copies would be stale.
         """
-        self._residency.let_all_go()
+        self._residency.release_all()
         # Resident units are not released, so their autocast copies are dropped here; see flat_group.py
         # [Note: autocast].
         torch.clear_autocast_cache()
@@ -278,7 +314,7 @@ class UnitHooks:
         self._end_uses(keep=False)
         for index in range(len(self._units)):
             self._open[index].clear()
-            self._lent[index].clear()
+            self._owners_in_use[index].clear()
         self._used.clear()
 
     def finish_step(self) -> None:
@@ -320,7 +356,7 @@ class UnitHooks:
 
     def _enter(self, unit: Unit, module: nn.Module) -> None:
         """Note a forward that begins, and gather its unit, unless a forward of the same unit surrounds it."""
-        if self.phase in (Phase.STEP, Phase.FAILED):
+        if self.phase in (Phase.STEP, Phase.FAILED) or self.has_lost_backward:
             raise PhaseError(f"the model's forward was called where it cannot be: {self.phase.value}")
         outermost = not self._running
         nested = any(frame.unit is unit for frame in self._running)
@@ -342,7 +378,7 @@ class UnitHooks:
         if self.phase is Phase.FORWARD and self._trace is self._training and not unit.is_root:
             self._used.setdefault(unit.index)
         if not nested:
-            self._hold(unit, Part.FORWARD, self._lent_always[unit.index])
+            self._hold(unit, Part.FORWARD, self._registered_owners[unit.index])
 
     def _leave(self, module: nn.Module) -> None:
         """Note that the forward of `module` has ended, has raised, or was refused before it began."""
@@ -351,7 +387,7 @@ class UnitHooks:
         frame = self._running.pop()
         unit = frame.unit
         if not frame.has_returned:
-            self._forget_records(frame.records)
+            self._remove_records(frame.records)
             if not self._running and self.phase is not Phase.BACKWARD:
                 self.fail_forward()
                 return
@@ -374,7 +410,7 @@ class UnitHooks:
             return
         if not may_release:
             self._hold_gathered(unit, Part.BACKWARD)
-        self._residency.let_go(Holder(unit.index, Part.FORWARD), self._trace)
+        self._residency.release(Holder(unit.index, Part.FORWARD), self._trace)
 
     def _end_forward(self) -> None:
         """Note that the outermost forward has ended; after one without gradients, leave the phase INFERENCE."""
@@ -383,7 +419,7 @@ class UnitHooks:
             self._inference.end()
         self._residency.pause()
         if self.phase is Phase.INFERENCE:
-            self._residency.let_all_go(keep=True)
+            self._residency.release_all(keep=True)
             # Another inference may follow, or training may go on, so the store prepares for both.
             self._residency.prefetch(self._training, self._inference)
             self._phases.enter(Verb.END_INFERENCE)
@@ -404,7 +440,7 @@ class UnitHooks:
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
         """Watch the unit's outputs, because their gradients will say when its backward begins.
 
-        If the unit returns its own parameters, lend it to its caller.
+        If the unit returns its own parameters, hold it for its caller, too.
         """
         tree = TensorTree.of(output)
         if torch.is_grad_enabled():
@@ -413,15 +449,28 @@ class UnitHooks:
             has_none = bool(tree.tensors) and not tree.hides_some and not self._gradients.has_gradients(unit)
             frame.may_release = watched or has_none
         if any(group.holds_memory_of(tensor) for group in unit.groups for tensor in tree.tensors):
-            self._lend_to_caller(unit)
+            self._share_with_caller(unit)
 
     # These methods are the hooks of backward, and install them.
 
-    def _step_of_backward(self) -> int:
-        """Return the step that gradients belong to now. Raises PhaseError outside of `engine.backward`."""
-        if self.phase is not Phase.BACKWARD:
-            raise PhaseError("loss.backward() was called directly: call engine.backward(loss)")
-        return self._step
+    def _require_backward(self) -> None:
+        """Begin a backward pass of the user's if none is under way, because autograd has called a hook.
+
+        Raises:
+            PhaseError: the engine is in a phase in which no backward pass can begin.
+        """
+        if self.phase is Phase.BACKWARD:
+            return
+        self._phases.check(Verb.BEGIN_BACKWARD)
+        self.begin_backward(self._user_backward.begin_for_user())
+        self._is_users = True
+        # Autograd calls this at the end of the pass, before `loss.backward()` returns.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish_user_backward)
+
+    def _finish_user_backward(self) -> None:
+        """End a backward pass that the user has started. A collective."""
+        self.finish_backward()
+        self._user_backward.end()
 
     def _watch_outputs(self, unit: Unit, output: TensorTree) -> bool:
         """Have the unit gathered when the gradient of an output comes. Return whether any output will have one."""
@@ -451,7 +500,7 @@ class UnitHooks:
 
         handle = register_multi_grad_hook(tensors, after_backward)
 
-    def _forget_records(self, since: int) -> None:
+    def _remove_records(self, since: int) -> None:
         """Expect no backward of the forwards recorded after the first `since`, because they have failed."""
         for index, record in self._records[since:]:
             self._open[index].discard(record)
@@ -459,7 +508,7 @@ class UnitHooks:
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
         """Begin the unit's backward, because the gradient of one of its outputs has come."""
-        self._step_of_backward()
+        self._require_backward()
         self._gather_for_backward(unit)
 
     def _gather_for_backward(self, unit: Unit) -> None:
@@ -467,8 +516,8 @@ class UnitHooks:
         if unit.index in self._in_backward:
             return
         self._in_backward.add(unit.index)
-        self._gradients.start_backward(unit, self._step)
-        self._hold(unit, Part.BACKWARD, self._lent[unit.index] | self._lent_always[unit.index])
+        self._gradients.start_backward(unit, self._plan.step)
+        self._hold(unit, Part.BACKWARD, self._owners_in_use[unit.index] | self._registered_owners[unit.index])
 
     def _after_backward(self, unit: Unit, *, waits: bool) -> None:
         """Release the unit and reduce what can be reduced now, because the gradients of all its inputs have come.
@@ -487,7 +536,7 @@ class UnitHooks:
             # The unit is released before the reduction, because the reduction may begin an early update, and the store
             # works on the unit's bytes in its host memory only while no lease on them is held.
             self._in_backward.discard(unit.index)
-            self._residency.let_go(Holder(unit.index, Part.BACKWARD), self._trace)
+            self._residency.release(Holder(unit.index, Part.BACKWARD), self._trace)
         for index in over:
             self._reduce(index)
 
@@ -495,71 +544,72 @@ class UnitHooks:
         """Reduce the unit's gradients, and have the store begin with the update of each group that is final."""
         next_use = self._trace.next_use(index)
         for gradient in self._gradients.of_unit(self._units[index]):
-            if self._gradients.reduce(gradient, self._step, next_use):
+            if self._gradients.reduce(gradient, self._plan.step, next_use):
                 self._updates.begin_early(gradient)
 
     def _watch_gradients(self, unit: Unit) -> None:
-        """Have `_take_gradient` called as autograd finishes each gradient of the unit's parameters."""
+        """Have `_accumulate_gradient` called as autograd finishes each gradient of the unit's parameters."""
         for gradient in self._gradients.of_unit(unit):
             for slot, parameter in enumerate(gradient.flat_group.parameters):
                 frozen = not parameter.tensor.requires_grad
                 # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
                 parameter.tensor.requires_grad_(True)
-                hook = partial(self._take_gradient, unit, gradient, slot)
+                hook = partial(self._accumulate_gradient, unit, gradient, slot)
                 parameter.tensor.register_post_accumulate_grad_hook(hook)
                 parameter.tensor.requires_grad_(not frozen)
 
-    def _take_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, _: torch.Tensor) -> None:
+    def _accumulate_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, _: torch.Tensor) -> None:
         """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing."""
-        gradient.take(slot, self._step_of_backward())
+        self._require_backward()
+        gradient.accumulate(slot, self._plan.step, self._plan.gradient_factor)
         if unit.index not in self._almost_over or self._open[unit.index]:
             return
         if self._gradients.unit_is_complete(unit):
             self._almost_over.discard(unit.index)
             self._after_backward(unit, waits=False)
 
-    # These methods gather, lend and release units.
+    # These methods gather, hold and release units.
 
-    def _hold(self, unit: Unit, part: Part, lent: set[int]) -> None:
-        """Gather the unit and the units that it borrows, and hold them for `part`."""
+    def _hold(self, unit: Unit, part: Part, owners: set[int]) -> None:
+        """Gather the unit and the owners of its external parameters, and hold them for `part`."""
         self._recorder.compute(None)
-        for index in (unit.index, *sorted(lent)):
+        for index in (unit.index, *sorted(owners)):
             self._residency.hold(self._units[index], Holder(unit.index, part), self._trace)
         self._recorder.compute(part.name.lower(), unit.fqn)
 
     def _hold_gathered(self, unit: Unit, part: Part) -> None:
-        """Hold the unit and the units that it borrows, all of which are gathered, for `part`."""
-        for each in (unit, *(self._units[index] for index in self._lent[unit.index])):
+        """Hold the unit and the owners of its external parameters, all of which are gathered, for `part`."""
+        for each in (unit, *(self._units[index] for index in self._owners_in_use[unit.index])):
             self._residency.share(each, Holder(unit.index, part))
 
-    def _lend_on_use(self, lender: Unit, parameter: ModelParameter, function: str) -> None:
-        """Gather `lender` for the unit that runs, because torch was given one of the lender's released parameters.
+    def _gather_owner_on_use(self, owner: Unit, parameter: ModelParameter, function: str) -> None:
+        """Gather `owner` for the unit that runs, because torch was given one of the owner's released parameters.
 
         Raises:
             ReleasedParameterError: no unit runs, so the user's code outside of the model has used the parameter.
         """
         if self._running:
-            borrower = self._running[-1].unit
+            user_unit = self._running[-1].unit
         elif self.phase is Phase.BACKWARD:
             # The backward of a function of the user's has used the parameter. The hooks do not know in which unit, so
-            # the root borrows it, whose backward lasts longest.
-            borrower = self._root
+            # the owner is held for the root, whose backward lasts longest.
+            user_unit = self._root
         else:
             raise ReleasedParameterError(parameter.fqn, function)
-        self._lent[borrower.index].add(lender.index)
-        part = Part.BACKWARD if borrower.index in self._in_backward else Part.FORWARD
-        self._residency.hold(lender, Holder(borrower.index, part), self._trace)
+        self._owners_in_use[user_unit.index].add(owner.index)
+        part = Part.BACKWARD if user_unit.index in self._in_backward else Part.FORWARD
+        self._residency.hold(owner, Holder(user_unit.index, part), self._trace)
 
-    def _lend_to_caller(self, lender: Unit) -> None:
-        """Hold `lender` for the unit that has called it, because it returns its parameters, or views of them."""
-        callers = [frame.unit for frame in self._running if frame.unit is not lender]
+    def _share_with_caller(self, owner: Unit) -> None:
+        """Hold `owner` for the unit that has called it, because it returns its parameters, or views of them."""
+        callers = [frame.unit for frame in self._running if frame.unit is not owner]
         if callers:
-            self._lent[callers[-1].index].add(lender.index)
-            self._residency.share(lender, Holder(callers[-1].index, Part.FORWARD))
+            self._owners_in_use[callers[-1].index].add(owner.index)
+            self._residency.share(owner, Holder(callers[-1].index, Part.FORWARD))
 
     def _end_uses(self, *, keep: bool) -> None:
         """End the holds of all units. With `keep`, units may stay gathered within the limit of the residency."""
         self._running.clear()
-        self._residency.let_all_go(keep=keep)
+        self._residency.release_all(keep=keep)
         self._in_backward.clear()
         self._almost_over.clear()

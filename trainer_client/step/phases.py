@@ -40,8 +40,9 @@ class Phase(enum.Enum):
     FORWARD = "a forward is under way, or its backward is to come"
     """The engine is in, or after, a forward with gradients. The root is in use."""
 
-    BACKWARD = "a backward pass is under way: let engine.backward() return first"
-    """The engine is in `engine.backward`. Forwards that run now are recomputations."""
+    BACKWARD = "a backward pass is under way: let backward() return first"
+    """The engine is in `engine.backward`, or autograd in the user's `loss.backward()`. Forwards that run now are
+    recomputations."""
 
     STEP = "engine.step() is under way, or has failed: then restart the job, it resumes from the last commit"
     """The engine is in `engine.step`, at an accumulation boundary: the parameters are about to change."""
@@ -59,7 +60,7 @@ class Verb(enum.Enum):
     BEGIN_INFERENCE = "the model's forward (without gradients)"
     END_INFERENCE = "the end of an inference"
     FAIL_FORWARD = "the failure of a forward"
-    BEGIN_BACKWARD = "engine.backward()"
+    BEGIN_BACKWARD = "backward()"
     END_BACKWARD = "the end of a backward pass"
     FAIL_BACKWARD = "the failure of a backward pass"
     BEGIN_STEP = "engine.step()"
@@ -100,8 +101,12 @@ class Phases:
 
     def enter(self, verb: Verb) -> None:
         """Enter the phase that follows the present one by `verb`. Raises PhaseError if there is none."""
+        self.current = self.check(verb)
+        self._entered(self.current.name.lower())
+
+    def check(self, verb: Verb) -> Phase:
+        """Return the phase that follows the present one by `verb`. Raises PhaseError if there is none."""
         following = _TRANSITIONS.get((verb, self.current))
         if following is None:
             raise PhaseError(f"{verb.value} was called where it cannot be: {self.current.value}")
-        self.current = following
-        self._entered(following.name.lower())
+        return following

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from trainer_client.config.training_config import Fp16Section, TrainingConfig
+from trainer_client.config.precision import Fp16Section
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
 
@@ -77,16 +78,19 @@ class LossScaler:
     """DeepSpeed's loss scale for fp16: static, or halved on overflow and doubled after `loss_scale_window` good steps.
 
     An overflow first uses up the patience (`hysteresis`), and only then halves the scale. A doubling restores the
-    patience. In bf16 and fp32 the scale is always 1.
+    patience, or, with `consecutive_hysteresis`, every good step does. In bf16 and fp32 the scale is always 1.
 
     Attributes:
+        is_enabled: whether training is in fp16.
         scale: the factor of the loss.
     """
 
     def __init__(self, section: Fp16Section) -> None:
+        self.is_enabled = section.enabled
         self._dynamic = section.enabled and section.loss_scale == 0
         self._window = section.loss_scale_window
         self._hysteresis = section.hysteresis
+        self._is_consecutive = section.consecutive_hysteresis
         self._minimum = section.min_loss_scale
         self._patience = section.hysteresis
         self._good_steps = 0
@@ -94,6 +98,10 @@ class LossScaler:
             self.scale = 1.0
         else:
             self.scale = 2.0**section.initial_scale_power if self._dynamic else section.loss_scale
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the scale, in fp32 unless the scale is 1."""
+        return loss if self.scale == 1.0 else loss.float() * self.scale
 
     def update(self, *, overflow: bool) -> None:
         """Take note of a step that was made, or was skipped because its gradient was not finite (`overflow`)."""
@@ -107,17 +115,28 @@ class LossScaler:
                 self.scale = max(self.scale / 2.0, self._minimum)
             return
         self._good_steps += 1
-        if self._good_steps % self._window == 0:
+        doubles = self._good_steps % self._window == 0
+        if doubles or self._is_consecutive:
             self._patience = self._hysteresis
+        if doubles:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state, for a commit."""
-        return {"scale": self.scale, "patience": self._patience, "good_steps": self._good_steps}
+        return {
+            "scale": self.scale,
+            "patience": self._patience,
+            "good_steps": self._good_steps,
+            "dynamic": self._dynamic,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a commit over if the scale is dynamic. A static scale stays as the config says."""
-        if self._dynamic:
+        """Take the state of a commit over if the scale is dynamic, and was so then.
+
+        Otherwise the scale stays as the config says: the scale of 1 of a run in bf16 would be far too small for fp16.
+        """
+        # Commits of earlier versions do not say whether the scale was dynamic.
+        if self._dynamic and state.get("dynamic", True):
             self.scale = float(state["scale"])
             self._patience = int(state["patience"])
             self._good_steps = int(state["good_steps"])

@@ -71,7 +71,7 @@ class ReductionOrder:
         return self._take(len(self._plan))
 
     def abandon(self) -> None:
-        """Forget the order, because backward has failed."""
+        """Abandon the order, because backward has failed."""
         self._exchange = None
         self._plan = []
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from statistics import median
 
-from paramserver.contract.limits import UNITS_SHOWN_AT_ONCE
+from paramserver.contract.limits import UNITS_MAPPED_AT_ONCE
 from trainer_client.model.units import Unit, UnitState
 from trainer_client.recorder import Recorder
 from trainer_client.step.gather_counters import HIT_SECONDS, GatherCounters, UnitGathers
@@ -54,7 +54,7 @@ class Residency:
         kept_elements: how many elements may be gathered for a unit without a holder to stay, because it is used again
             in this step; those of held units count too. None: no unit stays without a holder.
         is_alone: whether no other rank uses the store. If others do, units that only pass through the store's host
-            memory are copied instead of shown: ranks that hold leases on different units while they compute could wait
+            memory are copied instead of mapped: ranks that hold leases on different units while they compute could wait
             for each other's room.
         recorder: takes note of how long gathers take.
 
@@ -81,8 +81,8 @@ class Residency:
         self._holders: list[set[Holder]] = [set() for _ in units]
         self._held_by: dict[Holder, set[int]] = {}
         self.counters = GatherCounters([unit.fqn for unit in units])
-        # The units that are shown, and whose parameters do not live in the store's host memory.
-        self._passing: list[Unit] = []
+        # The units that are mapped, and whose parameters do not live in the store's host memory.
+        self._transient: list[Unit] = []
         # The unit whose leases were asked for before its use.
         self._ahead: Unit | None = None
         # The units whose next use this rank has announced to the store, and that were not used since.
@@ -91,10 +91,10 @@ class Residency:
         self._window = Window()
         # The time on time.perf_counter when the last unit was gathered. None: the time since does not count as compute.
         self._used_until: float | None = None
-        sizes = [unit.chunk_bytes for unit in units if unit.chunk_bytes]
+        sizes = [unit.partition_bytes for unit in units if unit.partition_bytes]
         self._usual_bytes = int(median(sizes)) if sizes else 0
         self._leased_units = len(sizes)
-        self._passes = any(unit.passing_bytes and unit.chunk_bytes for unit in units)
+        self._has_transient = any(unit.transient_host_bytes and unit.partition_bytes for unit in units)
 
     def hold(self, unit: Unit, holder: Holder, trace: Trace) -> None:
         """Gather the unit and keep it until `holder` ends its hold. A collective, unless gathers are one-sided.
@@ -125,7 +125,7 @@ class Residency:
         """Check that the parameters of gathered units were right so far. Call this before their results are used.
 
         Raises:
-            SessionEndedError: the store has given this session up, so the memory that was shown may have held other
+            SessionEndedError: the store has given this session up, so the memory that was mapped may have held other
                 bytes than the parameters.
         """
         self._store.check_leases()
@@ -137,8 +137,8 @@ class Residency:
         self._holders[unit.index].add(holder)
         self._held_by.setdefault(holder, set()).add(unit.index)
 
-    def let_go(self, holder: Holder, trace: Trace) -> None:
-        """End the holds of `holder`, and put away the units that no other holder needs.
+    def release(self, holder: Holder, trace: Trace) -> None:
+        """End the holds of `holder`, and release the units that no other holder needs.
 
         A unit whose forward is over stays if it is used again at once, because the last unit of the forward is the
         first one of the backward.
@@ -147,9 +147,9 @@ class Residency:
         for index in self._held_by.pop(holder, ()):
             self._holders[index].discard(holder)
             if index != stays:
-                self._put_away_if_idle(self._units[index], trace)
+                self._release_if_idle(self._units[index], trace)
 
-    def let_all_go(self, *, keep: bool = False) -> None:
+    def release_all(self, *, keep: bool = False) -> None:
         """End all holds, and release all units, also those whose gather was only begun.
 
         With `keep`, gathered units stay within the limit.
@@ -160,7 +160,7 @@ class Residency:
         with ExitStack() as every:  # If the release of one unit raises, the other units are released nevertheless.
             for unit in self._units:
                 if keep and unit.state is UnitState.GATHERED:
-                    every.callback(self._put_away_if_idle, unit, None)
+                    every.callback(self._release_if_idle, unit, None)
                 else:
                     every.callback(unit.release)
 
@@ -184,7 +184,7 @@ class Residency:
 
     def prefetch(self, *traces: Trace) -> None:
         """Announce to the store which units are used next in the traces, unless this rank has done so already."""
-        if not self._passes and len(self._was_gathered) == self._leased_units:
+        if not self._has_transient and len(self._was_gathered) == self._leased_units:
             return  # All leased units are in the store's host memory for good.
         self._window.note_fetches(*self._store.fetched)
         ahead = self._window.resize(self._usual_bytes)
@@ -192,7 +192,7 @@ class Residency:
         budget = self._prefetch_bytes
         # A message announces twice as many units as necessary, so that it serves for several uses.
         for unit, position in islice(self._told_next(traces), 2 * ahead):
-            budget -= unit.chunk_bytes
+            budget -= unit.partition_bytes
             if budget < 0:
                 break
             wants.append((unit, position))
@@ -211,11 +211,11 @@ class Residency:
         """
         if unit.state is UnitState.FETCHING or unit.index in self._told:
             return True
-        return not unit.passing_bytes and unit.index in self._was_gathered and trace.expects(unit.index)
+        return not unit.transient_host_bytes and unit.index in self._was_gathered and trace.expects(unit.index)
 
     def _gather(self, unit: Unit, position: int, next_use: int | None, *, predicted: bool) -> None:
         """Make the unit's parameters whole, and count the cost."""
-        if unit.state in (UnitState.GATHERED, UnitState.SET_ASIDE, UnitState.RESIDENT):
+        if unit.state in (UnitState.GATHERED, UnitState.MAPPED_IDLE, UnitState.RESIDENT):
             unit.wait_gather(next_use)
             return
         if self._ahead is not None and self._ahead is not unit:
@@ -225,14 +225,14 @@ class Residency:
         self._told.discard(unit.index)
         self._make_room_in_store(unit)
         unit.start_gather(position)
-        cost = unit.wait_gather(next_use, may_show=self._is_alone or not unit.passing_bytes)
-        if unit.is_shown and unit.passing_bytes:
-            self._passing.append(unit)
-        if unit.chunk_bytes:
+        cost = unit.wait_gather(next_use, may_map=self._is_alone or not unit.transient_host_bytes)
+        if unit.is_mapped and unit.transient_host_bytes:
+            self._transient.append(unit)
+        if unit.partition_bytes:
             self._was_gathered.add(unit.index)
-        if predicted and unit.passing_bytes:
+        if predicted and unit.transient_host_bytes:
             self._window.note_gather(stalled=cost.waited_seconds > STALL_SECONDS)
-        if unit.chunk_bytes:
+        if unit.partition_bytes:
             self.counters.note(
                 unit.index,
                 UnitGathers(
@@ -256,38 +256,38 @@ class Residency:
 
         A unit that lives in the store's host memory needs no more room there.
         """
-        self._passing = [other for other in self._passing if other.is_shown]
-        if unit.passing_bytes and len(self._passing) >= UNITS_SHOWN_AT_ONCE:
-            smallest = min(self._passing, key=lambda other: other.passing_bytes)
-            smallest.own()
+        self._transient = [other for other in self._transient if other.is_mapped]
+        if unit.transient_host_bytes and len(self._transient) >= UNITS_MAPPED_AT_ONCE:
+            smallest = min(self._transient, key=lambda other: other.transient_host_bytes)
+            smallest.copy_mapped()
             self.counters.note(smallest.index, UnitGathers(copied_bytes=smallest.leased_bytes))
 
-    def _put_away_if_idle(self, unit: Unit, trace: Trace | None) -> None:
-        """Put the unit away, unless it has a holder or fits into the limit."""
+    def _release_if_idle(self, unit: Unit, trace: Trace | None) -> None:
+        """Release the unit, unless it has a holder or fits into the limit."""
         if not self._holders[unit.index] and not (
             self._kept_elements is not None and self._gathered_elements() <= self._kept_elements
         ):
-            self._put_away(unit, trace)
+            self._release_unit(unit, trace)
 
-    def _put_away(self, unit: Unit, trace: Trace | None) -> None:
-        """Release the unit, or set it aside if it takes no memory and is used again in this repetition of the trace."""
+    def _release_unit(self, unit: Unit, trace: Trace | None) -> None:
+        """Release the unit, or only its parameters if it takes no memory and is used again before the trace ends."""
         if trace is not None and unit.takes_no_memory and trace.expects(unit.index):
-            unit.set_aside()
+            unit.release_parameters()
         else:
             unit.release()
 
     def _make_room(self, unit: Unit, trace: Trace) -> None:
-        """Put away units without a holder until `unit` fits into the limit, first the one that is needed last.
+        """Release units without a holder until `unit` fits into the limit, first the one that is needed last.
 
         Held units stay, so a unit that is larger than the limit is admitted, alone with the held ones.
         """
-        if unit.state in (UnitState.GATHERED, UnitState.SET_ASIDE):
+        if unit.state in (UnitState.GATHERED, UnitState.MAPPED_IDLE):
             return
         limit = (self._kept_elements or 0) - unit.elements
         idle = [u for u in self._units if u.state is UnitState.GATHERED and not self._holders[u.index]]
         idle.sort(key=lambda u: trace.next_use(u.index) or 0)
         while idle and self._gathered_elements() > limit:
-            self._put_away(idle.pop(), trace)
+            self._release_unit(idle.pop(), trace)
 
     def _gathered_elements(self) -> int:
         """Return how many elements are gathered, without those of resident units."""
@@ -319,5 +319,5 @@ class Residency:
     def _can_be_made_ready(self, unit: Unit) -> bool:
         """Return whether the store can fetch bytes of the unit ahead of its use."""
         # A unit that lives in the store's host memory is there for good once it was used.
-        is_elsewhere = unit.passing_bytes > 0 or unit.index not in self._was_gathered
-        return unit.state is UnitState.SHARDED and unit.chunk_bytes > 0 and is_elsewhere
+        is_elsewhere = unit.transient_host_bytes > 0 or unit.index not in self._was_gathered
+        return unit.state is UnitState.SHARDED and unit.partition_bytes > 0 and is_elsewhere

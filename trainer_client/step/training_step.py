@@ -103,7 +103,7 @@ class TrainingStep:
         self._updates.foresee(step, rule)
 
     def make(self, step: int) -> bool:
-        """Update the states to version `step`, or discard the gradients if they are not finite.
+        """Update the states to version `step`, or free the gradients if they are not finite.
 
         A collective, in which all ranks decide alike.
 
@@ -118,15 +118,18 @@ class TrainingStep:
         if finite:
             factor = self._clipping.factor(unscaled)
             self._clips = bool(factor != 1.0)
-            with self._optimizer.stepping_with(lambda: self._update(step, self._scale(factor), norm.present)):
-                self._optimizer.step()
+            self._optimizer.make_step(lambda: self._update(step, self._scale(factor), norm.present))
             self.skipped_in_row = 0
         else:
-            self._gradients.discard()
+            self._gradients.free()
             self.skipped += 1
             self.skipped_in_row += 1
         self._scaler.update(overflow=not finite)
         return finite
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of the step under way, which begins anew, and withdraw its early updates."""
+        self._gradients.free()
 
     def abandon(self, *, is_voted_for: bool = False) -> None:
         """Release all that the step holds, after a failure that the caller reports; see Updates.abandon."""
@@ -145,7 +148,7 @@ class TrainingStep:
         rule = self._rule(scale, self._optimizer.groups_of_parameters(), present)
         for index, is_updated in enumerate(rule.updated):
             self.update_counts[index] += is_updated
-        self._updates.apply(step, self._gradients.hand_over(rule.updated), rule)
+        self._updates.apply(step, self._gradients.groups_to_update(rule.updated), rule)
 
     def _scale(self, factor: torch.Tensor) -> float:
         """Return the factor of all gradients: clipping by norm and unscaling in one, rounded to fp32."""

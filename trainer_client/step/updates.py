@@ -25,8 +25,8 @@ from paramserver.contract.update import update_shards
 from trainer_client.config.home import Home
 from trainer_client.errors import StoreError
 from trainer_client.model.flat_group import FlatGroup
-from trainer_client.model.layout import ShardRange
 from trainer_client.model.placement import Residence
+from trainer_client.model.slot_table import ShardRange
 from trainer_client.model.states import PlacedStates
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.ranks.collectives import Collectives
@@ -152,7 +152,7 @@ class Updates:
             else:
                 stored.append(gradient)
         if begun:
-            # No lease is given back here, because the commit consumes the leases of early updates.
+            # No lease is released here, because the commit consumes the leases of early updates.
             self._store.apply_gradients(step, rule.table.rows, begun, begun=True)
         if stored:
             self._hand_over(step, rule, [(gradient, None) for gradient in stored])
@@ -166,7 +166,7 @@ class Updates:
 
         Args:
             gradients: each with its lease; None: the lease is taken here. The store owns the leases once it has
-                accepted the updates; if it does not, they are given back.
+                accepted the updates; if it does not, they are released.
         """
         leases: list[LeasedBytes] = []
         updates: list[GroupUpdate] = []
@@ -176,23 +176,23 @@ class Updates:
                 updates.append(self._describe(gradient, leases[-1], rule))
             self._store.apply_gradients(step, rule.table.rows, updates)
         except BaseException:
-            self._store.give_back(leases)
+            self._store.release_quietly(leases)
             raise
 
     def abandon(self, *, is_voted_for: bool) -> None:
-        """Give back what the step under way holds, after a failure that the caller reports.
+        """Release what the step under way holds, after a failure that the caller reports.
 
         Args:
             is_voted_for: whether this rank has voted for the step, whose commit consumes the gradients of early
                 updates.
         """
         for state in self._states.values():
-            state.forgo_parameters()
+            state.release_parameter_leases()
         accepted, self._accepted = self._accepted, []
         for early in () if is_voted_for else accepted:
             with suppress(StoreError):
                 self._early.undo(early)
-            self._store.give_back([early.update.gradient])
+            self._store.release_quietly([early.update.gradient])
 
     def refresh(self) -> None:
         """Bring the parameters on this rank's device up to date with the step that `apply` made.
@@ -240,9 +240,9 @@ class Updates:
         """
         group = state.group
         replicated = state.placement.residence is Residence.REPLICATED
-        values = gradient.chunk.to(group.device)
+        values = gradient.partition.to(group.device)
         if replicated:
-            whole = torch.empty(group.layout.numel, dtype=values.dtype, device=group.device)
+            whole = torch.empty(group.slot_table.numel, dtype=values.dtype, device=group.device)
             self._collectives.all_gather_flat(whole, values)
             values = whole
         # A gradient that is fp32 already is scaled in place, because it is not needed any more.
@@ -250,10 +250,10 @@ class Updates:
         weight = state.held.get(group.weight_kind)
         if weight is None:
             weight = state.read(group.weight_kind).to(group.device)
-        shards = group.layout.whole() if replicated else group.shards
+        shards = group.slot_table.whole() if replicated else group.shards
         rows = [rule.table.rows[row] if row >= 0 else None for row in rule.rows(group, shards)]
         update_shards(
-            zip(shards, rows, strict=True),
+            ((shard.partition_offset, shard.numel, row) for shard, row in zip(shards, rows, strict=True)),
             weight,
             scratch,
             {kind: state.held[kind] for kind in group.state_kinds},

@@ -36,18 +36,18 @@ class _Threads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, "paramserver-store")
 
-    async def run(self, call: Call, work: Callable[[], T], *, give_back: Callable[[T], None] | None = None) -> T:
+    async def run(self, call: Call, work: Callable[[], T], *, close: Callable[[T], None] | None = None) -> T:
         """Run `work` on a thread and return its result.
 
         If the task is cancelled, cancel `call`, wait until `work` does not touch the caller's tensors any more, and
-        raise CancelledError. If `work` still returns a result later, `give_back` gets it.
+        raise CancelledError. If `work` still returns a result later, `close` closes it.
         """
         future = self._pool.submit(work)
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
             call.cancel()
-            future.add_done_callback(lambda done: _discard(done, give_back))
+            future.add_done_callback(lambda done: _close_result(done, close))
             await asyncio.shield(asyncio.to_thread(call.wait_for_memory))
             raise
 
@@ -80,7 +80,7 @@ class StoreClient:
         connected = await threads.run(
             call,
             lambda: StoreClientSync.connect_within(call, address, credentials, client, prefer_streams=prefer_streams),
-            give_back=StoreClientSync.close,
+            close=StoreClientSync.close,
         )
         return cls(connected, threads)
 
@@ -126,7 +126,7 @@ class StoreClient:
             lambda: self._client.open_within(
                 call, job, tensors, durability=durability, placement=placement, shard_bytes=shard_bytes
             ),
-            give_back=StoreWriterSync.close,
+            close=StoreWriterSync.close,
         )
         return StoreWriter(writer, self._threads)
 
@@ -134,7 +134,7 @@ class StoreClient:
         """Open a reader of a committed step, the newest one by default. Raises as StoreClientSync.read."""
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
         reader = await self._threads.run(
-            call, lambda: self._client.read_within(call, job, step), give_back=StoreReaderSync.close
+            call, lambda: self._client.read_within(call, job, step), close=StoreReaderSync.close
         )
         return StoreReader(reader, self._threads)
 
@@ -282,9 +282,9 @@ class StoreReader:
         await self._threads.run(call, lambda: self._reader.prefetch_within(call, wanted, kind))
 
 
-def _discard(done: Future[T], give_back: Callable[[T], None] | None) -> None:
-    """Give back the result of a call whose task was cancelled, if the call has succeeded."""
+def _close_result(done: Future[T], close: Callable[[T], None] | None) -> None:
+    """Close the result of a call whose task was cancelled, if the call has succeeded."""
     if done.cancelled() or isinstance(done.exception(), Exception):
         return
-    if give_back is not None:
-        give_back(done.result())
+    if close is not None:
+        close(done.result())

@@ -74,7 +74,7 @@ class StoreClientSync:
         shown = Credentials.from_environment(os.environ) if credentials is None else credentials
         connection = Connection(address, name, shown, prefer_streams=prefer_streams)
         try:
-            connection.resume(call, lambda link: None)
+            connection.resume(call, lambda session: None)
         except BaseException:
             connection.close()
             raise
@@ -114,7 +114,7 @@ class StoreClientSync:
     def list_jobs_within(self, call: Call) -> list[StoredJob]:
         """List jobs within the deadline of `call`; see `list_jobs`."""
         response = self._connection.resume(
-            call, lambda link: link.call("ListStoredJobs", pb.ListStoredJobsRequest(), call)
+            call, lambda session: session.call("ListStoredJobs", pb.ListStoredJobsRequest(), call)
         )
         return [StoredJob.from_proto(job) for job in response.jobs]
 
@@ -129,7 +129,7 @@ class StoreClientSync:
 
     def list_tensors_within(self, call: Call, job: str, prefix: str) -> list[StoredTensor]:
         """List tensors within the deadline of `call`; see `list_tensors`."""
-        return self._connection.resume(call, lambda link: list_tensors(link, job, prefix, call))
+        return self._connection.resume(call, lambda session: list_tensors(session, job, prefix, call))
 
     def open(
         self,
@@ -225,8 +225,8 @@ class StoreClientSync:
         """Watch a job; see `watch`. The deadline of `call` limits only how long the daemon may be unreachable."""
         seen: tuple[int, float] | None = None
         while True:
-            link = self._connection.resume(call, lambda link: link)
-            responses = link.watch(job, call)
+            session = self._connection.resume(call, lambda session: session)
+            responses = session.watch(job, call)
             try:
                 for response in responses:
                     commit = Commit.from_proto(response.newest)
@@ -238,7 +238,7 @@ class StoreClientSync:
                 # how long no step is committed.
                 call.extend()
                 failure = translate(error)
-                if not isinstance(failure, StoreUnavailableError) and link.is_known(call):
+                if not isinstance(failure, StoreUnavailableError) and session.is_known(call):
                     raise failure from error
             finally:
                 responses.cancel()

@@ -134,7 +134,7 @@ class _CancellableChannel:
         return lambda *arguments, **options: self._call.track(begin(*arguments, **options))
 
 
-class Link:
+class StoreSession:
     """One session with the daemon."""
 
     def __init__(self, channel: grpc.Channel, client: str, *, prefer_streams: bool) -> None:
@@ -255,49 +255,49 @@ class Connection:
         self._prefer_streams = prefer_streams
         self._channel = open_channel(address, credentials)
         self._lock = threading.Lock()
-        self._link: Link | None = None
+        self._session: StoreSession | None = None
         self._closed = False
 
     def close(self) -> None:
         """End the session and close the channel."""
         with self._lock:
             self._closed = True
-            if self._link is not None:
-                self._link.close()
+            if self._session is not None:
+                self._session.close()
         self._channel.close()
 
-    def new_link(self) -> Link:
+    def new_session(self) -> StoreSession:
         """Open a further session, which the caller has to close. Raises StoreError."""
         if self._closed:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, f"the client of {self.address} was closed")
-        return Link(self._channel, self._client, prefer_streams=self._prefer_streams)
+        return StoreSession(self._channel, self._client, prefer_streams=self._prefer_streams)
 
-    def link(self, call: Call) -> Link:
+    def session(self, call: Call) -> StoreSession:
         """Return the session; open it again if it has ended. Raises StoreError."""
-        link = self._link
-        if link is not None and link.goes_on(call):
-            return link
+        session = self._session
+        if session is not None and session.goes_on(call):
+            return session
         with self._lock:
-            # Another call may have opened the session again meanwhile; then `_link` is not `link` any more.
-            if self._link is link:
-                self._link = None
-                if link is not None:
-                    link.close()
-            if self._link is None:
-                self._link = self.new_link()
-            return self._link
+            # Another call may have opened the session again meanwhile; then `_session` is not `session` any more.
+            if self._session is session:
+                self._session = None
+                if session is not None:
+                    session.close()
+            if self._session is None:
+                self._session = self.new_session()
+            return self._session
 
     @property
     def epoch(self) -> str:
         """The random name of the daemon's start, as of the last opened session; "" before the first one."""
-        return "" if self._link is None else self._link.epoch
+        return "" if self._session is None else self._session.epoch
 
     @property
     def maps_memory(self) -> bool:
         """Whether bytes go through the mapped arena, as of the last opened session."""
-        return self._link is not None and self._link.maps_memory
+        return self._session is not None and self._session.maps_memory
 
-    def resume(self, call: Call, attempt: Callable[[Link], T]) -> T:
+    def resume(self, call: Call, attempt: Callable[[StoreSession], T]) -> T:
         """Call `attempt` with the session and return its result; call it again after each break of the connection.
 
         If the session has ended, `attempt` gets a new one. It must be idempotent.
@@ -305,22 +305,22 @@ class Connection:
         Raises:
             StoreError: the store refuses, or the deadline has passed.
         """
-        return resume(call, lambda: self.link(call), attempt)
+        return resume(call, lambda: self.session(call), attempt)
 
 
-def resume(call: Call, link_of: Callable[[], Link], attempt: Callable[[Link], T]) -> T:
-    """Call `attempt` again after each break of the connection; see Connection.resume. `link_of` returns the session."""
+def resume(call: Call, session_of: Callable[[], StoreSession], attempt: Callable[[StoreSession], T]) -> T:
+    """Call `attempt` with the session of `session_of`, and again after each break; see Connection.resume."""
     backoff = Backoff()
     while True:
         call.check()
-        link: Link | None = None
+        session: StoreSession | None = None
         try:
-            link = link_of()
-            return attempt(link)
+            session = session_of()
+            return attempt(session)
         except (StoreUnavailableError, StoreNotFoundError) as error:
             # The store also answers with NOT_FOUND if it does not know the session any more. If it still knows the
             # session, the tensor, job or step of the request does not exist, and another attempt would not help.
-            if isinstance(error, StoreNotFoundError) and (link is None or link.is_known(call)):
+            if isinstance(error, StoreNotFoundError) and (session is None or session.is_known(call)):
                 raise
             failure = error
         try:
@@ -340,8 +340,8 @@ def result_of(future: Any) -> Any:
         raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the call was cancelled") from error
 
 
-def release(link: Link, lease_ids: list[int]) -> None:
+def release(session: StoreSession, lease_ids: list[int]) -> None:
     """Release leases without waiting. A failure is ignored, because the leases then ended with their session."""
     releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease_id) for lease_id in lease_ids]
     with contextlib.suppress(StoreUnavailableError):
-        link.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), CONTROL_DEADLINE_SECONDS)
+        session.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), CONTROL_DEADLINE_SECONDS)

@@ -18,7 +18,7 @@ import torch
 from paramserver.contract.limits import ELEMENT_ALIGNMENT
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError
-from trainer_client.model.layout import round_up
+from trainer_client.model.slot_table import round_up
 from trainer_client.store_client.types import Placement, TensorSpec, durability_to_proto, kind_spec
 from trainer_client.transport.shard_group_name import ShardGroupName
 

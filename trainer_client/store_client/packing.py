@@ -50,7 +50,7 @@ class Packing:
         self._fillings: dict[str, Filling] = {}
 
     def clear(self) -> None:
-        """Drop all values that were put."""
+        """Remove all values that were put."""
         self._fillings.clear()
 
     def put(self, call: Call, tensors: Iterable[tuple[Pack, str, torch.Tensor]]) -> list[Filling]:
@@ -65,9 +65,9 @@ class Packing:
         """
         whole: list[Filling] = []
         ahead = iter(tensors)
-        while chunk := list(itertools.islice(ahead, _COPIED_AT_ONCE)):
+        while batch := list(itertools.islice(ahead, _COPIED_AT_ONCE)):
             with call.at_memory():
-                for pack, fqn, tensor in chunk:
+                for pack, fqn, tensor in batch:
                     filling = self._fillings.get(pack.name)
                     if filling is None:
                         values = torch.zeros(pack.numel, dtype=pack.dtype)

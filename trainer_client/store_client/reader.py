@@ -22,8 +22,8 @@ from paramserver.contract import kinds
 from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
-from trainer_client.model.layout import round_up
-from trainer_client.store_client.connection import Call, Connection, Link, Timeout, release, result_of
+from trainer_client.model.slot_table import round_up
+from trainer_client.store_client.connection import Call, Connection, StoreSession, Timeout, release, result_of
 from trainer_client.store_client.types import Kind, StoredTensor, bytes_of, kind_to_proto
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
@@ -47,7 +47,7 @@ _BATCHED_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TensorPart:
     """Elements `[offset, offset + numel)` of one kind of a flattened tensor."""
 
     fqn: str
@@ -71,7 +71,7 @@ class Batch:
         places: the first byte of each tensor in the lease.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorPart] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
     def to_want(self, reader_id: int) -> pb.AcquireLeasesRequest.Want:
@@ -79,30 +79,30 @@ class Batch:
         return pb.AcquireLeasesRequest.Want(ranges=ranges, mode=pb.LEASE_MODE_READ)
 
 
-WantedT = TypeVar("WantedT", Part, Batch)
+WantedT = TypeVar("WantedT", TensorPart, Batch)
 
 
 class _Held:
     """The store's reader in one session; `ahead` has the futures of the leases that `prefetch` has asked for."""
 
-    def __init__(self, link: Link, reader_id: int) -> None:
-        self.link = link
+    def __init__(self, session: StoreSession, reader_id: int) -> None:
+        self.session = session
         self.reader_id = reader_id
-        self.ahead: dict[Part, Any] = {}
+        self.ahead: dict[TensorPart, Any] = {}
 
-    def lease(self, wanted: Part | Batch, timeout_seconds: float) -> Any:
+    def lease(self, wanted: TensorPart | Batch, timeout_seconds: float) -> Any:
         """Request a lease on a part or a batch, and return grpc's future of it; use the prefetched one if there is."""
-        if isinstance(wanted, Part) and wanted in self.ahead:
+        if isinstance(wanted, TensorPart) and wanted in self.ahead:
             return self.ahead.pop(wanted)
         request = pb.AcquireLeasesRequest(wants=[wanted.to_want(self.reader_id)])
-        return self.link.begin("AcquireLeases", request, timeout_seconds)
+        return self.session.begin("AcquireLeases", request, timeout_seconds)
 
-    def give_back(self, leased: Any) -> None:
+    def release_when_granted(self, leased: Any) -> None:
         """Release the lease that the future `leased` will return, as soon as the daemon has granted it."""
 
         def on_done(future: Any) -> None:
             with contextlib.suppress(StoreError):
-                release(self.link, [result_of(future).leases[0].lease_id])
+                release(self.session, [result_of(future).leases[0].lease_id])
 
         leased.add_done_callback(on_done)
 
@@ -123,7 +123,7 @@ class StoreReaderSync:
         self._part_bytes = 0
         self._step = step
         self.job = job
-        self._connection.resume(call, lambda link: self._attach(link, call))
+        self._connection.resume(call, lambda session: self._attach(session, call))
 
     @property
     def step(self) -> int:
@@ -145,11 +145,11 @@ class StoreReaderSync:
         if held is None:
             return
         for leased in held.ahead.values():
-            held.give_back(leased)
+            held.release_when_granted(leased)
         request = pb.CloseReaderRequest(reader_id=held.reader_id)
         # If this fails, the reader has ended with its session.
         with contextlib.suppress(StoreError):
-            held.link.call("CloseReader", request, Call(None, CONTROL_DEADLINE_SECONDS))
+            held.session.call("CloseReader", request, Call(None, CONTROL_DEADLINE_SECONDS))
 
     def tensors(self, prefix: str = "", *, timeout: Timeout = None) -> list[StoredTensor]:
         """Return the tensors whose names begin with `prefix`, sorted by name.
@@ -160,8 +160,12 @@ class StoreReaderSync:
         return self.tensors_within(Call(timeout, CONTROL_DEADLINE_SECONDS), prefix)
 
     def tensors_within(self, call: Call, prefix: str) -> list[StoredTensor]:
-        """List tensors within the deadline of `call`; see `tensors`."""
-        return self._connection.resume(call, lambda link: list_tensors(link, self.job, prefix, call, self._layout))
+        """List tensors within the deadline of `call`; see `tensors`. `get` needs no description of these any more."""
+        found = self._connection.resume(
+            call, lambda session: list_tensors(session, self.job, prefix, call, self._layout)
+        )
+        self._tensors |= {tensor.fqn: tensor for tensor in found}
+        return found
 
     def client_state(self, rank: int, *, timeout: Timeout = None) -> bytes:
         """Return the client state of a rank: the bytes that its trainer stored with the commit of the step.
@@ -172,9 +176,9 @@ class StoreReaderSync:
         """
         call = Call(timeout, CONTROL_DEADLINE_SECONDS)
 
-        def attempt(link: Link) -> bytes:
-            request = pb.ReadClientStateRequest(reader_id=self._attach(link, call).reader_id, rank=rank)
-            return bytes(link.call("ReadClientState", request, call).client_state)
+        def attempt(session: StoreSession) -> bytes:
+            request = pb.ReadClientStateRequest(reader_id=self._attach(session, call).reader_id, rank=rank)
+            return bytes(session.call("ReadClientState", request, call).client_state)
 
         return self._connection.resume(call, attempt)
 
@@ -221,10 +225,10 @@ class StoreReaderSync:
         remaining = deque(_cut(target, self._part_bytes // dtype.itemsize))
         filled = bytes_of(result)
 
-        def attempt(link: Link) -> None:
+        def attempt(session: StoreSession) -> None:
             # Parts that were copied before a break of the connection are not copied again.
             start = target.numel - sum(part.numel for part in remaining)
-            _copy_out(self._attach(link, call), call, remaining, filled[start * dtype.itemsize :])
+            _copy_out(self._attach(session, call), call, remaining, filled[start * dtype.itemsize :])
 
         self._connection.resume(call, attempt)
         return result
@@ -256,13 +260,13 @@ class StoreReaderSync:
 
         def take(held: _Held, batch: Batch, lease: pb.Lease) -> None:
             data = torch.empty(lease.size_bytes, dtype=torch.uint8)
-            held.link.copy_out(call, lease, data)
+            held.session.copy_out(call, lease, data)
             for part, start in zip(batch.parts, batch.places, strict=True):
                 shape, dtype, _ = described[part.fqn]
                 # Each tensor is cloned, because a view would keep the memory of the whole batch alive.
                 found[part.fqn] = data[start : start + part.numel * dtype.itemsize].clone().view(dtype).view(shape)
 
-        self._connection.resume(call, lambda link: _take_each(self._attach(link, call), call, remaining, take))
+        self._connection.resume(call, lambda session: _take_each(self._attach(session, call), call, remaining, take))
         for fqn in names:
             if fqn not in found:
                 found[fqn] = self.get_within(call, fqn, kind=kind, offset=None, numel=None, out=None)
@@ -283,8 +287,8 @@ class StoreReaderSync:
         """Prefetch within the deadline of `call`; see `prefetch`."""
         targets = [self._describe(call, fqn, kind, None, None) for fqn in fqns]
 
-        def attempt(link: Link) -> None:
-            held = self._attach(link, call)
+        def attempt(session: StoreSession) -> None:
+            held = self._attach(session, call)
             for _, dtype, target in targets:
                 for part in _cut(target, self._part_bytes // dtype.itemsize):
                     if len(held.ahead) >= _PARTS_AHEAD:
@@ -294,17 +298,17 @@ class StoreReaderSync:
 
         self._connection.resume(call, attempt)
 
-    def _attach(self, link: Link, call: Call) -> _Held:
-        """Return the reader in the session of `link`; open it (again) if this is a new session. Raises StoreError."""
+    def _attach(self, session: StoreSession, call: Call) -> _Held:
+        """Return the reader in `session`; open it (again) if this is a new session. Raises StoreError."""
         with self._lock:
             if self._closed:
                 raise ConfigError(f"the reader of step {self._step} of job {self.job!r} was closed; open another")
-            if self._held is not None and self._held.link is link:
+            if self._held is not None and self._held.session is session:
                 return self._held
             again = self._held is not None
             try:
                 request = pb.OpenReaderRequest(job=self.job, step=self._step, layout=self._layout)
-                opened = link.call("OpenReader", request, call)
+                opened = session.call("OpenReader", request, call)
             except StoreNotFoundError as error:
                 if not again:
                     raise
@@ -314,8 +318,8 @@ class StoreReaderSync:
                     f"({error.message}); open another reader",
                 ) from error
             self._step = opened.step
-            self._part_bytes = self._part_bytes or _part_bytes(link)
-            self._held = _Held(link, opened.reader_id)
+            self._part_bytes = self._part_bytes or _part_bytes(session)
+            self._held = _Held(session, opened.reader_id)
             return self._held
 
     def _look_up(self, call: Call, fqns: Iterable[str]) -> None:
@@ -329,13 +333,13 @@ class StoreReaderSync:
         first, last = min(unknown), max(unknown)
         prefix = first[: next((i for i, c in enumerate(first) if last[i : i + 1] != c), len(first))]
         found = self._connection.resume(
-            call, lambda link: list_tensors(link, self.job, prefix, call, self._layout, limit)
+            call, lambda session: list_tensors(session, self.job, prefix, call, self._layout, limit)
         )
         self._tensors |= {tensor.fqn: tensor for tensor in found}
 
     def _describe(
         self, call: Call, fqn: str, kind: Kind, offset: int | None, numel: int | None
-    ) -> tuple[tuple[int, ...], torch.dtype, Part]:
+    ) -> tuple[tuple[int, ...], torch.dtype, TensorPart]:
         """Return a tensor's shape, the dtype of its `kind`, and the range that the arguments mean."""
         wire_kind = kind_to_proto(kind)
         self._look_up(call, [fqn])
@@ -349,11 +353,11 @@ class StoreReaderSync:
             raise ConfigError(
                 f"elements [{first}, {first + count}) are no range of tensor {fqn!r} of {tensor.numel} elements"
             )
-        return tensor.shape, tensor.kinds[kind], Part(fqn=fqn, kind=wire_kind, offset=first, numel=count)
+        return tensor.shape, tensor.kinds[kind], TensorPart(fqn=fqn, kind=wire_kind, offset=first, numel=count)
 
 
 def list_tensors(
-    link: Link, job: str, prefix: str, call: Call, layout: str | None = None, limit: int | None = None
+    session: StoreSession, job: str, prefix: str, call: Call, layout: str | None = None, limit: int | None = None
 ) -> list[StoredTensor]:
     """Return the tensors of a job whose names begin with `prefix`, sorted by name: all, or the first `limit`.
 
@@ -365,20 +369,20 @@ def list_tensors(
         request = pb.ListStoredTensorsRequest(
             job=job, fqn_prefix=prefix, page_size=limit or _PAGE, page_token=token, layout=layout
         )
-        response = link.call("ListStoredTensors", request, call)
+        response = session.call("ListStoredTensors", request, call)
         tensors += [StoredTensor.from_proto(tensor) for tensor in response.tensors]
         token = response.next_page_token
         if not token or limit is not None:
             return tensors
 
 
-def _copy_out(held: _Held, call: Call, remaining: deque[Part], target: torch.Tensor) -> None:
+def _copy_out(held: _Held, call: Call, remaining: deque[TensorPart], target: torch.Tensor) -> None:
     """Copy the parts in `remaining` one after the other to `target` (uint8), and remove each when it is copied."""
     start = 0
 
-    def take(held: _Held, part: Part, lease: pb.Lease) -> None:
+    def take(held: _Held, part: TensorPart, lease: pb.Lease) -> None:
         nonlocal start
-        held.link.copy_out(call, lease, target[start : start + lease.size_bytes])
+        held.session.copy_out(call, lease, target[start : start + lease.size_bytes])
         start += lease.size_bytes
 
     _take_each(held, call, remaining, take)
@@ -398,14 +402,14 @@ def _take_each(
                 under_way.append(held.lease(remaining[len(under_way)], call.left_seconds))
             (lease,) = result_of(under_way[0]).leases
             take(held, remaining[0], lease)
-            held.give_back(under_way.popleft())
+            held.release_when_granted(under_way.popleft())
             remaining.popleft()
     finally:
         for leased in under_way:
-            held.give_back(leased)
+            held.release_when_granted(leased)
 
 
-def _batches(parts: Iterable[Part], itemsizes: Mapping[str, int], most_bytes: int) -> Iterator[Batch]:
+def _batches(parts: Iterable[TensorPart], itemsizes: Mapping[str, int], most_bytes: int) -> Iterator[Batch]:
     """Group whole tensors into batches of at most `most_bytes`, placed as the store places ranges in a lease."""
     batch, end = Batch(), 0
     for part in parts:
@@ -420,22 +424,22 @@ def _batches(parts: Iterable[Part], itemsizes: Mapping[str, int], most_bytes: in
         yield batch
 
 
-def _part_bytes(link: Link) -> int:
-    share = link.arena_bytes // _ARENA_SHARE // _PARTS_UNDER_WAY
+def _part_bytes(session: StoreSession) -> int:
+    share = session.arena_bytes // _ARENA_SHARE // _PARTS_UNDER_WAY
     return max(_PART_UNIT_BYTES, min(_MOST_PART_BYTES, share // _PART_UNIT_BYTES * _PART_UNIT_BYTES))
 
 
-def _cut(whole: Part, part_numel: int) -> list[Part]:
+def _cut(whole: TensorPart, part_numel: int) -> list[TensorPart]:
     """Cut a range into parts. Each but the first begins at a multiple of `part_numel` elements."""
     end = whole.offset + whole.numel
     cuts = [whole.offset, *range((whole.offset // part_numel + 1) * part_numel, end, part_numel), end]
     return [
-        Part(fqn=whole.fqn, kind=whole.kind, offset=first, numel=last - first)
+        TensorPart(fqn=whole.fqn, kind=whole.kind, offset=first, numel=last - first)
         for first, last in itertools.pairwise(cuts)
     ]
 
 
-def _check_out(out: torch.Tensor, dtype: torch.dtype, target: Part) -> torch.Tensor:
+def _check_out(out: torch.Tensor, dtype: torch.dtype, target: TensorPart) -> torch.Tensor:
     if out.dtype != dtype or out.numel() != target.numel or not out.is_contiguous() or out.device.type != "cpu":
         raise ConfigError(
             f"out is of {out.dtype}, {out.numel()} elements on {out.device}, contiguous: {out.is_contiguous()}; "

@@ -136,6 +136,8 @@ class StoredTensor:
             states.
         held: the element ranges, as (offset, numel), that this store has. They cover the tensor, unless the ranks of
             the job are attached to several stores.
+        index: its place in the order in which the writer of the job has named its tensors, which for a trainer is the
+            model's order.
     """
 
     fqn: str
@@ -143,6 +145,7 @@ class StoredTensor:
     trainable: bool
     kinds: Mapping[Kind, torch.dtype]
     held: tuple[tuple[int, int], ...]
+    index: int
 
     @property
     def numel(self) -> int:
@@ -161,6 +164,7 @@ class StoredTensor:
             trainable=message.parameter.trainable,
             kinds={_KIND_NAMES[k.kind]: TORCH_DTYPES[k.dtype] for k in message.kinds},
             held=tuple((r.offset, r.numel) for r in message.held),
+            index=message.index,
         )
 
 

@@ -25,7 +25,7 @@ from trainer_client.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from trainer_client.store_client.connection import Call, Connection, Link, Timeout, release, result_of, resume
+from trainer_client.store_client.connection import Call, Connection, StoreSession, Timeout, release, result_of, resume
 from trainer_client.store_client.job_layout import PACKED, JobLayout
 from trainer_client.store_client.packing import Filling, Packing
 from trainer_client.store_client.types import TensorSpec, bytes_of
@@ -49,7 +49,7 @@ class StoreWriterSync:
         self._connection = connection
         self._layout = layout
         self._lock = threading.RLock()
-        self._link: Link | None = None
+        self._session: StoreSession | None = None
         self._committed: int | None = None
         self._put: set[str] = set()
         self._packing = Packing()
@@ -85,8 +85,8 @@ class StoreWriterSync:
         """End the session; tensors that were put but not committed are discarded. Idempotent."""
         with self._lock:
             self._closed = True
-            if self._link is not None:
-                self._link.close()
+            if self._session is not None:
+                self._session.close()
 
     def put(self, tensors: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
         """Put the values that tensors shall have in the next step, which `commit` then commits.
@@ -137,10 +137,10 @@ class StoreWriterSync:
             call.check()
             if twice := self._put & tensors.keys():
                 raise ConfigError(f"tensor {min(twice)!r} was put since the last commit; commit before it is put again")
-            link = self._usable_link(call)
+            session = self._usable_session(call)
             try:
                 self._put |= tensors.keys()
-                self._send(link, call, tensors)
+                self._send(session, call, tensors)
             except StoreError as error:
                 self._failure = error
                 raise
@@ -152,12 +152,12 @@ class StoreWriterSync:
         """Commit within the deadline of `call`; see `commit`."""
         with self._lock:
             call.check()
-            link = self._usable_link(call)
+            session = self._usable_session(call)
             step = self._next_step
             self._check_initial_values()
             try:
-                self._send_incomplete(link, call)
-                link.call("CommitStep", pb.CommitStepRequest(step=step, settled_step=step), call)
+                self._send_incomplete(session, call)
+                session.call("CommitStep", pb.CommitStepRequest(step=step, settled_step=step), call)
             except StoreUnavailableError as error:
                 # The response to opening the job again shows whether the step was committed.
                 self._failure = error
@@ -190,7 +190,7 @@ class StoreWriterSync:
     def _next_step(self) -> int:
         return 0 if self._committed is None else self._committed + 1
 
-    def _usable_link(self, call: Call) -> Link:
+    def _usable_session(self, call: Call) -> StoreSession:
         """Return the session. Raises StepAbortedError if puts of the step under way were lost."""
         if self._closed:
             raise ConfigError(f"job {self.name!r} was closed; open it again")
@@ -200,8 +200,8 @@ class StoreWriterSync:
                 f"step {self._next_step} of job {self.name!r} cannot be committed, because a put or the commit failed "
                 f"({self._failure.message}): call roll_back, then put its tensors again",
             ) from self._failure
-        if self._link is not None and self._link.goes_on(call):
-            return self._link
+        if self._session is not None and self._session.goes_on(call):
+            return self._session
         lost = sorted(self._put)
         self._reopen(call)
         if lost:
@@ -210,54 +210,54 @@ class StoreWriterSync:
                 f"the session with the store has ended, and what was put for step {self._next_step} of job "
                 f"{self.name!r} is gone ({', '.join(lost[:5])}{', ...' if lost[5:] else ''}): put it again",
             )
-        assert self._link is not None
-        return self._link
+        assert self._session is not None
+        return self._session
 
     def _reopen(self, call: Call) -> None:
         """Open the job again on a new session. The store discards the puts of the former session."""
-        if self._link is not None:
-            self._link.close()
+        if self._session is not None:
+            self._session.close()
         self._attach(call)
 
     def _attach(self, call: Call) -> None:
         """Open the job on a session of its own. Raises StoreError."""
         request = self._layout.open_request()
 
-        def attempt(link: Link) -> None:
-            response = self._open_once_free(link, request, call)
+        def attempt(session: StoreSession) -> None:
+            response = self._open_once_free(session, request, call)
             packed = all(layout.layout == PACKED for layout in response.layouts[-1:])
             for registration in self._layout.register_requests(packed=packed):
-                link.call("RegisterShards", registration, call)
+                session.call("RegisterShards", registration, call)
             self._packed = packed
             self._committed = max((commit.step for commit in response.committed), default=None)
-            self._link = link
+            self._session = session
             self._put.clear()
             self._packing.clear()
             self._failure = None
 
-        def with_link(link: Link) -> None:
+        def with_session(session: StoreSession) -> None:
             try:
-                attempt(link)
+                attempt(session)
             except BaseException:
-                link.close()
+                session.close()
                 raise
 
-        resume(call, self._connection.new_link, with_link)
+        resume(call, self._connection.new_session, with_session)
 
-    def _open_once_free(self, link: Link, request: pb.OpenJobRequest, call: Call) -> Any:
+    def _open_once_free(self, session: StoreSession, request: pb.OpenJobRequest, call: Call) -> Any:
         """Open the job and return the response; wait while this writer's own broken session still holds the job."""
         # The daemon ends a session within this time after its client went silent or its stream broke.
-        give_up_at = time.monotonic() + link.heartbeat_timeout_seconds + _HAND_OVER_SLACK_SECONDS
+        give_up_at = time.monotonic() + session.heartbeat_timeout_seconds + _HAND_OVER_SLACK_SECONDS
         while True:
             try:
-                return link.call("OpenJob", request, call)
+                return session.call("OpenJob", request, call)
             except JobConflictError:
                 # The conflict passes by itself only if the holder is a former session of this writer.
-                if self._link is None or time.monotonic() > give_up_at:
+                if self._session is None or time.monotonic() > give_up_at:
                     raise
             call.pause(_HAND_OVER_LOOK_SECONDS)
 
-    def _send(self, link: Link, call: Call, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _send(self, session: StoreSession, call: Call, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hand tensors to the store. A small tensor stays here until all tensors of its pack were put."""
         packs = self._layout.packs if self._packed else {}
         small = ((packs[fqn], fqn, tensor) for fqn, tensor in tensors.items() if fqn in packs)
@@ -269,7 +269,7 @@ class StoreWriterSync:
             for flat in (tensor.detach().reshape(-1),)
             for group, start, end in self._layout.shards(fqn)
         )
-        self._send_groups(link, call, deque([*whole, *large]))
+        self._send_groups(session, call, deque([*whole, *large]))
 
     def _check_initial_values(self) -> None:
         """Raise JobConflictError if a tensor of a pack was not put before the first commit; the message names it."""
@@ -280,66 +280,66 @@ class StoreWriterSync:
                 f"{self._next_step} is committed",
             )
 
-    def _send_incomplete(self, link: Link, call: Call) -> None:
+    def _send_incomplete(self, session: StoreSession, call: Call) -> None:
         """Hand over the packs of which only some tensors were put; the others keep their last committed values."""
         numels = {fqn: self.tensors[fqn].numel for filling in self._packing.incomplete() for fqn in filling.missing}
         ready: deque[tuple[str, torch.Tensor]] = deque()
         for filling in self._packing.incomplete():
-            filling.complete(self._read_committed(link, call, filling), numels)
+            filling.complete(self._read_committed(session, call, filling), numels)
             ready.append((filling.pack.name, bytes_of(self._packing.take(filling).values)))
-        self._send_groups(link, call, ready)
+        self._send_groups(session, call, ready)
 
-    def _read_committed(self, link: Link, call: Call, filling: Filling) -> torch.Tensor:
+    def _read_committed(self, session: StoreSession, call: Call, filling: Filling) -> torch.Tensor:
         """Return the last committed bytes of a pack (uint8)."""
         slab = pb.SlabName(group=filling.pack.name, kind=PARAM)
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_READ, as_of_step=self._committed)
-        (lease,) = link.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
+        (lease,) = session.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
         try:
             stored = torch.empty(lease.size_bytes, dtype=torch.uint8)
-            link.copy_out(call, lease, stored)
+            session.copy_out(call, lease, stored)
         finally:
-            release(link, [lease.lease_id])
+            release(session, [lease.lease_id])
         return stored
 
-    def _send_groups(self, link: Link, call: Call, wanted: deque[tuple[str, torch.Tensor]]) -> None:
+    def _send_groups(self, session: StoreSession, call: Call, wanted: deque[tuple[str, torch.Tensor]]) -> None:
         """Hand over groups, given as (name, bytes): acquire a write lease for each, fill it and publish it.
 
         While one lease is filled, the next ones are being granted and the last ones published.
         """
-        limit = max(1, min(_SHARDS_UNDER_WAY, link.arena_bytes // _ARENA_SHARE // self._layout.shard_bytes))
+        limit = max(1, min(_SHARDS_UNDER_WAY, session.arena_bytes // _ARENA_SHARE // self._layout.shard_bytes))
         leasing: deque[tuple[torch.Tensor, Any]] = deque()
         publishing: deque[Any] = deque()
         try:
             while wanted or leasing:
                 while wanted and len(leasing) + len(publishing) < limit:
                     group, source = wanted.popleft()
-                    leasing.append((source, self._lease(link, group, call)))
+                    leasing.append((source, self._lease(session, group, call)))
                 if not leasing:
                     result_of(publishing.popleft())
                     continue
                 source, leased = leasing[0]
                 (lease,) = result_of(leased).leases
                 leasing.popleft()
-                publishing.append(self._fill(link, call, lease, source))
+                publishing.append(self._fill(session, call, lease, source))
             for published in publishing:
                 result_of(published)
         finally:
             for _, leased in leasing:
-                leased.add_done_callback(lambda done: _give_back(link, done))
+                leased.add_done_callback(lambda done: _release_granted(session, done))
 
-    def _lease(self, link: Link, group: str, call: Call) -> Any:
+    def _lease(self, session: StoreSession, group: str, call: Call) -> Any:
         slab = pb.SlabName(group=group, kind=PARAM)
         want = pb.AcquireLeasesRequest.Want(slab=slab, mode=pb.LEASE_MODE_WRITE, step=self._next_step)
-        return link.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call.left_seconds)
+        return session.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call.left_seconds)
 
-    def _fill(self, link: Link, call: Call, lease: pb.Lease, source: torch.Tensor) -> Any:
+    def _fill(self, session: StoreSession, call: Call, lease: pb.Lease, source: torch.Tensor) -> Any:
         """Fill a write lease, and begin its publication; return grpc's future of that."""
         releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
         try:
-            link.copy_in(call, lease, source)
-            return link.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), call.left_seconds)
+            session.copy_in(call, lease, source)
+            return session.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), call.left_seconds)
         except BaseException:
-            release(link, [lease.lease_id])
+            release(session, [lease.lease_id])
             raise
 
     def _check_tensor(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -353,7 +353,7 @@ class StoreWriterSync:
             )
 
 
-def _give_back(link: Link, leased: Any) -> None:
+def _release_granted(session: StoreSession, leased: Any) -> None:
     """Release a lease that was granted after a failure, when the writer did not need it any more."""
     if not leased.cancelled() and leased.exception() is None:
-        release(link, [leased.result().leases[0].lease_id])
+        release(session, [leased.result().leases[0].lease_id])

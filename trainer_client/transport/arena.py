@@ -48,7 +48,7 @@ class _Mapping:
 
 
 _mappings: dict[_Inode, _Mapping] = {}
-# The lock is reentrant because the garbage collector may call `_leave` in a thread that holds it.
+# The lock is reentrant because the garbage collector may call `_release_slot` in a thread that holds it.
 _guard = threading.RLock()
 
 
@@ -80,7 +80,7 @@ class Arena:
         if not description.generation_offset:
             return None
         inode = _find(description) or next(filter(None, map(partial(_open, description), _ways_to(description))), None)
-        return _enter(inode, description) if inode else None
+        return _lock_slot(inode, description) if inode else None
 
     def view(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Return bytes [offset, offset + size_bytes) of the arena as a uint8 tensor that shares the store's memory.
@@ -185,7 +185,7 @@ def _open(description: pb.Arena, receive: Callable[[], int]) -> _Inode | None:
         return inode
 
 
-def _enter(inode: _Inode, description: pb.Arena) -> Arena | None:
+def _lock_slot(inode: _Inode, description: pb.Arena) -> Arena | None:
     """Lock the session's slot in a mapped arena, and return the arena; None if the slot cannot be locked."""
     offset = description.generation_offset
     with _guard:
@@ -196,7 +196,7 @@ def _enter(inode: _Inode, description: pb.Arena) -> Arena | None:
         mapping.users += 1
         memory = memoryview(mapping.memory)
         # Every view of the arena is made from this object and keeps it alive.
-        weakref.finalize(memory, _leave, inode, offset).atexit = False
+        weakref.finalize(memory, _release_slot, inode, offset).atexit = False
         try:
             fcntl.lockf(mapping.descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
         except OSError as error:
@@ -208,7 +208,7 @@ def _enter(inode: _Inode, description: pb.Arena) -> Arena | None:
     return arena
 
 
-def _leave(inode: _Inode, offset: int) -> None:
+def _release_slot(inode: _Inode, offset: int) -> None:
     """Unlock a session's slot, now that its last view of the arena is gone; unmap the arena after its last session."""
     with _guard:
         mapping = _mappings[inode]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,24 +55,25 @@ class Attachment:
         self._failure: StoreError | None = None
         self.arena: Arena | None = None
         self._channel = open_channel(address, credentials)
-        try:
+        with ExitStack() as opened:
+            opened.callback(self._channel.close)
             self.stub = pb_grpc.ParameterStoreStub(self._channel)
             self.session = Session(self.stub, client, partial(on_lost, self))
-        except BaseException:
-            self._channel.close()
-            raise
-        self.deadlines = Deadlines.of(self.session.welcome)
-        self._sender = Sender()
-        self.session_id = self.session.welcome.session_id
-        self.epoch = self.session.welcome.epoch
-        self.arena_bytes = self.session.welcome.arena.size_bytes
-        try:
-            self.arena = None if prefer_streams else Arena.map(self.session.welcome.arena)
-        except BaseException:
-            self.close()
-            raise
-        streams = Streams(self._channel, self.session_id, self.session.check)
-        self.plane: Plane = ArenaPlane(self.arena) if self.arena else StreamPlane(streams)
+            opened.callback(self.session.close)
+            welcome = self.session.welcome
+            self.session_id = welcome.session_id
+            self.epoch = welcome.epoch
+            self.arena_bytes = welcome.arena.size_bytes
+            self.deadlines = Deadlines.of(welcome)
+            self._sender = Sender()
+            opened.callback(self._sender.close)
+            self.arena = None if prefer_streams else Arena.map(welcome.arena)
+            if self.arena is not None:
+                opened.callback(self.arena.close)
+            streams = Streams(self._channel, self.session_id, self.session.check)
+            self.plane: Plane = ArenaPlane(self.arena) if self.arena else StreamPlane(streams)
+            # Nothing has failed, so what was opened stays open.
+            opened.pop_all()
 
     def close(self) -> None:
         """End the session, and with it all leases; idempotent."""
@@ -80,18 +82,18 @@ class Attachment:
             # The arena is closed before the session, because the store reuses memory that this process can write to
             # only after this process has unmapped it.
             self.arena.close()
-        self._hang_up()
+        self._close_connection()
 
-    def leave(self) -> None:
-        """Close a session whose daemon is gone, but leave its arena mapped.
+    def close_session(self) -> None:
+        """End a session whose daemon is gone, but leave its arena mapped.
 
         The arena is unmapped when its last lease is gone, because gradients in it are still to be handed to the next
         daemon.
         """
         self._sender.close()
-        self._hang_up()
+        self._close_connection()
 
-    def _hang_up(self) -> None:
+    def _close_connection(self) -> None:
         self.session.close()
         self._channel.close()
 
@@ -150,11 +152,11 @@ class Attachment:
             if failure.code is not besides:
                 self._failure = failure
 
-    def give_back(self, lease_ids: Iterable[int]) -> None:
-        """Return leases after a failure, without publishing what was written. Does not wait and raises nothing.
+    def release_quietly(self, lease_ids: Iterable[int]) -> None:
+        """Release leases after a failure, without publishing what was written. Does not wait and raises nothing.
 
         The store may have consumed some of them already, if a call was executed and only its response was lost. Each
-        lease is therefore returned by a call of its own, which may fail with NOT_FOUND.
+        lease is therefore released by a call of its own, which may fail with NOT_FOUND.
         """
         for lease_id in lease_ids:
             releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease_id)]

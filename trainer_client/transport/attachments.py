@@ -66,7 +66,7 @@ _PAUSE_SECONDS = 0.1
 _LOOK_SECONDS = 2.0
 _LOOK_AT_VOTE_SECONDS = 0.02
 # The training thread waits longer than the attaching thread by this time, because the attaching thread knows the reason
-# if it gives up.
+# if it stops.
 _SLACK_SECONDS = 60.0
 
 
@@ -161,8 +161,8 @@ class Attachments:
             if self.current.session.failure is not None:
                 self._on_lost(self.current, self.current.session.failure)
 
-    def give_up(self) -> None:
-        """Treat the loss of the daemon as final from now on, and end the thread that attaches."""
+    def stop_reattaching(self) -> None:
+        """Treat the loss of the daemon as final from now on, and end the thread that attaches again."""
         self._closing.set()
         with self.changed:
             self._survival = None
@@ -172,7 +172,7 @@ class Attachments:
 
     def close(self) -> None:
         """End the session; idempotent."""
-        self.give_up()
+        self.stop_reattaching()
         self.current.close()
 
     def outlive(self, former: Attachment, error: StoreError) -> None:
@@ -195,7 +195,7 @@ class Attachments:
                 return
             raise self._why_gone() or error from error
 
-    def surviving(self, act: Callable[[Attachment], T]) -> T:
+    def retry_over_restarts(self, act: Callable[[Attachment], T]) -> T:
         """Call `act` with the current attachment, and again with the next one if its daemon is lost; return the result.
 
         `act` must be idempotent. Raises StoreError.
@@ -207,7 +207,7 @@ class Attachments:
             except StoreError as error:
                 self.outlive(attachment, error)
 
-    def settle_commit(self) -> None:
+    def wait_for_voted_commit(self) -> None:
         """Wait, after a restart of the daemon, for the commit that this rank has voted for.
 
         Call this before a read of bytes that the commit under way may change. Only when the commit exists, the new
@@ -220,7 +220,7 @@ class Attachments:
         if vote is not None:
             Pending(vote.call, lambda _: None).wait()
             with self.changed:
-                self.journal.settle(vote.step)
+                self.journal.acknowledge(vote.step)
 
     def _why_gone(self) -> StoreError | None:
         return None if self._gone is None else type(self._gone)(self._gone.code, self._gone.message)
@@ -268,7 +268,7 @@ class Attachments:
         log.log(level, "the run goes on after %.1f s, from commit %s%s", restart.seconds, restart.step, again)
         self._recorder.restarted()
         self.restarts.append(restart)
-        former.leave()
+        former.close_session()
 
     def _next(self, former: Attachment, cause: StoreError, began: float, deadline: float) -> Restart:
         """Attach to the next daemon, and to the one after it if that is lost meanwhile. Raises StoreError."""
@@ -329,7 +329,7 @@ class Attachments:
         with self.changed:
             vote = self.journal.vote
             if vote is not None and newest == vote.step:
-                self.journal.settle(vote.step)
+                self.journal.acknowledge(vote.step)
             self._check(newest)
             again = self.journal.step
         attachment.call(attachment.stub.RegisterShards, pb.RegisterShardsRequest(groups=membership.groups))
@@ -366,7 +366,7 @@ class Attachments:
             )
         Pending(vote.call, lambda _: None).wait()
         with self.changed:
-            self.journal.settle(vote.step)
+            self.journal.acknowledge(vote.step)
 
     def _open_job(self, attachment: Attachment, membership: Membership) -> int | None:
         """Open the job and return its newest commit. Raises DaemonRestartedError if it is not the job of this run."""

@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.contract.address import ADDRESS_VARIABLE, is_socket, socket_path
-from paramserver.contract.answered import is_answer
+from paramserver.contract.answered import is_about_the_model, is_answer
 from paramserver.contract.limits import MAX_FRAME_BYTES
 from paramserver.contract.printable import printable
 from paramserver.contract.sockets import with_real_paths
@@ -24,6 +24,7 @@ from trainer_client.errors import (
     DataLossError,
     InvalidRequestError,
     JobConflictError,
+    OtherModelError,
     PermissionDeniedError,
     StepAbortedError,
     StoreBudgetError,
@@ -165,7 +166,8 @@ def translate(error: grpc.RpcError) -> StoreError:
             f"the store daemon cannot be reached any more ({reason}): look at its log, then restart the job; "
             "it resumes from the last commit"
         )
-    return _ERRORS.get(code, StoreError)(code, reason)
+    kind = OtherModelError if is_about_the_model(error.trailing_metadata()) else _ERRORS.get(code, StoreError)
+    return kind(code, reason)
 
 
 def _ignore(response: Any, began: float, ended: float) -> None:
@@ -185,7 +187,7 @@ class Pending(Generic[T]):
         future: Any,
         finish: Callable[[Any], T],
         waited: Callable[[Any, float, float], None] = _ignore,
-        give_back: Callable[[Any], None] | None = None,
+        release: Callable[[Any], None] | None = None,
     ) -> None:
         """Wrap the future of a call.
 
@@ -194,10 +196,10 @@ class Pending(Generic[T]):
             finish: makes the result from the response.
             waited: called after each successful `wait` with the response and with begin and end of the wait, which are
                 `waited_seconds` apart, in seconds of time.monotonic().
-            give_back: called with the response if the result is not wanted; returns what was granted to the store.
+            release: called with the response if the result is not wanted; releases what was granted.
         """
         self.waited_seconds = 0.0
-        self._give_back = give_back
+        self._release = release
         self._future = future
         self._finish = finish
         self._waited = waited
@@ -205,7 +207,7 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """Wait for the result and return it.
 
-        If this raises, the caller has nothing to give back: what the call was granted, or will be granted, goes back to
+        If this raises, the caller has nothing to release: what the call was granted, or will be granted, goes back to
         the store by itself.
 
         Raises:
@@ -214,18 +216,18 @@ class Pending(Generic[T]):
         try:
             return self._wait()
         except BaseException:
-            self.forgo()
+            self.release_when_granted()
             raise
 
-    def forgo(self) -> None:
-        """Give back what the call is granted, as soon as the store has granted it. Does not wait.
+    def release_when_granted(self) -> None:
+        """Release what the call is granted, as soon as the store has granted it. Does not wait.
 
         A caller that has not waited for the result calls this when it does not need the result any more. If the store
         refuses the call, that is not reported.
         """
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            self.on_response(give_back)
+        release, self._release = self._release, None
+        if release is not None:
+            self.on_response(release)
 
     def _wait(self) -> T:
         began, computed = time.monotonic(), time.thread_time()

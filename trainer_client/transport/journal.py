@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slab:
+class SlabName:
     """The name of a slab: the bytes of one kind (parameters, gradients, a state) of one shard group."""
 
     group: str
@@ -68,7 +68,7 @@ class GroupUpdate:
 class Value:
     """New values of a slab. They are converted to `dtype`, the slab's element type, when they are written."""
 
-    slab: Slab
+    slab: SlabName
     dtype: torch.dtype
     values: torch.Tensor
 
@@ -107,7 +107,7 @@ class Applied:
     def make(self, attachment: Attachment) -> None:
         # Gradients are handed over one at a time, because the store need not have memory for all of them at once.
         for update, gradient in zip(self.updates, self.kept, strict=True):
-            with _acquired(attachment, [Slab(group=update.group, kind=GRAD)], self.step) as (leased,):
+            with _acquired(attachment, [SlabName(group=update.group, kind=GRAD)], self.step) as (leased,):
                 leased.data.copy_(gradient)
                 apply(attachment, self.step, self.hyper_parameters, [replace(update, gradient=leased)])
 
@@ -227,7 +227,7 @@ class Journal:
         self.vote = Vote(step=step, client_state=client_state, settled=settled, attachment=attachment, call=call)
         return self.vote
 
-    def settle(self, step: int) -> None:
+    def acknowledge(self, step: int) -> None:
         """Remove all entries and the vote of the commit `step`, because the store has committed it. Idempotent."""
         if self.step == step:
             self.acknowledged = step
@@ -260,10 +260,10 @@ class Journal:
 
 
 @contextmanager
-def _acquired(attachment: Attachment, slabs: Sequence[Slab], step: int) -> Iterator[list[LeasedBytes]]:
+def _acquired(attachment: Attachment, slabs: Sequence[SlabName], step: int) -> Iterator[list[LeasedBytes]]:
     """Acquire write leases, all or none and in the order of the slabs, for a `with` block.
 
-    The block hands them to the store; if it fails, they are returned. Raises StoreError.
+    The block hands them to the store; if it fails, they are released. Raises StoreError.
     """
     wants = [pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs]
     request = pb.AcquireLeasesRequest(wants=wants)
@@ -271,12 +271,12 @@ def _acquired(attachment: Attachment, slabs: Sequence[Slab], step: int) -> Itera
     try:
         yield [attachment.plane.open_write(lease) for lease in response.leases]
     except BaseException:
-        attachment.give_back(lease.lease_id for lease in response.leases)
+        attachment.release_quietly(lease.lease_id for lease in response.leases)
         raise
 
 
 def publish(attachment: Attachment, leases: Sequence[LeasedBytes]) -> None:
-    """Release write leases, and stage their bytes as the version of their step. Raises StoreError."""
+    """Release write leases, and publish their bytes as the version of their step. Raises StoreError."""
     for leased in leases:
         attachment.plane.flush(leased)
     attachment.check_leases()

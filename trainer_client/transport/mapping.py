@@ -61,7 +61,7 @@ def map_file(descriptor: int, nbytes: int) -> memoryview:
     return memoryview(reserved)[lead : lead + nbytes]
 
 
-def show_file(address: int, nbytes: int, source: FileRange) -> None:
+def map_file_at(address: int, nbytes: int, source: FileRange) -> None:
     """Map a file range at `address`, in place of the former mapping, without copying bytes.
 
     The mapping is copy-on-write: a write copies the page into this process and does not change the file. A page that
@@ -75,7 +75,7 @@ def show_file(address: int, nbytes: int, source: FileRange) -> None:
     _map(address, nbytes, mmap.MAP_PRIVATE | _MAP_FIXED, source.descriptor, source.offset)
 
 
-def show_zeros(address: int, nbytes: int) -> None:
+def map_zeros_at(address: int, nbytes: int) -> None:
     """Map private zeroed memory at `address`, in place of the former mapping. A page takes no memory until it is used.
 
     Raises:

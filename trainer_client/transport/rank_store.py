@@ -29,17 +29,17 @@ from trainer_client.transport.journal import (
     GroupUpdate,
     HandOver,
     Put,
-    Slab,
+    SlabName,
     Value,
     apply,
     apply_request,
     publish,
 )
-from trainer_client.transport.lasting import Commit, Lasting, Provisional
+from trainer_client.transport.pending_calls import PendingCommit, RepeatedCall, WithdrawableUpdate
 from trainer_client.transport.planes import LeasedBytes, Plane, check
 from trainer_client.transport.shard_group_name import ShardGroupName
 
-__all__ = ["GroupUpdate", "RankStore", "Slab", "Value"]
+__all__ = ["GroupUpdate", "RankStore", "SlabName", "Value"]
 
 
 class RankStore:
@@ -92,9 +92,9 @@ class RankStore:
         """
         self._attachments.survive(survival, Membership(job=self._job, layout=layout, groups=self._groups), newest)
 
-    def give_up(self) -> None:
+    def stop_reattaching(self) -> None:
         """Treat the loss of the daemon as final from now on: calls that wait for the next daemon fail. Idempotent."""
-        self._attachments.give_up()
+        self._attachments.stop_reattaching()
 
     def close(self) -> None:
         """End the session, and with it all leases; idempotent."""
@@ -161,7 +161,7 @@ class RankStore:
         """
         return self._attachments.current.owns(leased)
 
-    def prefetch(self, wants: Iterable[tuple[Slab, int]]) -> None:
+    def prefetch(self, wants: Iterable[tuple[SlabName, int]]) -> None:
         """Replace the job's prefetch window by these slabs with their positions. Does not wait.
 
         The response updates `fetched`. A window that is lost with a broken connection does no harm, because the next
@@ -177,7 +177,7 @@ class RankStore:
             future.add_done_callback(partial(at.note_failure, besides=grpc.StatusCode.UNAVAILABLE))
             Pending(future, lambda _: None).on_response(self._note_fetched)
 
-        self._attachments.surviving(send)
+        self._attachments.retry_over_restarts(send)
 
     def _note_fetched(self, response: pb.PrefetchResponse) -> None:
         self.fetched = response.fetched_bytes, response.fetch_seconds
@@ -186,7 +186,7 @@ class RankStore:
         """Have reads see the versions of the committed `step`, and nothing later, until the next `commit`."""
         self._as_of_step = step
 
-    def acquire_read(self, slabs: Iterable[Slab], position: int) -> Pending[list[LeasedBytes]]:
+    def acquire_read(self, slabs: Iterable[SlabName], position: int) -> Pending[list[LeasedBytes]]:
         """Request read leases, all or none; the result has the order of `slabs`.
 
         The leases show the versions of the step that the last `read_as_of` or `commit` has named.
@@ -213,16 +213,16 @@ class RankStore:
             self._recorder.stalled(Cause.FETCH, where, updated, ended)
 
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
-            self._attachments.settle_commit()
+            self._attachments.wait_for_voted_commit()
             future = _acquire(at, wants)
             if self._recorder.is_tracing:
                 future.add_done_callback(lambda _: self._recorder.fetched(where, asked))
-            return Pending(future, partial(finish, at), waited, partial(_return_granted, at))
+            return Pending(future, partial(finish, at), waited, partial(_release_granted, at))
 
         # The request may be repeated with the next daemon, because a version has the same bytes in each of them.
-        return Lasting(self._attachments, ask)
+        return RepeatedCall(self._attachments, ask)
 
-    def acquire_write(self, slabs: Iterable[Slab], step: int) -> Pending[list[LeasedBytes]]:
+    def acquire_write(self, slabs: Iterable[SlabName], step: int) -> Pending[list[LeasedBytes]]:
         """Request write leases, all or none; the result has the order of `slabs`. The bytes will belong to `step`."""
         wants = [
             pb.AcquireLeasesRequest.Want(slab=slab.to_proto(), mode=pb.LEASE_MODE_WRITE, step=step) for slab in slabs
@@ -239,9 +239,9 @@ class RankStore:
             self._recorder.stalled(cause, where, began, ended)
 
         def ask(at: Attachment) -> Pending[list[LeasedBytes]]:
-            return Pending(_acquire(at, wants), partial(finish, at), waited, partial(_return_granted, at))
+            return Pending(_acquire(at, wants), partial(finish, at), waited, partial(_release_granted, at))
 
-        return Lasting(self._attachments, ask)
+        return RepeatedCall(self._attachments, ask)
 
     @contextmanager
     def holding(self, pending: Pending[list[LeasedBytes]]) -> Iterator[list[LeasedBytes]]:
@@ -255,17 +255,17 @@ class RankStore:
             yield leases
             check(leases)
         except BaseException:
-            self.give_back(leases)
+            self.release_quietly(leases)
             raise
         self.release(leases)
 
-    def give_back(self, leases: Iterable[LeasedBytes]) -> None:
-        """Return leases to the store after a failure, without publishing what was written.
+    def release_quietly(self, leases: Iterable[LeasedBytes]) -> None:
+        """Release leases after a failure, without publishing what was written.
 
         Does not wait, and raises nothing, because the caller already has an error to report.
         """
         at = self._attachments.current
-        at.give_back(leased.lease_id for leased in leases if at.owns(leased))
+        at.release_quietly(leased.lease_id for leased in leases if at.owns(leased))
 
     def release(self, leases: Iterable[LeasedBytes], next_use: int | None = None) -> Pending[None]:
         """Release leases, after which their bytes must not be used. Does not wait; the result may be ignored.
@@ -278,22 +278,22 @@ class RankStore:
         """
         leases = list(leases)
 
-        def give_back(at: Attachment) -> Pending[None]:
+        def release_own(at: Attachment) -> Pending[None]:
             own = [leased for leased in leases if at.owns(leased)]
             return at.release(
                 [pb.ReleaseLeasesRequest.Release(lease_id=leased.lease_id, next_use=next_use) for leased in own]
             )
 
-        return Lasting(self._attachments, give_back)
+        return RepeatedCall(self._attachments, release_own)
 
     def publish(self, leases: Sequence[LeasedBytes]) -> None:
-        """Release write leases and stage their bytes as the version of their step."""
+        """Release write leases and publish their bytes as the version of their step."""
         began = time.monotonic()
         publish(self._attachments.current, leases)
         self._recorder.moved(Link.TO_STORE, "", sum(leased.data.numel() for leased in leases), began)
 
     def put(self, values: Sequence[Value], step: int) -> None:
-        """Stage values as the versions of `step` of their slabs. They must not change until `step` is committed."""
+        """Hand over values as the versions of `step` of their slabs. They must not change until `step` is committed."""
         entry, began = Put(step=step, values=values), time.monotonic()
         with self._recorder.waiting(Cause.COMMIT, ShardGroupName.unit_of(values[0].slab.group) if values else ""):
             self._hand_over(step, entry)
@@ -389,7 +389,7 @@ class RankStore:
         # Some leases may be of a daemon that was lost just now. To the current daemon their ids mean other leases.
         are_own = all(at.owns(update.gradient) for update in updates)
         sent = Pending(self._hand_overs.submit(send), lambda _: None, waited) if are_own else None
-        return Provisional(self._attachments, at, sent)
+        return WithdrawableUpdate(self._attachments, at, sent)
 
     def withdraw_updates(self, step: int, groups: Iterable[str]) -> None:
         """Undo updates of `start_apply_gradients`, after which this rank may write to their gradients again.
@@ -414,19 +414,19 @@ class RankStore:
             client_state: bytes that are stored with the commit and returned when the job is opened again.
             settled_step: the newest step that all ranks are known to have committed; older ones may be deleted.
         """
-        self._attachments.surviving(Attachment.check)
+        self._attachments.retry_over_restarts(Attachment.check)
         with self._attachments.changed:
             at = self._attachments.current
             vote = self._attachments.journal.begin_vote(at, step, client_state, settled_step)
         vote.call.add_done_callback(partial(self._note_commit, step))
         self._as_of_step = step
-        return Commit(self._attachments, vote, self._recorder)
+        return PendingCommit(self._attachments, vote, self._recorder)
 
     def _note_commit(self, step: int, call: Any) -> None:
         """Remove the commit's entries from the journal as soon as the commit exists; called on a thread of gRPC."""
         if not call.cancelled() and call.exception() is None:
             with self._attachments.changed:
-                self._attachments.journal.settle(step)
+                self._attachments.journal.acknowledge(step)
 
     def read_counters(self) -> Future[pb.ReadCountersResponse]:
         """Request the counters of the store's tiers since the daemon's start. Does not wait.
@@ -450,8 +450,8 @@ def _acquire(at: Attachment, wants: Sequence[pb.AcquireLeasesRequest.Want]) -> F
     return at.begin(at.stub.AcquireLeases, pb.AcquireLeasesRequest(wants=wants), at.deadlines.lease)
 
 
-def _return_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:
-    at.give_back(lease.lease_id for lease in response.leases)
+def _release_granted(at: Attachment, response: pb.AcquireLeasesResponse) -> None:
+    at.release_quietly(lease.lease_id for lease in response.leases)
 
 
 def _unit_of(wants: Sequence[pb.AcquireLeasesRequest.Want]) -> str:

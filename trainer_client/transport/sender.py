@@ -52,10 +52,10 @@ def _begin(response: Future[Any], method: Any, request: Any, timeout_seconds: fl
         # grpc raises ValueError if the channel is closed.
         response.set_exception(grpc.FutureCancelledError())
         return
-    call.add_done_callback(partial(_settle, response))
+    call.add_done_callback(partial(_copy_result, response))
 
 
-def _settle(response: Future[Any], call: Any) -> None:
+def _copy_result(response: Future[Any], call: Any) -> None:
     try:
         response.set_result(call.result())
     except (grpc.RpcError, grpc.FutureCancelledError) as error:

@@ -39,7 +39,7 @@ def check(config: dict[str, Any]) -> None:
         # For every state, the ranks' shards together are the whole tensor, and each shard has its offset.
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             parts: list[Any] = [None, None]
-            dist.all_gather_object(parts, engine.state_dict(kind))
+            dist.all_gather_object(parts, engine.sharded_state_dict(kind))
             for name in (WEIGHT, EMBEDDING, "lm_head.weight", "transformer.h.2.ln_1.bias"):
                 whole = engine.get_full(name, kind)
                 assert whole is not None

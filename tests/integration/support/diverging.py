@@ -46,7 +46,7 @@ def start(address: str, job: str, gather: str) -> trainer_client.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-        "optimizer": {"type": "AdamW"},
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 1e-2}},
         "paramserver": {
             "address": address,
             "job": job,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.integration.support.tower import Block, Tower
 
 WIDTH = 32
 BLOCKS = 3
@@ -44,7 +45,7 @@ class _RaiseInBackward(torch.autograd.Function):
         raise ctx.error("as told, in backward")
 
 
-class Block(nn.Module):
+class FailingBlock(Block):
     """A block that raises on demand.
 
     Attributes:
@@ -52,14 +53,13 @@ class Block(nn.Module):
         fails_in_backward: the exception that the backward of the next forward raises; None: it raises none.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
         self.fails: type[BaseException] | None = None
         self.fails_in_backward: type[BaseException] | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + torch.tanh(self.linear(hidden))
+        hidden = super().forward(hidden)
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error("as told, in forward")
@@ -70,18 +70,9 @@ class Block(nn.Module):
         return hidden
 
 
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(hidden)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden.square().mean()
+def failing_tower() -> Tower:
+    """Return a tower of blocks that raise on demand."""
+    return Tower(WIDTH, BLOCKS, FailingBlock)
 
 
 def inputs(step: int, rank: int = 0) -> torch.Tensor:

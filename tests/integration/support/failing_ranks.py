@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import trainer_client
 from tests.integration.support.daemon import tiers
-from tests.integration.support.failing import Failing, Tower, inputs
+from tests.integration.support.failing import Failing, failing_tower, inputs
 from tests.integration.support.waiting import wait_until
 from trainer_client.errors import CollectiveError, TrainerClientError
 
@@ -39,7 +39,7 @@ def start(address: str, job: str, gather: str) -> trainer_client.Engine:
             "collective_timeout_seconds": TIMEOUT_SECONDS,
         },
     }
-    return trainer_client.initialize(model=Tower(), config=config)[0]
+    return trainer_client.initialize(model=failing_tower(), config=config)[0]
 
 
 def train(engine: trainer_client.Engine, rank: int) -> None:
@@ -131,9 +131,9 @@ def failing_together(address: str, rank: int) -> Any:
         dist.barrier()
         report["afterwards"] = failure_of(lambda engine=engine: train(engine, rank))  # type: ignore[misc]
         try:
-            engine.leave()
+            engine.close_without_commit()
         except CollectiveError as error:
-            report["leave"] = str(error)
+            report["close"] = str(error)
         dist.barrier()
         with start(address, f"together-{fail.__name__}", "collective") as engine:
             while engine.global_steps < STEPS:

@@ -68,6 +68,24 @@ def main() -> None:
         model = build_model(Run())
     assert_same(initial_state(model, directory / "given"), build_model(Run()).state_dict())
 
+    # A change by one rank before `initialize` changes the values of all ranks, also while the model is being built.
+    with zero.Init():
+        layer = nn.Linear(4, 4)
+        with zero.GatheredParameters(layer.weight, modifier_rank=1):
+            if rank == 1:
+                nn.init.ones_(layer.weight)
+    assert torch.equal(layer.weight, torch.ones(4, 4))
+    name = "transformer.h.1.mlp.c_fc.weight"
+    model = recorded(seed=200 + rank)
+    with zero.GatheredParameters([model.get_parameter(name)], modifier_rank=1), torch.no_grad():
+        model.get_parameter(name)[2].fill_(float(rank))
+    with zero.GatheredParameters([model.get_parameter("transformer.wte.weight")]):
+        embedding = model.get_parameter("transformer.wte.weight").detach().clone()
+    expected = {n: replay(t) for n, t in recorded(seed=200).state_dict(keep_vars=True).items()}
+    expected[name][2] = 1.0
+    assert torch.equal(embedding, expected["transformer.wte.weight"])
+    assert_same(initial_state(model, directory / "changed"), expected)
+
     # If rank 0 has no values and another rank does, both ranks raise.
     with torch.device("meta" if rank == 0 else "cpu"):
         model = build_model(Run())
@@ -81,8 +99,8 @@ def main() -> None:
         # The count is read before the daemon ends, because the kernel adds the reads of an ended child to its parent's.
         (directory / f"read-{rank}").write_text(str(read_bytes() - before))
         state = engine.full_state_dict()
-    expected = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
-    assert_same(state, expected | {"lm_head.weight": expected["transformer.wte.weight"]})
+    files = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert_same(state, files | {"lm_head.weight": files["transformer.wte.weight"]})
     dist.destroy_process_group()
 
 

@@ -41,7 +41,7 @@ class Block(nn.Module):
         return hidden + torch.tanh(self.linear(hidden)) / MODEL_UNITS
 
 
-class Tower(nn.Module):
+class MostlyFrozen(nn.Module):
     """A model of `units` units of UNIT_BYTES (in fp32) each, of which one belongs to the root.
 
     Most units are frozen, as with adapters. Gradients stay in host memory until they are used, so a model of many times
@@ -122,11 +122,11 @@ def config(state_dir: Path, *, bf16: bool) -> dict[str, Any]:
 
 
 def measure(state_dir: Path, weights: Path | None, *, units: int, bf16: bool) -> dict[str, int]:
-    """Build, fill and train a tower; return the peak of each count, without the memory before it."""
+    """Build, fill and train a model; return the peak of each count, without the memory before it."""
     memory = PrivateMemory()
     with memory.watched() as start:
         with zero.Init(seed=7):
-            model = Tower(units)
+            model = MostlyFrozen(units)
         engine, *_ = trainer_client.initialize(model=model, config=config(state_dir, bf16=bf16), weights=weights)
         initialised = memory.peak - start
         with engine:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ class Killer:
         return wanted
 
     def _kill(self) -> None:
-        os.kill(int(self._lock_file.read_text()), signal.SIGKILL)
+        """Kill the daemon that has taken the lock last, unless it has ended and the next one is still starting."""
+        with suppress(ProcessLookupError):
+            os.kill(int(self._lock_file.read_text()), signal.SIGKILL)
 
 
 class Schedule(LambdaLR):

@@ -14,7 +14,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from tests.integration.support.store_client import group_to_wire, job_fields
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import StoreUnavailableError
-from trainer_client.transport.rank_store import RankStore, Slab
+from trainer_client.transport.rank_store import RankStore, SlabName
 
 LATE = 0xEE
 
@@ -48,9 +48,9 @@ def main(address: str, committed: str, new: str) -> None:
     attach(beginning, fresh)
     group = layout.groups[0]
     leased = {
-        "read": training.acquire_read([Slab(group=group, kind=pb.KIND_PARAM)], 0).wait(),
-        "gradient": training.acquire_write([Slab(group=group, kind=pb.KIND_GRAD)], 1).wait(),
-        "staged": beginning.acquire_write([Slab(group=group, kind=pb.KIND_PARAM)], 0).wait(),
+        "read": training.acquire_read([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait(),
+        "gradient": training.acquire_write([SlabName(group=group, kind=pb.KIND_GRAD)], 1).wait(),
+        "staged": beginning.acquire_write([SlabName(group=group, kind=pb.KIND_PARAM)], 0).wait(),
     }
     answer(written_bytes=sum(leased[name][0].data.numel() for name in ("gradient", "staged")))
 

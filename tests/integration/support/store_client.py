@@ -72,9 +72,9 @@ class Client:
     def map_arena(self) -> mmap.mmap:
         """Map the arena by the descriptor that its socket sends, and return the mapping."""
         if self.arena is None:
-            with socket.socket(socket.AF_UNIX) as door:
-                door.connect(system_path(Path(self.welcome.arena.socket_path)))
-                _, (descriptor,), _, _ = socket.recv_fds(door, 1, 1)
+            with socket.socket(socket.AF_UNIX) as arena_socket:
+                arena_socket.connect(system_path(Path(self.welcome.arena.socket_path)))
+                _, (descriptor,), _, _ = socket.recv_fds(arena_socket, 1, 1)
             self.arena = mmap.mmap(descriptor, self.welcome.arena.size_bytes)
             os.close(descriptor)
             assert self.arena[: len(self.welcome.arena.nonce)] == self.welcome.arena.nonce
@@ -221,7 +221,7 @@ class Rank(Client):
                 stored = self.tensor(lease, kind)
                 for shard in self.layout.group(group).shards:
                     expected = self.reference.states(step)[group, shard.fqn, kind]
-                    if not torch.equal(stored[shard.position :][: shard.numel], expected):
+                    if not torch.equal(stored[shard.group_offset :][: shard.numel], expected):
                         different.append(f"{shard.fqn} {kind.value}")
                 self.release(lease)
         assert different == [], f"not the bits of step {step}"
@@ -229,7 +229,7 @@ class Rank(Client):
     def _fill(self, lease: pb.Lease, kind: Kind, values: Sequence[torch.Tensor]) -> None:
         tensor = self.tensor(lease, kind)
         for shard, value in zip(self.layout.shards, values, strict=True):
-            tensor[shard.position :][: shard.numel] = value
+            tensor[shard.group_offset :][: shard.numel] = value
 
 
 class Clients:
@@ -280,7 +280,7 @@ def group_to_wire(spec: GroupSpec) -> pb.ShardGroup:
     return pb.ShardGroup(
         name=spec.name,
         numel=spec.numel,
-        shards=[pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.position) for s in spec.shards],
+        shards=[pb.Shard(fqn=s.fqn, offset=s.offset, numel=s.numel, position=s.group_offset) for s in spec.shards],
         kinds=[
             pb.KindSpec(
                 kind=vocabulary.KIND_TO_WIRE[slab.kind],

@@ -57,6 +57,8 @@ class Run:
     poisoned_step: int | None = None
     schedule: bool = False
     two_groups: bool = False
+    # The verbs of the loop through the store: DeepSpeed's, or those of a loop that was written for torch.
+    loop: Literal["deepspeed", "torch"] = "deepspeed"
     through_store: bool = True
     # The reference is train_with_masters if this is true, else train_plain.
     with_masters: bool = False
@@ -355,7 +357,7 @@ def moments_of(engine: trainer_client.Engine) -> dict[str, torch.Tensor]:
     for state in engine._states:
         group = state.group
         for kind in group.state_kinds:
-            whole = torch.empty(group.layout.numel, device=engine.device)
+            whole = torch.empty(group.slot_table.numel, device=engine.device)
             engine._collectives.all_gather_flat(whole, state.read(kind))
             name = pb.Kind.Name(kind).removeprefix("KIND_").lower()
             for parameter, piece in zip(group.parameters, group.pieces(whole), strict=True):
@@ -381,8 +383,16 @@ def train_through_store(run: Run) -> Result:
             boundary = engine.is_gradient_accumulation_boundary()
             with engine.no_sync() if run.schedule_of_reduction == "no_sync" and not boundary else nullcontext():
                 loss = engine(input_ids=batch, labels=batch).loss
-                engine.backward(poisoned(loss, run, index, rank, world_size))
-            engine.step()
+                scaled = poisoned(loss, run, index, rank, world_size)
+                if run.loop == "torch":
+                    engine.scale(scaled).backward()
+                else:
+                    engine.backward(scaled)
+            if run.loop == "torch":
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            else:
+                engine.step()
             losses.append((loss / run.accumulation).item())
             norm = engine.get_global_grad_norm()
             ended = engine.micro_steps % run.accumulation == 0

@@ -61,7 +61,7 @@ def test_every_partition_gives_the_bits_of_the_whole(
     case = CASES[name]
     expected = reference_states(case, scale, clip_value)
     for first, last in pairwise([0, *cuts, NUMEL]):
-        shard = Shard(fqn="w", offset=first, numel=last - first, position=0)
+        shard = Shard(fqn="w", offset=first, numel=last - first, group_offset=0)
         states = {Kind.PARAM: initial()[first:last].clone()} | {kind: torch.zeros(last - first) for kind in case.states}
         for step in range(1, STEPS + 1):
             row = case.row(step)
@@ -76,7 +76,7 @@ def test_a_momentum_that_comes_and_goes_gives_torchs_bits() -> None:
     weight = initial().requires_grad_()
     optimizer = SGD([weight], lr=0.1, momentum=0.0, fused=True)
     states = {Kind.PARAM: initial(), Kind.MOMENTUM_BUFFER: torch.zeros(NUMEL)}
-    shard = Shard(fqn="w", offset=0, numel=NUMEL, position=0)
+    shard = Shard(fqn="w", offset=0, numel=NUMEL, group_offset=0)
     for step, momentum in enumerate(momenta, start=1):
         optimizer.param_groups[0]["momentum"] = momentum
         weight.grad = gradient(step)

@@ -69,7 +69,7 @@ def check_tally(job: Job) -> None:
     assert all(tally.version_bytes(tier) == versions[tier] for tier in TierName)
     assert tally.home_bytes == sum(round_up(slab.nbytes) for slab in slabs if slab.at_home_in_host)
     copies = [slab.copy for slab in slabs if slab.copy is not None]
-    assert (tally.copies, tally.copied_bytes) == (len(copies), sum(copy.region.nbytes for copy in copies))
+    assert (tally.copies, tally.copied_bytes) == (len(copies), sum(copy.arena_range.nbytes for copy in copies))
     passing = [s for s in slabs if s.key.kind is Kind.PARAM and not s.at_home_in_host]
     assert tally.passing == sorted(round_up(slab.nbytes) for slab in passing)
     assert tally.unsaved.keys() == {s for s in slabs if s.latest is not None and s.latest not in s.versions}
@@ -113,7 +113,7 @@ class Layout:
         """The shards of each group, with FQNs that lack the group's name at the beginning."""
         shards, position = [], 0
         for index, numel in enumerate(self.numels):
-            shards.append(Shard(fqn=f"weight.{index}", offset=0, numel=numel, position=position))
+            shards.append(Shard(fqn=f"weight.{index}", offset=0, numel=numel, group_offset=position))
             position += -(-numel // 16) * 16
         return tuple(shards)
 
@@ -134,9 +134,9 @@ class Layout:
         ]
         return GroupSpec(
             name=name,
-            numel=-(-(last.position + last.numel) // 16) * 16,
+            numel=-(-(last.group_offset + last.numel) // 16) * 16,
             shards=tuple(
-                Shard(fqn=f"{name}.{s.fqn}", offset=0, numel=s.numel, position=s.position) for s in self.shards
+                Shard(fqn=f"{name}.{s.fqn}", offset=0, numel=s.numel, group_offset=s.group_offset) for s in self.shards
             ),
             slabs=(*slabs, SlabSpec(kind=Kind.GRAD, dtype=self.precision, placement=TierName.HOST)),
         )
@@ -274,9 +274,9 @@ class Training:
         for group in self.layout.groups:
             for kind in {Kind.PARAM, self.layout.weight_kind}:
                 pin = await self.engine.stage(self.job, group, kind)
-                tensor = self.engine.host.tensor(pin.region, self.layout.dtype(kind), pin.slab.numel).zero_()
+                tensor = self.engine.host.tensor(pin.arena_range, self.layout.dtype(kind), pin.slab.numel).zero_()
                 for index, shard in enumerate(self.layout.shards):
-                    tensor[shard.position :][: shard.numel] = self.reference.initial(group, index)
+                    tensor[shard.group_offset :][: shard.numel] = self.reference.initial(group, index)
                 await self.engine.publish(pin)
 
     async def step(self, *, settled: int | None = None) -> bool:
@@ -308,7 +308,7 @@ class Training:
             region = await self.engine.allocate_gradient(self.job, group)
             tensor = self.engine.host.tensor(region, layout.precision, spec.numel)
             for index, shard in enumerate(layout.shards):
-                tensor[shard.position :][: shard.numel] = self.reference.gradient(step, group, index)
+                tensor[shard.group_offset :][: shard.numel] = self.reference.gradient(step, group, index)
             update = OptimizerUpdate(
                 shards=spec.shards,
                 hyper_parameters=[layout.hyper_parameters(step, index) for index in range(len(layout.shards))],
@@ -322,11 +322,11 @@ class Training:
         for group in self.layout.groups:
             for kind in self.layout.kinds:
                 pin = await self.engine.fetch(self.job, group, kind)
-                stored = self.engine.host.tensor(pin.region, self.layout.dtype(kind), pin.slab.numel).clone()
+                stored = self.engine.host.tensor(pin.arena_range, self.layout.dtype(kind), pin.slab.numel).clone()
                 self.engine.unpin(pin)
                 for shard in self.layout.group(group).shards:
                     expected = self.reference.states(step)[group, shard.fqn, kind]
-                    if not torch.equal(stored[shard.position :][: shard.numel], expected):
+                    if not torch.equal(stored[shard.group_offset :][: shard.numel], expected):
                         different.append(f"{shard.fqn} {kind.value}")
         assert different == [], f"not the bits of step {step}"
         check_tally(self.job)
@@ -410,7 +410,7 @@ def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     for file in engine.nvme.files:
         unused_runs(file.size_bytes, [extent for extent in extents if extent.file == file.number])
     host, *backing = accounts = engine.accounts()
-    assert all(account.is_settled for account in accounts), accounts
+    assert all(account.is_balanced for account in accounts), accounts
     assert host.held_bytes[Holder.FIXED] == host_base_bytes
     assert all(account.held_bytes.get(Holder.READERS, 0) == 0 for account in backing)
     assert engine.host_cache.leased_bytes == 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from storage.errors import BudgetExceededError, NotFoundError
 from storage.shard import TierName
 from storage.tiers.base import TierCounters, round_up
-from storage.tiers.contract import Transfer
+from storage.tiers.contract import Move
 from storage.tiers.health import Device
 from storage.tiers.io_engine import Priority
 
@@ -106,44 +106,44 @@ class FolderTier:
     async def read_into(
         self, region: FolderRegion, offset: int, buffer: memoryview, priority: Priority = Priority.DEMAND
     ) -> None:
-        await self.read_many([Transfer(region, offset, buffer)], priority)
+        await self.read_many([Move(region, offset, buffer)], priority)
 
     async def write_from(
         self, region: FolderRegion, offset: int, buffer: memoryview, priority: Priority = Priority.UPDATE
     ) -> None:
-        await self.write_raw([Transfer(region, offset, buffer)], priority)
+        await self.write_raw([Move(region, offset, buffer)], priority)
 
-    async def read_many(self, transfers: Sequence[Transfer[FolderRegion]], priority: Priority) -> None:
-        await self._move(transfers, write=False)
-        self.counters.bytes_read += sum(len(transfer.buffer) for transfer in transfers)
+    async def read_many(self, moves: Sequence[Move[FolderRegion]], priority: Priority) -> None:
+        await self._move(moves, write=False)
+        self.counters.bytes_read += sum(len(move.buffer) for move in moves)
 
-    async def read_raw(self, transfers: Sequence[Transfer[FolderRegion]], priority: Priority) -> None:
-        await self.read_many(transfers, priority)
+    async def read_raw(self, moves: Sequence[Move[FolderRegion]], priority: Priority) -> None:
+        await self.read_many(moves, priority)
 
-    async def write_raw(self, transfers: Sequence[Transfer[FolderRegion]], priority: Priority) -> None:
-        await self._move(transfers, write=True)
-        self.counters.bytes_written += sum(len(transfer.buffer) for transfer in transfers)
+    async def write_raw(self, moves: Sequence[Move[FolderRegion]], priority: Priority) -> None:
+        await self._move(moves, write=True)
+        self.counters.bytes_written += sum(len(move.buffer) for move in moves)
 
     async def close(self) -> None:
         assert not self.queue_depth
         self.is_closed = True
 
-    async def _move(self, transfers: Sequence[Transfer[FolderRegion]], *, write: bool) -> None:
-        self.hold(*(transfer.region for transfer in transfers))
-        self.queue_depth += len(transfers)
-        moving = asyncio.ensure_future(asyncio.to_thread(_move_all, transfers, write))
+    async def _move(self, moves: Sequence[Move[FolderRegion]], *, write: bool) -> None:
+        self.hold(*(move.region for move in moves))
+        self.queue_depth += len(moves)
+        moving = asyncio.ensure_future(asyncio.to_thread(_move_all, moves, write))
         try:
             await asyncio.shield(moving)
         finally:
             # The buffers are in use until the thread is done, also where the caller is cancelled.
             await asyncio.wait([moving])
-            self.queue_depth -= len(transfers)
-            for transfer in transfers:
-                self.free(transfer.region)
+            self.queue_depth -= len(moves)
+            for move in moves:
+                self.free(move.region)
 
 
-def _move_all(transfers: Sequence[Transfer[FolderRegion]], write: bool) -> None:
-    for region, offset, buffer in transfers:
+def _move_all(moves: Sequence[Move[FolderRegion]], write: bool) -> None:
+    for region, offset, buffer in moves:
         fd = os.open(region.path, os.O_RDWR)
         try:
             moved = os.pwrite(fd, buffer, offset) if write else os.preadv(fd, [buffer], offset)

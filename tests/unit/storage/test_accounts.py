@@ -43,12 +43,12 @@ async def test_each_holder_of_host_memory_is_named_with_its_bytes(tmp_path: Path
         pin = await engine.fetch(training.job, "block.0", Kind.PARAM)
         gradient = await engine.allocate_gradient(training.job, "block.0")
         found, _ = accounts(engine)
-        assert found.held_bytes[Holder.UNDER_WAY] == pin.region.nbytes + gradient.nbytes
-        assert not found.is_settled and found.unexplained_bytes == 0
-        found, _ = engine.accounts(leased=[pin.region], quarantined=[gradient])
-        assert found.held_bytes[Holder.LEASES] == pin.region.nbytes
+        assert found.held_bytes[Holder.UNDER_WAY] == pin.arena_range.nbytes + gradient.nbytes
+        assert not found.is_balanced and found.unexplained_bytes == 0
+        found, _ = engine.accounts(leased=[pin.arena_range], quarantined=[gradient])
+        assert found.held_bytes[Holder.LEASES] == pin.arena_range.nbytes
         assert found.held_bytes[Holder.QUARANTINE] == gradient.nbytes
-        assert found.is_settled
+        assert found.is_balanced
         engine.unpin(pin)
         engine.scratch.free(gradient)
 
@@ -81,12 +81,12 @@ async def test_what_was_leaked_or_freed_twice_is_unexplained(tmp_path: Path) -> 
         assert [account.unexplained_bytes for account in accounts(engine)] == [12_288, 12_288]
         engine.nvme.free(leaked)
         engine.host.free(range_)
-        assert all(account.is_settled for account in accounts(engine))
+        assert all(account.is_balanced for account in accounts(engine))
         slab = training.job.slab("block.0", Kind.EXP_AVG)
         # The job does not explain a copy that has no bytes and that no update or fetch is filling.
         slab.copy = HostCopy(await engine.host.allocate(slab.nbytes), step=None, at_home=False)
         assert accounts(engine)[0].unexplained_bytes == round_up(slab.nbytes)
-        engine.host_cache.detach(slab)
+        engine.host_cache.free_copy(slab)
         region = on_nvme(training.job.slab("block.0", Kind.PARAM).versions[0])
         engine.nvme.files[0].free(region.extents[0])
         assert accounts(engine)[1].unexplained_bytes == -region.extents[0].nbytes
@@ -126,12 +126,12 @@ async def test_a_registration_that_is_refused_leaves_homes_and_copies_as_they_we
             await asyncio.wait([registering])
         assert [(slab.spec, slab.backed) for slab in training.job.slabs()] == before
         assert not any(slab.copy is not None and slab.copy.at_home for slab in training.job.slabs())
-        assert all(account.is_settled for account in accounts(engine))
+        assert all(account.is_balanced for account in accounts(engine))
         await training.step()
         await training.assert_at(2)
 
 
-async def test_what_was_staged_or_is_to_be_put_is_given_back_where_its_group_is_gone(tmp_path: Path) -> None:
+async def test_what_was_staged_or_is_to_be_put_is_freed_where_its_group_is_gone(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, Layout()).begin()
         staged = await engine.allocate_put(training.job, 1, "block.0", Kind.PARAM)
@@ -143,7 +143,7 @@ async def test_what_was_staged_or_is_to_be_put_is_given_back_where_its_group_is_
         await engine.delete_job("job")
         with pytest.raises((NotFoundError, ConflictError)):
             await engine.publish(pin)
-        assert all(account.is_settled for account in accounts(engine))
+        assert all(account.is_balanced for account in accounts(engine))
         assert engine.host.used_bytes == accounts(engine)[0].held_bytes[Holder.FIXED]
 
 
@@ -160,6 +160,6 @@ async def test_staging_that_waited_for_room_while_its_job_was_deleted_ends(tmp_p
 
 def test_an_account_is_settled_only_where_nothing_is_under_way_or_unexplained() -> None:
     account = TierAccount(tier=TierName.HOST, used_bytes=3, held_bytes={Holder.FIXED: 1, Holder.JOBS: 2})
-    assert account.is_settled
-    assert not dataclasses.replace(account, used_bytes=4).is_settled
-    assert not dataclasses.replace(account, held_bytes={Holder.FIXED: 2, Holder.UNDER_WAY: 1}).is_settled
+    assert account.is_balanced
+    assert not dataclasses.replace(account, used_bytes=4).is_balanced
+    assert not dataclasses.replace(account, held_bytes={Holder.FIXED: 2, Holder.UNDER_WAY: 1}).is_balanced

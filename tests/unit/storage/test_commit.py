@@ -177,7 +177,7 @@ async def test_initial_bytes_that_come_too_late_leave_nothing(
             publishing = asyncio.ensure_future(engine.publish(pin))
             while not engine.nvme.queue_depth:
                 await asyncio.sleep(0.001)
-            await (engine.delete_job(training.layout.name) if delete else engine.detach(training.job))
+            await (engine.delete_job(training.layout.name) if delete else engine.end_run(training.job))
             go_on.set()
             with pytest.raises(StepAbortedError, match="begin it again"):
                 await publishing
@@ -300,7 +300,7 @@ async def test_a_roll_back_during_a_snapshot_finds_out_first_what_is_left(
             rolling_back = asyncio.ensure_future(engine.roll_back(training.job, 0))
             await asyncio.sleep(0.02)
             go_on.set()
-            # Step 0 was dropped when the snapshot of step 2 became durable.
+            # Step 0 was removed when the snapshot of step 2 became durable.
             with pytest.raises(NotFoundError, match="it holds: 2"):
                 await rolling_back
         await training.assert_at(2)
@@ -459,7 +459,7 @@ async def test_initial_values_must_be_there_and_cannot_change_after_their_commit
         await training.stage_all()
         late = await engine.stage(training.job, "block.0", Kind.EXP_AVG)
         await training.commit(0)
-        engine.host.view(late.region)[:] = b"\xff" * late.region.nbytes
+        engine.host.view(late.arena_range)[:] = b"\xff" * late.arena_range.nbytes
         with pytest.raises(ConflictError, match="step 0 cannot be prepared"):
             await engine.publish(late)
         with pytest.raises(ConflictError, match="step 0 cannot be prepared"):
@@ -477,7 +477,7 @@ async def test_staged_bytes_that_are_not_published_never_count(tmp_path: Path, p
         again = await engine.stage(training.job, "block.0", Kind.PARAM)
         with pytest.raises(ConflictError, match="is being written by another lease"):
             await engine.stage(training.job, "block.0", Kind.PARAM)
-        engine.host.view(again.region)[:] = b"\xff" * again.region.nbytes
+        engine.host.view(again.arena_range)[:] = b"\xff" * again.arena_range.nbytes
         engine.unpin(again)
         await training.commit(0)
         await training.assert_at(0)

@@ -58,7 +58,7 @@ def test_too_little_space_gives_nothing_and_takes_nothing() -> None:
     assert space.allocate(2 * SPLIT_BYTES) == (pages(0, PAGES), pages(100, PAGES))
 
 
-def test_what_is_given_back_joins_its_neighbours() -> None:
+def test_what_is_freed_joins_its_neighbours() -> None:
     space = allocator(pages(0, 2), pages(4, 2))
     space.add(pages(2, 2))
     assert space.allocate(6 * PAGE_BYTES) == (pages(0, 6),)

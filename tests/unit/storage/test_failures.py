@@ -32,7 +32,7 @@ async def test_each_call_of_a_step_can_fail(
     async with opened(tmp_path, **SMALL) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
-        drop_copies(engine)
+        free_copies(engine)
         fault = Fault(monkeypatch, function)
         await training.step()
         calls_of_a_step = fault.calls
@@ -40,7 +40,7 @@ async def test_each_call_of_a_step_can_fail(
         for number in range(calls_of_a_step):
             used = engine.nvme.used_bytes
             step = training.job.next_step
-            drop_copies(engine)
+            free_copies(engine)
             fault.fail(error, when=number.__le__)
             with pytest.raises(StorageError, match=str(error)):
                 await training.step()
@@ -94,7 +94,7 @@ async def test_a_read_that_fails_is_raised_by_the_fetch_and_the_next_one_works(
 ) -> None:
     async with opened(tmp_path, **SMALL) as engine:
         training = await Training(engine, LAYOUT).begin()
-        drop_copies(engine)
+        free_copies(engine)
         reads = Fault(monkeypatch, "read_exact")
         reads.fail(DeviceError("input/output error"))
         with pytest.raises(DeviceError, match="input/output error"):
@@ -109,7 +109,7 @@ async def test_a_read_that_fails_is_raised_by_the_fetch_and_the_next_one_works(
 async def test_a_file_truncated_behind_the_engine_is_an_error_of_the_shard_not_a_hang(tmp_path: Path) -> None:
     async with opened(tmp_path, **SMALL) as engine:
         training = await Training(engine, LAYOUT).begin()
-        drop_copies(engine)
+        free_copies(engine)
         size = engine.nvme.files[0].path.stat().st_size
         with engine.nvme.files[0].path.open("r+b") as file:
             file.truncate(0)
@@ -193,11 +193,11 @@ async def refuse_by_a_failed_sync(training: Training, monkeypatch: pytest.Monkey
         await training.commit(1)
 
 
-def drop_copies(engine: Engine) -> None:
+def free_copies(engine: Engine) -> None:
     """Drop the host copies, so that the next reads go to the disk."""
     for slab in (slab for job in engine.jobs.values() for slab in job.slabs()):
         if not slab.at_home_in_host:
-            engine.host_cache.detach(slab)
+            engine.host_cache.free_copy(slab)
 
 
 async def assert_reopens_at(state_dir: Path, layout: Layout, step: int) -> None:

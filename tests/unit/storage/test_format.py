@@ -159,7 +159,7 @@ def assert_reads(reader: StrangersReader, layout: Layout, steps: Iterable[int], 
             for shard in layout.group(group).shards:
                 for kind in layout.kinds:
                     expected = reference.states(0 if group in idle else step)[group, shard.fqn, kind]
-                    stored = reader.slabs[layout.name, step, group, kind.value][shard.position :][: shard.numel]
+                    stored = reader.slabs[layout.name, step, group, kind.value][shard.group_offset :][: shard.numel]
                     assert torch.equal(stored, expected), (step, shard.fqn, kind)
 
 

@@ -15,9 +15,9 @@ LAYOUT = Layout(numels=(10_000, 17))
 TIMEOUT = 0.2
 
 
-async def drop_copies(training: Training) -> None:
+async def free_copies(training: Training) -> None:
     for slab in training.job.slabs():
-        training.engine.host_cache.detach(slab)
+        training.engine.host_cache.free_copy(slab)
 
 
 async def recovered(training: Training) -> None:
@@ -30,7 +30,7 @@ async def test_a_stuck_read_ends_the_fetch_and_names_the_device(
 ) -> None:
     async with opened(tmp_path, device_timeout_seconds=TIMEOUT) as engine:
         training = await Training(engine, LAYOUT).begin()
-        await drop_copies(training)
+        await free_copies(training)
         with held(monkeypatch, "read_exact"):
             with pytest.raises(DeviceStuckError, match=rf"{tmp_path}/data\.0: the device has not answered for 0\.\d s"):
                 await engine.fetch(training.job, "block.0", Kind.PARAM)

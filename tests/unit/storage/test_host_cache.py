@@ -37,7 +37,7 @@ async def stored_units(state_dir: Path, *, room: int) -> AsyncIterator[Training]
     async with opened(state_dir) as engine:
         training = await Training(engine, LAYOUT).begin()
         for slab in training.job.slabs():
-            engine.host_cache.detach(slab)
+            engine.host_cache.free_copy(slab)
         free = engine.host.budget_bytes - engine.host.used_bytes
         filler = await engine.host.allocate(free - room * UNIT_BYTES)
         yield training
@@ -210,11 +210,11 @@ async def test_a_pinned_copy_stays_whatever_is_fetched_and_the_rest_is_placed_as
     async with stored_units(tmp_path, room=room) as training:
         engine = training.engine
         pin = await engine.fetch(training.job, UNITS[0], Kind.PARAM)
-        before = bytes(engine.host.view(pin.region))
+        before = bytes(engine.host.view(pin.arena_range))
         hits = await hits_of(training, others, CYCLES)
         assert hits == optimal_hits(others * CYCLES, room - 1)
         await Rank(training, window=8, patient=False).cycles(others, 3)
-        assert pin.slab.copy is pin.copy and bytes(engine.host.view(pin.region)) == before
+        assert pin.slab.copy is pin.copy and bytes(engine.host.view(pin.arena_range)) == before
         engine.unpin(pin)
 
 
@@ -234,9 +234,9 @@ async def test_a_long_random_campaign_drops_what_a_search_of_all_copies_finds(se
         slab = rng.choice(slabs)
         position = float(turn + rng.randint(1, 50)) if rng.random() < 0.9 else NEVER
         if slab.copy is None:
-            region = host.try_allocate(PAGE_BYTES, later_than=NEVER)
-            assert region is not None, "there is room for all"
-            slab.copy = HostCopy(region, step=0, at_home=False)
+            range_ = host.try_allocate(PAGE_BYTES, later_than=NEVER)
+            assert range_ is not None, "there is room for all"
+            slab.copy = HostCopy(range_, step=0, at_home=False)
             host_cache.pin(slab.copy)
         elif slab.copy.pins:
             host_cache.unpin(slab, slab.copy, position)

@@ -89,7 +89,7 @@ async def test_room_made_in_the_very_moment_of_giving_up_is_not_lost(host: HostT
     assert first.cancelled() and granted and host.queue_depth == 0
 
 
-async def test_a_grant_that_nobody_wants_any_more_is_given_back(host: HostTier) -> None:
+async def test_a_grant_that_nobody_wants_any_more_is_freed(host: HostTier) -> None:
     everything = await host.allocate(PAGES * PAGE_BYTES)
     first = waiting(host, PAGES)
     await turn()
@@ -197,9 +197,9 @@ def resident(host: HostTier, host_cache: HostCache, name: str, pages: int = 2) -
     spec = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
     slab = Slab(SlabKey("job", name, Kind.PARAM), spec, pages * PAGE_BYTES // 4, backing=TierName.NVME)
     slab.latest = 3
-    region = host.arena.allocate(slab.nbytes)
-    assert region is not None
-    slab.copy = HostCopy(region, step=3, at_home=False)
+    range_ = host.arena.allocate(slab.nbytes)
+    assert range_ is not None
+    slab.copy = HostCopy(range_, step=3, at_home=False)
     host_cache.pin(slab.copy)
     host_cache.unpin(slab, slab.copy)
     return slab
@@ -226,7 +226,7 @@ async def test_a_prefetch_displaces_only_what_is_needed_later_than_itself(host: 
     assert host.try_allocate(2 * PAGE_BYTES, later_than=2.5) is None
 
 
-async def test_a_copy_in_use_is_never_dropped_and_one_out_of_date_goes_with_its_last_user(
+async def test_a_copy_in_use_is_never_freed_and_one_out_of_date_goes_with_its_last_user(
     host: HostTier, order: EvictionOrder
 ) -> None:
     host_cache = HostCache(host, order)
@@ -237,7 +237,7 @@ async def test_a_copy_in_use_is_never_dropped_and_one_out_of_date_goes_with_its_
     host_cache.pin(copy)
     assert host_cache.leased_bytes == PAGES * PAGE_BYTES and host_cache.evictable_bytes == 0
     other = waiting(host, 1)
-    host_cache.detach(slab)
+    host_cache.free_copy(slab)
     host_cache.unpin(slab, copy)
     await turn()
     assert not other.done()

@@ -36,7 +36,7 @@ def pages(slab: Slab) -> list[int]:
 
 async def is_damaged(engine: Engine, training: Training, slab: Slab) -> bool:
     """Read a slab from NVMe, as a whole and in an update's tiles; return whether it is damaged. Errors must name it."""
-    engine.host_cache.detach(slab)
+    engine.host_cache.free_copy(slab)
     try:
         pin = await engine.fetch(training.job, slab.key.group, slab.key.kind)
     except DataLossError as error:
@@ -112,7 +112,7 @@ async def test_an_update_never_uses_damaged_states(tmp_path: Path) -> None:
         training = await Training(engine, LAYOUT).begin()
         await training.step()
         slab = next(slab for slab in training.job.slabs() if slab.key.kind is Kind.MASTER)
-        engine.host_cache.detach(slab)
+        engine.host_cache.free_copy(slab)
         with engine.nvme.files[0].path.open("r+b") as file:
             file.seek(pages(slab)[-1])
             page = file.read(PAGE_BYTES)

@@ -48,7 +48,7 @@ def halves(layout: Layout) -> list[GroupSpec]:
                 middle = shard.numel // 2 // 16 * 16
                 offset, numel = (0, middle) if first else (middle, shard.numel - middle)
                 if numel:
-                    shards.append(Shard(fqn=shard.fqn, offset=offset, numel=numel, position=position))
+                    shards.append(Shard(fqn=shard.fqn, offset=offset, numel=numel, group_offset=position))
                     position += -(-numel // 16) * 16
             groups.append(GroupSpec(name=f"{name}/{first}", numel=position, shards=tuple(shards), slabs=whole.slabs))
     return groups
@@ -80,10 +80,10 @@ async def fill(engine: Engine, source: StepReader, job: Job, groups: Sequence[Gr
             if kind is Kind.GRAD:
                 continue
             pin = await engine.stage(job, group.name, kind)
-            target = engine.host.tensor(pin.region, slab.dtype, group.numel).zero_()
+            target = engine.host.tensor(pin.arena_range, slab.dtype, group.numel).zero_()
             for shard in group.shards:
                 data = await piece(source, shard.fqn, kind, shard.offset, shard.numel)
-                target[shard.position :][: shard.numel] = torch.frombuffer(data, dtype=slab.dtype.torch)
+                target[shard.group_offset :][: shard.numel] = torch.frombuffer(data, dtype=slab.dtype.torch)
             await engine.publish(pin)
 
 
@@ -123,7 +123,7 @@ async def test_a_job_goes_on_in_another_layout_with_the_same_bits(tmp_path: Path
         training = await Training(engine, layout).begin()
         for _ in range(3):
             await training.step()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         job = await lay_out(training, spec_of(layout))
         assert (engine.job("job"), engine.layouts("job")) == (job, [job])
         assert (job.newest, job.settled, training.job.successor) == (4, 4, job)
@@ -152,7 +152,7 @@ async def test_a_crash_leaves_the_former_layout_or_the_new_one_whole(tmp_path: P
         training = await Training(engine, layout).begin()
         for _ in range(4):
             await training.step()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         if training.job.snapshot is not None:
             await asyncio.wait([training.job.snapshot])
         failpoints.install(take_image)
@@ -179,7 +179,7 @@ async def test_the_former_layout_stays_until_all_ranks_everywhere_have_the_new_o
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         former = training.job
         job = await lay_out(training, spec_of(layout, ranks=1), settled=1)
         assert engine.layouts("job") == [former, job]
@@ -195,7 +195,7 @@ async def test_the_former_layout_stays_until_all_ranks_everywhere_have_the_new_o
         await engine.commit(job, 3, {0: b""}, 2)
         assert engine.layouts("job") == [job]
         assert engine.nvme.used_bytes == nvme_bytes(job)
-        await engine.detach(job)
+        await engine.end_run(job)
 
 
 async def test_what_is_not_committed_is_discarded_and_the_job_is_as_it_was(tmp_path: Path) -> None:
@@ -204,14 +204,14 @@ async def test_what_is_not_committed_is_discarded_and_the_job_is_as_it_was(tmp_p
         training = await Training(engine, layout).begin()
         await training.step()
         before = engine.nvme.used_bytes
-        for end in ("detach", "open", "lay out", "delete"):
+        for end in ("end the run", "open", "lay out", "delete"):
             source = await engine.open_reader(engine.job("job"))
             job = await begin(training, spec_of(layout))
             await fill(engine, source, job, halves(layout)[:1])
             source.close()
             assert engine.nvme.used_bytes > before
-            if end == "detach":
-                await engine.detach(job)
+            if end == "end the run":
+                await engine.end_run(job)
             elif end == "open":
                 await training.open()
             elif end == "lay out":
@@ -234,7 +234,7 @@ async def test_a_reader_of_the_former_layout_survives_it(tmp_path: Path) -> None
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         reader = await engine.open_reader(training.job)
         job = await lay_out(training, spec_of(layout))
         for (_, fqn, kind), expected in training.reference.states(1).items():
@@ -243,7 +243,7 @@ async def test_a_reader_of_the_former_layout_survives_it(tmp_path: Path) -> None
         assert engine.nvme.used_bytes == reader.nbytes + nvme_bytes(job)
         reader.close()
         assert engine.nvme.used_bytes == nvme_bytes(job)
-        await engine.detach(job)
+        await engine.end_run(job)
 
 
 async def test_budgets_and_limits_count_both_layouts(tmp_path: Path) -> None:
@@ -251,17 +251,17 @@ async def test_budgets_and_limits_count_both_layouts(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         one = training.version_bytes
         # The NVMe tier must hold a committed version of the former layout, and two of the new one.
         for limit in (2 * one, 3 * one - 4096):
             with pytest.raises(BudgetExceededError, match=f"nvme_bytes = {limit}, is too small"):
                 await begin(training, spec_of(layout), [limit_of(limit)])
         job = await begin(training, spec_of(layout), [limit_of(4 * one)])
-        await engine.detach(job)
+        await engine.end_run(job)
     async with opened(tmp_path, **(ROOMY | {"nvme_budget_bytes": 5 * one // 2})) as engine:
         training = await Training(engine, layout).open()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         with pytest.raises(BudgetExceededError, match="nvme_budget"):
             await begin(training, spec_of(layout))
         await training.open()
@@ -276,7 +276,7 @@ async def test_a_former_layout_that_cannot_be_freed_is_freed_by_the_next_commit(
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         catalog = engine._catalog
         with monkeypatch.context() as patch:
 
@@ -288,7 +288,7 @@ async def test_a_former_layout_that_cannot_be_freed_is_freed_by_the_next_commit(
         assert len(engine.layouts("job")) == 2 and job.newest == 2
         await engine.commit(job, 3, {0: b""}, 3)
         assert engine.layouts("job") == [job]
-        await engine.detach(job)
+        await engine.end_run(job)
 
 
 async def test_a_commit_that_fails_leaves_the_former_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ async def test_a_commit_that_fails_leaves_the_former_layout(tmp_path: Path, monk
     async with opened(tmp_path, **ROOMY) as engine:
         training = await Training(engine, layout).begin()
         await training.step()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         source = await engine.open_reader(training.job)
         job = await begin(training, spec_of(layout))
         await fill(engine, source, job, halves(layout))
@@ -305,7 +305,7 @@ async def test_a_commit_that_fails_leaves_the_former_layout(tmp_path: Path, monk
             Fault(patch, "sync_data").fail(DeviceError("data.0: Input/output error"))
             with pytest.raises(StorageError, match="Input/output error"):
                 await engine.commit(job, 2, {0: b""}, 2)
-        await engine.detach(job)
+        await engine.end_run(job)
         await training.open()
         await training.assert_at(1)
 
@@ -321,7 +321,7 @@ async def test_a_store_that_joins_begins_with_the_step_of_the_others(tmp_path: P
             await engine.commit(job, 0, {0: b""}, 0)
         with pytest.raises(ConflictError, match="has no initial values; publish them before step 8 is committed"):
             await engine.commit(job, 8, {0: b""}, 7)
-        await engine.detach(job)
+        await engine.end_run(job)
         assert not engine.jobs
 
 
@@ -334,7 +334,7 @@ async def test_a_layout_has_a_name_of_its_own(tmp_path: Path) -> None:
             await engine.lay_out(job, spec_of(layout), 9)
         with pytest.raises(InvalidRequestError, match="a name has no line feed"):
             replace(spec_of(layout), layout="two\nlines")
-        await engine.detach(job)
+        await engine.end_run(job)
 
 
 async def test_without_a_name_for_its_layout_a_client_gets_only_what_is_laid_out_as_it_says(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def spec(count: int, every_steps: int = 1) -> JobSpec:
 
 
 def group(number: int, placement: TierName) -> GroupSpec:
-    shard = Shard(fqn="whole", offset=number * SHARD, numel=SHARD, position=0)
+    shard = Shard(fqn="whole", offset=number * SHARD, numel=SHARD, group_offset=0)
     slab = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=placement)
     return GroupSpec(name=str(number), numel=SHARD, shards=(shard,), slabs=(slab,))
 
@@ -46,7 +46,8 @@ async def begin(engine: Engine, count: int, placement: TierName = TierName.NVME,
     await engine.register(job, [group(n, placement) for n in range(count)])
     for number in range(count):
         pin = await engine.stage(job, str(number), Kind.PARAM)
-        engine.host.tensor(pin.region, DType.FLOAT32, SHARD)[:] = torch.arange(number * SHARD, (number + 1) * SHARD)
+        values = torch.arange(number * SHARD, (number + 1) * SHARD)
+        engine.host.tensor(pin.arena_range, DType.FLOAT32, SHARD)[:] = values
         await engine.publish(pin)
     await engine.commit(job, 0, {}, 0)
     return job
@@ -55,20 +56,20 @@ async def begin(engine: Engine, count: int, placement: TierName = TierName.NVME,
 async def put_one(engine: Engine, job: Job, number: int, value: float) -> None:
     """Commit one more step, which sets one shard to a value."""
     step = job.next_step
-    region = await engine.allocate_put(job, step, str(number), Kind.PARAM)
-    engine.host.tensor(region, DType.FLOAT32, SHARD)[:] = value
-    await engine.put(job, step, str(number), Kind.PARAM, region)
+    range_ = await engine.allocate_put(job, step, str(number), Kind.PARAM)
+    engine.host.tensor(range_, DType.FLOAT32, SHARD)[:] = value
+    await engine.put(job, step, str(number), Kind.PARAM, range_)
     await engine.commit(job, step, {}, step)
 
 
 async def whole(engine: Engine, job: Job, count: int) -> torch.Tensor:
     """Return the tensor as a reader of the newest step reads it."""
     reader = await engine.open_reader(job)
-    region = await engine.load(
+    range_ = await engine.load(
         job, count * SHARD * 4, lambda view: reader.fill("whole", Kind.PARAM, 0, count * SHARD, view)
     )
-    values = engine.host.tensor(region, DType.FLOAT32, count * SHARD).clone()
-    engine.scratch.free(region)
+    values = engine.host.tensor(range_, DType.FLOAT32, count * SHARD).clone()
+    engine.scratch.free(range_)
     reader.close()
     return values
 
@@ -93,8 +94,8 @@ async def describe_one(engine: Engine, job: Job) -> None:
 
 async def roll_back_one(engine: Engine, job: Job) -> None:
     step = job.next_step
-    region = await engine.allocate_put(job, step, "7", Kind.PARAM)
-    await engine.put(job, step, "7", Kind.PARAM, region)
+    range_ = await engine.allocate_put(job, step, "7", Kind.PARAM)
+    await engine.put(job, step, "7", Kind.PARAM, range_)
     assert job.newest is not None
     await engine.roll_back(job, job.newest)
 
@@ -198,11 +199,11 @@ async def test_ranges_that_are_gathered_equal_those_that_are_read_one_by_one(tmp
             TensorRange("whole", Kind.PARAM, *r) for r in ((50, 3), (0, 1), (10, 100), (799, 1), (3, 17), (50, 3))
         ]
         gathering = await Gathering.of(job, ranges)
-        region = await engine.load(job, gathering.nbytes, lambda view: reader.gather(gathering, view))
-        stored, at = engine.host.tensor(region, DType.FLOAT32, gathering.nbytes // 4), 0
+        gathered = await engine.load(job, gathering.nbytes, lambda view: reader.gather(gathering, view))
+        stored, at = engine.host.tensor(gathered, DType.FLOAT32, gathering.nbytes // 4), 0
         for range_ in ranges:
             expected = torch.arange(range_.offset, range_.offset + range_.numel, dtype=torch.float32)
             assert torch.equal(stored[at : at + range_.numel], expected)
             at = -(-(at + range_.numel) // 4) * 4
-        engine.scratch.free(region)
+        engine.scratch.free(gathered)
         reader.close()

@@ -83,7 +83,7 @@ async def test_bytes_come_back_from_extents_of_any_size(
     arena.close()
 
 
-async def test_a_transfer_that_leaves_its_region_is_refused_before_any_byte_moves(tmp_path: Path) -> None:
+async def test_a_move_that_leaves_its_region_is_refused_before_any_byte_moves(tmp_path: Path) -> None:
     arena = Arena(8 * PAGE_BYTES)
     buffer = arena.allocate(2 * PAGE_BYTES)
     assert buffer is not None
@@ -211,7 +211,7 @@ def test_a_full_device_is_told_from_a_broken_one() -> None:
         os.close(fd)
 
 
-async def test_one_failed_request_of_a_transfer_fails_it_when_no_buffer_is_in_use_any_more(
+async def test_one_failed_request_of_a_move_fails_it_when_no_buffer_is_in_use_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvme_module, "REQUEST_BYTES", BLOCK_BYTES)

@@ -38,7 +38,7 @@ async def trained(engine: Engine, moments: TierName) -> Training:
     await training.step()
     for slab in training.job.slabs():
         if slab.copy is not None and not slab.copy.at_home:
-            engine.host_cache.detach(slab)
+            engine.host_cache.free_copy(slab)
     return training
 
 

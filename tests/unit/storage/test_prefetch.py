@@ -25,7 +25,7 @@ LAYOUT = Layout(numels=(UNIT_BYTES // 4,), groups=UNITS, with_skips=False)
 
 
 class SlowDisk:
-    """A disk whose one read thread waits before each read until the test allows it. `order` names the reads begun."""
+    """A disk whose one read thread waits until the test calls `open`. `order` names the reads that have begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.order: list[str] = []
@@ -36,10 +36,6 @@ class SlowDisk:
         monkeypatch.setattr(syscalls, "read_exact", self._read)
         # Without coalescing each request is a read of its own, even if it has neighbours.
         monkeypatch.setattr(threaded_io, "COALESCED_BYTES", 0)
-
-    def let_go(self, count: int = 1) -> None:
-        """Allow `count` more reads."""
-        self._permits.release(count)
 
     def open(self) -> None:
         """Allow all reads."""
@@ -65,7 +61,7 @@ async def stored_units(
     async with opened(state_dir, io_read_threads=1, **changes) as engine:
         training = await Training(engine, LAYOUT).begin()
         for slab in training.job.slabs():
-            engine.host_cache.detach(slab)
+            engine.host_cache.free_copy(slab)
         free = engine.host.budget_bytes - engine.host.used_bytes
         filler = await engine.host.allocate(free - units * UNIT_BYTES)
         disk = SlowDisk(monkeypatch)
@@ -252,7 +248,7 @@ async def test_jobs_share_the_disk_by_their_weights_whatever_their_positions(
         engine = old.engine
         new = await Training(engine, replace(LAYOUT, name="new")).begin()
         for slab in new.job.slabs():
-            engine.host_cache.detach(slab)
+            engine.host_cache.free_copy(slab)
         slabs = [*old.job.slabs(), *new.job.slabs()]
         names = {on_nvme(r).extents[0].offset: s.key.job[0] + s.key.group for s in slabs for r in s.versions.values()}
         disk.names = names.__getitem__
@@ -274,7 +270,7 @@ async def test_a_job_without_room_does_not_hold_up_another_one(tmp_path: Path, m
         engine = training.engine
         other = await Training(engine, replace(LAYOUT, name="other")).begin()
         for slab in other.job.slabs():
-            engine.host_cache.detach(slab)
+            engine.host_cache.free_copy(slab)
         slabs = [*training.job.slabs(), *other.job.slabs()]
         disk.names = {on_nvme(r).extents[0].offset: s.key.group for s in slabs for r in s.versions.values()}.__getitem__
         disk.open()
@@ -358,7 +354,7 @@ async def test_many_waiters_share_one_read(tmp_path: Path, monkeypatch: pytest.M
         await reads(disk, 1)
         disk.open()
         pins = await asyncio.gather(*tasks)
-        assert disk.order == ["a"] and len({pin.region for pin in pins}) == 1
+        assert disk.order == ["a"] and len({pin.arena_range for pin in pins}) == 1
         for pin in pins:
             training.engine.unpin(pin)
 
@@ -384,9 +380,9 @@ async def test_a_copy_that_is_being_read_while_its_slab_is_updated_stays_as_it_w
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout(numels=(5_000,), groups=("a",))).begin()
         pin = await fetching(training, "a")
-        before = bytes(engine.host.view(pin.region))
+        before = bytes(engine.host.view(pin.arena_range))
         await training.step()
-        assert bytes(engine.host.view(pin.region)) == before
+        assert bytes(engine.host.view(pin.arena_range)) == before
         newer = await fetching(training, "a")
         assert (pin.copy.step, newer.copy.step) == (0, 1)
         engine.unpin(pin)
@@ -400,7 +396,7 @@ async def test_what_an_update_is_about_to_replace_is_fetched_once_when_that_is_d
         fetched = engine.queue.fetched(LAYOUT.name)
         for step, wanted in ((1, "abcdefgh"), (2, "cd")):
             for slab in training.job.slabs():
-                engine.host_cache.detach(slab)
+                engine.host_cache.free_copy(slab)
             before = fetched.nbytes
             await training.hand_over()
             # Until the gradients are freed there is no room for the updated parameters, which updates leave in memory.

@@ -65,7 +65,7 @@ class Table:
                 GroupSpec(
                     name=f"group of {name}",
                     numel=-(-numel // 16) * 16,
-                    shards=(Shard(fqn=name, offset=0, numel=numel, position=0),),
+                    shards=(Shard(fqn=name, offset=0, numel=numel, group_offset=0),),
                     slabs=(slab,),
                 )
                 for name, numel in self.numels.items()
@@ -78,18 +78,17 @@ class Table:
         await self.open()
         for name in self.numels:
             pin = await self.engine.stage(self.job, f"group of {name}", Kind.PARAM)
-            self.engine.host.tensor(pin.region, DType.BFLOAT16, self.numels[name])[:] = value(
-                name, 0, self.numels[name]
-            )
+            staged = self.engine.host.tensor(pin.arena_range, DType.BFLOAT16, self.numels[name])
+            staged[:] = value(name, 0, self.numels[name])
             await self.engine.publish(pin)
         await self.commit(self.numels)
         return self
 
     async def put(self, name: str, step: int) -> None:
         """Put the tensor's value of `step`."""
-        region = await self.engine.allocate_put(self.job, step, f"group of {name}", Kind.PARAM)
-        self.engine.host.tensor(region, DType.BFLOAT16, self.numels[name])[:] = value(name, step, self.numels[name])
-        await self.engine.put(self.job, step, f"group of {name}", Kind.PARAM, region)
+        range_ = await self.engine.allocate_put(self.job, step, f"group of {name}", Kind.PARAM)
+        self.engine.host.tensor(range_, DType.BFLOAT16, self.numels[name])[:] = value(name, step, self.numels[name])
+        await self.engine.put(self.job, step, f"group of {name}", Kind.PARAM, range_)
 
     async def commit(self, written: Iterable[str], *, settled: int | None = None) -> bool:
         """Commit the next step, in which the tensors `written` have got new values."""
@@ -111,7 +110,8 @@ class Table:
         """Check that the newest values are those of `step`."""
         for name, expected in self.expected[step].items():
             pin = await self.engine.fetch(self.job, f"group of {name}", Kind.PARAM)
-            assert torch.equal(self.engine.host.tensor(pin.region, DType.BFLOAT16, self.numels[name]), expected), name
+            stored = self.engine.host.tensor(pin.arena_range, DType.BFLOAT16, self.numels[name])
+            assert torch.equal(stored, expected), name
             self.engine.unpin(pin)
         check_tally(self.job)
 
@@ -163,7 +163,7 @@ async def test_whoever_holds_the_older_bytes_in_host_memory_keeps_them(tmp_path:
             pin = await engine.fetch(table.job, "group of a", Kind.PARAM)
             await table.step("a")
             await table.assert_at(1)
-            assert torch.equal(engine.host.tensor(pin.region, DType.BFLOAT16, NUMELS["a"]), value("a", 0))
+            assert torch.equal(engine.host.tensor(pin.arena_range, DType.BFLOAT16, NUMELS["a"]), value("a", 0))
             engine.unpin(pin)
 
 
@@ -229,7 +229,7 @@ async def test_the_next_write_of_a_slab_in_host_memory_waits_for_its_snapshot(tm
         await table.assert_at(6)
 
 
-async def test_what_cannot_be_put_is_refused_and_its_room_given_back(tmp_path: Path) -> None:
+async def test_what_cannot_be_put_is_refused_and_its_room_is_freed(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         table = await Table(engine).begin()
         with pytest.raises(ConflictError, match="step 0 cannot be prepared, the next one is 1"):
@@ -299,10 +299,10 @@ async def test_one_group_is_put_and_another_updated_in_one_step(tmp_path: Path, 
         for group in layout.groups:
             for kind in layout.kinds:
                 pin = await engine.fetch(training.job, group, kind)
-                stored = engine.host.tensor(pin.region, layout.dtype(kind), pin.slab.numel).clone()
+                stored = engine.host.tensor(pin.arena_range, layout.dtype(kind), pin.slab.numel).clone()
                 engine.unpin(pin)
                 for shard in layout.group(group).shards:
-                    part = stored[shard.position :][: shard.numel]
+                    part = stored[shard.group_offset :][: shard.numel]
                     if group == "block.1" and kind in put:
                         assert (part == put[kind]).all()
                     else:
@@ -314,9 +314,9 @@ async def put_state(engine: Engine, job: Job, group: str, values: Mapping[Kind, 
     """Put constants as the next version of some kinds of a group."""
     for kind, constant in values.items():
         slab = job.slab(group, kind)
-        region = await engine.allocate_put(job, job.next_step, group, kind)
-        engine.host.tensor(region, slab.spec.dtype, slab.numel).fill_(constant)
-        await engine.put(job, job.next_step, group, kind, region)
+        range_ = await engine.allocate_put(job, job.next_step, group, kind)
+        engine.host.tensor(range_, slab.spec.dtype, slab.numel).fill_(constant)
+        await engine.put(job, job.next_step, group, kind, range_)
     return values
 
 
@@ -325,7 +325,7 @@ async def test_a_fetch_under_way_sees_the_put_that_overtakes_it(tmp_path: Path) 
         table = await Table(engine).begin()
         for turns in range(0, 40, 4):
             for slab in table.job.slabs():
-                engine.host_cache.detach(slab)
+                engine.host_cache.free_copy(slab)
             fetching = asyncio.ensure_future(engine.fetch(table.job, "group of b", Kind.PARAM))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -361,10 +361,10 @@ async def test_a_range_is_brought_into_the_arena_as_the_reader_reads_it(tmp_path
             async def fill(view: memoryview, offset: int = offset, numel: int = numel) -> None:
                 await reader.fill("b", Kind.PARAM, offset, numel, view)
 
-            region = await engine.load(table.job, numel * 2, fill)
-            stored = engine.host.tensor(region, DType.BFLOAT16, numel)
+            range_ = await engine.load(table.job, numel * 2, fill)
+            stored = engine.host.tensor(range_, DType.BFLOAT16, numel)
             assert torch.equal(stored, value("b", 0)[offset : offset + numel])
-            engine.scratch.free(region)
+            engine.scratch.free(range_)
         with pytest.raises(NotFoundError, match="no element 70016 of 'b'"):
             await reader.describe("b", Kind.PARAM, 70_000, 32)
         with pytest.raises(BudgetExceededError, match="cannot hold one range"):

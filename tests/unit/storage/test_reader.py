@@ -32,7 +32,7 @@ async def test_every_range_of_every_kind_equals_torch(tmp_path: Path, placement:
         for _ in range(2):
             await training.step()
         if not resident:
-            await engine.detach(training.job)
+            await engine.end_run(training.job)
         for shard in layout.group("block.0").shards:
             for kind in layout.kinds:
                 expected = training.reference.states(2)["block.0", shard.fqn, kind]
@@ -47,7 +47,7 @@ async def test_a_range_that_spans_groups_is_joined(tmp_path: Path) -> None:
     whole = LAYOUT.group("block.0")
 
     def half(name: str, offset: int, numel: int) -> GroupSpec:
-        shard = Shard(fqn="w", offset=offset, numel=numel, position=0)
+        shard = Shard(fqn="w", offset=offset, numel=numel, group_offset=0)
         return replace(whole, name=name, numel=-(-numel // 16) * 16, shards=(shard,))
 
     values = torch.arange(3_001, dtype=torch.float32)
@@ -56,7 +56,7 @@ async def test_a_range_that_spans_groups_is_joined(tmp_path: Path) -> None:
         await engine.register(job, [half("w[1600:]", 1600, 1401), half("w[:1600]", 0, 1600)])
         for group, start, stop in (("w[:1600]", 0, 1600), ("w[1600:]", 1600, 3001)):
             pin = await engine.stage(job, group, Kind.MASTER)
-            engine.host.tensor(pin.region, DType.FLOAT32, stop - start)[:] = values[start:stop]
+            engine.host.tensor(pin.arena_range, DType.FLOAT32, stop - start)[:] = values[start:stop]
             await engine.publish(pin)
         for start, stop in [(0, 3001), (1599, 1601), (1600, 1700), (100, 2900)]:
             assert torch.equal(await read(engine, job, "w", Kind.MASTER, start, stop - start), values[start:stop])

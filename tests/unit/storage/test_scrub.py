@@ -57,8 +57,8 @@ async def test_damage_is_named_and_its_blocks_are_set_aside_for_good(
         assert engine.nvme.problems == ["job/block.1/exp_avg at step 1 is damaged"]
         assert f"bytes 0 to {BLOCK_BYTES} (block.1.weight.0) on nvme are damaged" in caplog.text
         assert engine.nvme.bad_bytes == BLOCK_BYTES
-        # Host memory still has a good copy, which is dropped here.
-        engine.host_cache.detach(slab)
+        # Host memory still has a good copy, which is freed here.
+        engine.host_cache.free_copy(slab)
         with pytest.raises(DamagedBlockError, match=r"block\.1\.weight\.0"):
             await training.step()
         await engine.roll_back(training.job, 1)

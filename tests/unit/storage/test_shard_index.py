@@ -17,7 +17,7 @@ def group(name: str, shards: list[tuple[str, int, int]]) -> Group:
     slab = SlabSpec(kind=Kind.PARAM, dtype=DType.FLOAT32, placement=TierName.NVME)
     position, placed = 0, []
     for fqn, offset, numel in shards:
-        placed.append(Shard(fqn=fqn, offset=offset, numel=numel, position=position))
+        placed.append(Shard(fqn=fqn, offset=offset, numel=numel, group_offset=position))
         position += -(-numel // 16) * 16
     return Group(GroupSpec(name=name, numel=position, shards=tuple(placed), slabs=(slab,)), ())
 

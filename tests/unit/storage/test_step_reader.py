@@ -165,7 +165,7 @@ async def test_readers_that_are_opened_again_and_again_beside_commits_hold_nothi
 
 
 @pytest.mark.parametrize("name", IN_MEMORY)
-async def test_one_that_fails_or_is_cancelled_half_way_gives_back_what_it_held(
+async def test_one_that_fails_or_is_cancelled_half_way_releases_what_it_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     write = Fault(monkeypatch, "write_exact")
@@ -178,7 +178,7 @@ async def test_one_that_fails_or_is_cancelled_half_way_gives_back_what_it_held(
             try:
                 reader = await engine.open_reader(training.job)
             except DiskFullError:
-                assert all(account.is_settled for account in engine.accounts())
+                assert all(account.is_balanced for account in engine.accounts())
                 continue
             reader.close()
             break
@@ -226,7 +226,7 @@ async def test_a_fetch_that_waited_for_room_while_its_job_was_deleted_ends_and_f
 ) -> None:
     async with opened(tmp_path) as engine:
         training = await Training(engine, LAYOUTS["nvme"]).begin()
-        await engine.detach(training.job)
+        await engine.end_run(training.job)
         with room_taken(engine):
             fetches = [
                 asyncio.ensure_future(engine.fetch(training.job, group, Kind.EXP_AVG))

@@ -44,7 +44,7 @@ def evict_all(training: Training) -> None:
     """Drop the copies in host memory, so that the next use of a slab reads its backing tier."""
     for slab in training.job.slabs():
         if not slab.at_home_in_host:
-            training.engine.host_cache.detach(slab)
+            training.engine.host_cache.free_copy(slab)
 
 
 async def bytes_of(training: Training) -> dict[tuple[str, Kind], bytes]:
@@ -52,7 +52,7 @@ async def bytes_of(training: Training) -> dict[tuple[str, Kind], bytes]:
     found = {}
     for slab in training.job.slabs():
         pin = await training.engine.fetch(training.job, slab.key.group, slab.key.kind)
-        found[slab.key.group, slab.key.kind] = bytes(training.engine.host.view(pin.region)[: slab.nbytes])
+        found[slab.key.group, slab.key.kind] = bytes(training.engine.host.view(pin.arena_range)[: slab.nbytes])
         training.engine.unpin(pin)
     return found
 

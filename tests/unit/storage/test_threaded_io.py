@@ -72,7 +72,7 @@ def request(page: int, pages: int = 1) -> IoRequest:
 
 
 def expected(of: IoRequest) -> bytes:
-    return contents()[of.position : of.position + len(of.buffer)]
+    return contents()[of.offset : of.offset + len(of.buffer)]
 
 
 async def test_neighbours_that_wait_together_become_one_call_in_whatever_order_they_come(
@@ -238,8 +238,8 @@ async def test_reads_and_writes_of_many_callers_agree_with_a_file_in_memory(tmp_
                 *(io.read([read], rng.choice(list(Priority))) for read in reads),
             )
             for write in writes:
-                model[write.position : write.position + PAGE_BYTES] = write.buffer
-            assert all(read.buffer == model[read.position : read.position + PAGE_BYTES] for read in reads)
+                model[write.offset : write.offset + PAGE_BYTES] = write.buffer
+            assert all(read.buffer == model[read.offset : read.offset + PAGE_BYTES] for read in reads)
         await io.sync()
         assert io.load.queued == 0 and io.load.bytes_in_flight == 0
         assert io.load.bytes_moved == 50 * 24 * PAGE_BYTES

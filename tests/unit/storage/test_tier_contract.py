@@ -14,7 +14,7 @@ from storage.host_cache import EvictionOrder
 from storage.integrity import BLOCK_BYTES
 from storage.shard import TierName
 from storage.tiers.backing import BackingTiers
-from storage.tiers.contract import BackingTier, DurableTier, Region, Tier, Transfer
+from storage.tiers.contract import BackingTier, DurableTier, Move, Region, Tier
 from storage.tiers.data_file import DataFile
 from storage.tiers.health import DeviceWatch
 from storage.tiers.host import HostTier
@@ -94,7 +94,7 @@ async def test_a_version_is_held_until_its_last_holder_has_freed_it(tmp_path: Pa
         await tier.close()
 
 
-async def test_transfers_of_several_tiers_are_made_by_the_tier_of_each(tmp_path: Path) -> None:
+async def test_moves_of_several_tiers_are_made_by_the_tier_of_each(tmp_path: Path) -> None:
     nvme, folder = nvme_tier(tmp_path), FolderTier(tmp_path / "folder", BUDGET)
     backing = BackingTiers([folder], nvme, DeviceWatch(30))
     try:
@@ -106,10 +106,10 @@ async def test_transfers_of_several_tiers_are_made_by_the_tier_of_each(tmp_path:
         written = [page_aligned(random.Random(n).randbytes(BLOCK_BYTES)) for n in range(3)]
         for region, data in zip(regions, written, strict=True):
             region.record(0, data)
-        writes = [Transfer(region, 0, data) for region, data in zip(regions, written, strict=True)]
+        writes = [Move(region, 0, data) for region, data in zip(regions, written, strict=True)]
         await backing.write_raw(writes, Priority.UPDATE)
         read = [page_aligned(bytes(BLOCK_BYTES)) for _ in range(3)]
-        reads = [Transfer(region, 0, buffer) for region, buffer in zip(regions, read, strict=True)]
+        reads = [Move(region, 0, buffer) for region, buffer in zip(regions, read, strict=True)]
         await backing.read_many(reads, Priority.DEMAND)
         assert read == written
         assert (folder.counters.bytes_read, nvme.counters.bytes_read) == (2 * BLOCK_BYTES, BLOCK_BYTES)

@@ -21,7 +21,7 @@ async def without_copies(engine: Engine, precision: DType) -> Training:
     training = await Training(engine, Layout(precision=precision)).begin()
     await training.step()
     for slab in training.job.slabs():
-        engine.host_cache.detach(slab)
+        engine.host_cache.free_copy(slab)
     return training
 
 
@@ -41,7 +41,7 @@ async def test_in_free_room_and_the_next_fetch_reads_nothing(tmp_path: Path, pre
         assert engine.nvme.counters.bytes_read == before
         await training.assert_at(2)
         for slab in training.job.slabs():
-            engine.host_cache.detach(slab)
+            engine.host_cache.free_copy(slab)
         await training.assert_at(2)
 
 

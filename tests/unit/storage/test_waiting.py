@@ -26,10 +26,10 @@ async def test_it_ends_when_all_is_done_however_often_it_is_cancelled() -> None:
     await wait_out(futures)
 
 
-async def test_a_result_that_comes_after_two_cancellations_is_given_back(tmp_path: Path) -> None:
+async def test_a_result_that_comes_after_two_cancellations_is_released(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         go_on = asyncio.Event()
-        given_back: list[str] = []
+        released: list[str] = []
 
         async def work() -> str:
             try:
@@ -39,7 +39,7 @@ async def test_a_result_that_comes_after_two_cancellations_is_given_back(tmp_pat
                 await go_on.wait()
             return "result"
 
-        watched = asyncio.ensure_future(engine.backing.watch.unless_stuck(work(), give_back=given_back.append))
+        watched = asyncio.ensure_future(engine.backing.watch.unless_stuck(work(), release=released.append))
         for _ in range(2):
             await asyncio.sleep(0.01)
             watched.cancel()
@@ -47,7 +47,7 @@ async def test_a_result_that_comes_after_two_cancellations_is_given_back(tmp_pat
             await watched
         go_on.set()
         await asyncio.sleep(0.01)
-        assert given_back == ["result"]
+        assert released == ["result"]
 
 
 async def test_an_unlogged_failure_reaches_the_task_that_waits_and_never_the_log(

@@ -104,7 +104,7 @@ async def test_a_read_that_is_overtaken_by_an_update_sees_the_step_that_it_asked
     async with opened(tmp_path) as engine:
         training = await Training(engine, layout).begin()
         for slab in training.job.slabs():
-            engine.host_cache.detach(slab)
+            engine.host_cache.free_copy(slab)
         read, overtaken = engine.nvme.read_into, asyncio.Event()
 
         async def late(*arguments: Any) -> None:
@@ -159,7 +159,7 @@ async def test_reads_as_of_the_last_step_see_nothing_of_the_next(layout: Layout,
         pin = await engine.fetch(training.job, "a", Kind.PARAM, as_of=as_of)
         try:
             expected = training.reference.states(pin.copy.step or 0)["a", "a.weight.0", Kind.PARAM]
-            stored = engine.host.tensor(pin.region, layout.dtype(Kind.PARAM), len(expected))
+            stored = engine.host.tensor(pin.arena_range, layout.dtype(Kind.PARAM), len(expected))
             assert bool((stored == expected).all())
             return pin.copy.step
         finally:

@@ -14,4 +14,4 @@ def test_storage_and_contract_agree() -> None:
     config = EngineConfig(state_dir=Path(), host_budget_bytes=0, nvme_budget_bytes=0)
     assert limits.ELEMENT_ALIGNMENT == ELEMENT_ALIGNMENT
     assert limits.GATHER_ALIGNMENT_BYTES == GATHER_ALIGNMENT
-    assert config.units_of_a_rank_alone == limits.UNITS_SHOWN_AT_ONCE
+    assert config.units_of_a_rank_alone == limits.UNITS_MAPPED_AT_ONCE

@@ -10,10 +10,10 @@ import pytest
 
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.dataplane.chunk_budget import (
-    FIRST_STRIDE_BYTES,
+    FIRST_CHUNK_BYTES,
     STALLED_SECONDS,
+    ChunkBudget,
     Transfer,
-    Transfers,
 )
 from paramserver.errors import TransferStalledError
 from paramserver.rpc.urgency import Urgency
@@ -22,37 +22,37 @@ MIB = 1 << 20
 HALF = 32 * MIB
 
 
-def transfers(stall_seconds: float = 10.0, **weights: float) -> Transfers:
-    return Transfers(2 * HALF, stall_seconds=stall_seconds, weight_of=lambda job: weights.get(job, 1.0))
+def chunk_budget(stall_seconds: float = 10.0, **weights: float) -> ChunkBudget:
+    return ChunkBudget(2 * HALF, stall_seconds=stall_seconds, weight_of=lambda job: weights.get(job, 1.0))
 
 
-async def prove(room: Transfers, transfer: Transfer) -> None:
-    """Let the transfer's stride grow to its largest, as for a client that takes its first chunks at once."""
+async def prove(room: ChunkBudget, transfer: Transfer) -> None:
+    """Let the transfer's chunks grow to their largest, as for a client that takes its first chunks at once."""
     transfer.is_proven = True
-    while transfer.stride_bytes < MAX_CHUNK_BYTES:
-        await room.reserve(transfer, transfer.stride_bytes)
+    while transfer.chunk_bytes < MAX_CHUNK_BYTES:
+        await room.reserve(transfer, transfer.chunk_bytes)
         room.moved(transfer, transfer.held_bytes)
 
 
 async def test_a_transfer_begins_small_and_grows_once_its_client_has_shown_that_it_reads() -> None:
-    room = transfers()
+    room = chunk_budget()
     with room.open("session", "job", Urgency.DEMAND) as transfer:
         for _ in range(3):
-            await room.reserve(transfer, FIRST_STRIDE_BYTES)
-            room.moved(transfer, FIRST_STRIDE_BYTES)
-            assert room.stride_bytes(transfer) == FIRST_STRIDE_BYTES
+            await room.reserve(transfer, FIRST_CHUNK_BYTES)
+            room.moved(transfer, FIRST_CHUNK_BYTES)
+            assert room.chunk_bytes(transfer) == FIRST_CHUNK_BYTES
         await prove(room, transfer)
-        assert room.stride_bytes(transfer) == MAX_CHUNK_BYTES
+        assert room.chunk_bytes(transfer) == MAX_CHUNK_BYTES
         await room.reserve(transfer, MAX_CHUNK_BYTES)
         await asyncio.sleep(1.2 * STALLED_SECONDS)
         room.moved(transfer, MAX_CHUNK_BYTES)
-        assert room.stride_bytes(transfer) == FIRST_STRIDE_BYTES, "it was slow"
+        assert room.chunk_bytes(transfer) == FIRST_CHUNK_BYTES, "it was slow"
         assert room.count("session") == 1
     assert (room.used_bytes, room.count("session")) == (0, 0)
 
 
 async def test_what_is_short_is_shared_by_the_weights_of_jobs_equally_inside_and_demand_goes_first() -> None:
-    room = transfers(heavy=3.0)
+    room = chunk_budget(heavy=3.0)
     members = [("heavy", "h0"), ("light", "l0"), ("light", "l1"), ("late", "p0")]
     served: Counter[str] = Counter()
 
@@ -89,7 +89,7 @@ async def test_what_is_short_is_shared_by_the_weights_of_jobs_equally_inside_and
 
 
 async def test_those_that_stall_are_ended_when_others_need_the_room_the_longest_first() -> None:
-    room = transfers()
+    room = chunk_budget()
     with ExitStack() as opened:
         other = opened.enter_context(room.open("other", "job", Urgency.DEMAND))
         await prove(room, other)
@@ -112,36 +112,36 @@ async def test_those_that_stall_are_ended_when_others_need_the_room_the_longest_
         # gRPC still holds half of the ended transfer's bytes until the call is over, so the waiter gets no room yet.
         with room.pinned(stalled[0], MIB):
             assert room.used_bytes == HALF - MIB and not waiting.done()
-            assert room.stride_bytes(other) < MAX_CHUNK_BYTES, "what is pinned makes chunks smaller"
+            assert room.chunk_bytes(other) < MAX_CHUNK_BYTES, "what is pinned makes chunks smaller"
         await asyncio.wait_for(waiting, 10)
         assert room.used_bytes == HALF
     assert room.used_bytes == 0
 
 
 async def test_one_that_does_not_move_at_all_is_ended_after_the_stall_time_out() -> None:
-    room = transfers(stall_seconds=0.2)
+    room = chunk_budget(stall_seconds=0.2)
     with room.open("session", "job", Urgency.DEMAND) as idle, room.open("session", "job", Urgency.DEMAND) as stalled:
-        await room.reserve(stalled, FIRST_STRIDE_BYTES)
+        await room.reserve(stalled, FIRST_CHUNK_BYTES)
         with pytest.raises(TransferStalledError, match=r"stream_stall_seconds, 0\.2"):
             await asyncio.wait_for(asyncio.shield(stalled.ended), 10)
         assert not idle.ended.done(), "it holds nothing"
 
 
 async def test_waiters_that_give_up_leave_nothing_behind() -> None:
-    room = transfers()
+    room = chunk_budget()
     with ExitStack() as opened:
         first, second, third = (opened.enter_context(room.open("s", "job", Urgency.DEMAND)) for _ in range(3))
         await room.reserve(first, HALF)
         waiting = asyncio.ensure_future(room.reserve(second, HALF))
-        behind = asyncio.ensure_future(room.reserve(third, FIRST_STRIDE_BYTES))
+        behind = asyncio.ensure_future(room.reserve(third, FIRST_CHUNK_BYTES))
         await asyncio.sleep(0)
         assert not room.try_reserve(third, 1), "others wait"
-        room.moved(first, FIRST_STRIDE_BYTES)
+        room.moved(first, FIRST_CHUNK_BYTES)
         waiting.cancel()
         await asyncio.wait_for(behind, 10)
-        granted = asyncio.ensure_future(room.reserve(second, FIRST_STRIDE_BYTES))
+        granted = asyncio.ensure_future(room.reserve(second, FIRST_CHUNK_BYTES))
         await asyncio.sleep(0)
-        room.moved(first, FIRST_STRIDE_BYTES)
+        room.moved(first, FIRST_CHUNK_BYTES)
         # The waiter has been granted its bytes and has not run since, so it is cancelled while it owns them.
         granted.cancel()
         await asyncio.wait([granted])

@@ -59,7 +59,7 @@ def test_the_last_seats_are_kept_in_two_steps_and_all_come_back() -> None:
     assert [fill(seats, visitor) for visitor in order] == [6, 2, 2]
     for visitor in reversed(order):
         for _ in range({Standing.REMOTE: 6}.get(visitor.standing, 2)):
-            seats.give_back(visitor)
+            seats.release(visitor)
     assert [fill(seats, visitor) for visitor in order] == [6, 2, 2]
 
 

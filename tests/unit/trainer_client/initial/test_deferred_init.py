@@ -26,8 +26,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from trainer_client import ConfigError, DeferredInitError, zero
-from trainer_client.initial.deferred_init import recipe_of, replay
+from trainer_client import DeferredInitError, zero
+from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of, replay
 
 WIDTH = 64
 COMMON: Any = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -200,15 +200,14 @@ def test_what_cannot_be_put_off_is_refused() -> None:
         replay(kept)
 
 
-def test_deepspeeds_other_arguments_are_refused_by_name() -> None:
-    refused: Any = {"remote_device": "nvme", "module": nn.Linear(1, 1), "pin_memory": True}
-    for name in refused:
-        with pytest.raises(ConfigError, match=name):
-            zero.Init(**{name: refused[name]})
-    with pytest.raises(ConfigError, match="stage"):
-        zero.Init(config={"train_batch_size": 1, "zero_optimization": {"stage": 7}})
-    with zero.Init(enabled=False):
-        assert not nn.Linear(1, 1).weight.is_meta
-    with zero.Init(dtype=torch.bfloat16):
-        assert nn.Linear(1, 1).weight.dtype == torch.bfloat16
-    assert torch.get_default_dtype() == torch.float32
+def test_values_are_made_while_the_recorder_is_suspended() -> None:
+    with zero.Init(seed=0):
+        before = nn.Linear(2, 2)
+        with RecipeRecorder.suspended():
+            between = nn.Linear(2, 2)
+            assert before.weight.is_meta
+        after = nn.Linear(2, 2)
+
+    assert not between.weight.is_meta
+    assert recipe_of(before.weight)
+    assert recipe_of(after.weight)

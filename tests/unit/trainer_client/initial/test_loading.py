@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer_client import ConfigError
 from trainer_client.initial.loading import Weights
-from trainer_client.model.layout import flat_layout
+from trainer_client.model.slot_table import make_slot_table
 
 
 def read_bytes() -> int:
@@ -39,13 +39,13 @@ def test_ranks_together_read_each_byte_once(tmp_path: Path, world_size: int) -> 
     tensors = {"a": torch.randn(5_000_000), "b": torch.randn(17, 1001), "c": torch.randn(3)}
     save_file(tensors, tmp_path / "model.safetensors")
     weights = Weights(tmp_path)
-    layout = flat_layout([(name, tensor.numel()) for name, tensor in tensors.items()], world_size)
-    chunk = torch.empty(layout.chunk)
+    table = make_slot_table([(name, tensor.numel()) for name, tensor in tensors.items()], world_size)
+    partition = torch.empty(table.partition_numel)
     before = read_bytes()
     overhead = read_bytes() - before  # Reading /proc/self/io counts too.
     for rank in range(world_size):
-        for shard in layout.shards_of(rank):
-            part = chunk[shard.position : shard.position + shard.numel]
+        for shard in table.shards_of(rank):
+            part = partition[shard.in_partition]
             weights.tensors[shard.fqn].read_into(part, shard.offset, torch.float32)
             assert torch.equal(part, tensors[shard.fqn].flatten()[shard.offset : shard.offset + shard.numel])
     read = read_bytes() - before - 2 * overhead

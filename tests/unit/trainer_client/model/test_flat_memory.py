@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer_client.model.flat_memory import FlatMemory
-from trainer_client.transport.mapping import FileRange, show_file
+from trainer_client.transport.mapping import FileRange, map_file_at
 
 PAGE = mmap.PAGESIZE
 NUMEL = 3 * PAGE // 4 + 5  # As fp32, these are three pages and 20 bytes.
@@ -27,16 +27,30 @@ def shared() -> Iterator[FileRange]:
 
 def memory() -> FlatMemory:
     made = FlatMemory(NUMEL, torch.float32, torch.device("cpu"), marks=[0, PAGE // 4])
-    made.give_back()
-    made.take()
+    made.free()
+    made.allocate()
     return made
 
 
-def test_shown_bytes_are_at_the_same_address_and_stay_what_they_are(shared: FileRange) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_is_allocated_from_its_construction_until_it_is_freed(device: str) -> None:
+    """On the meta device, the memory is that of a storage which is resized, as on a GPU."""
+    flat = FlatMemory(NUMEL, torch.float32, torch.device(device))
+    seen = [(flat.is_allocated, flat.tensor.untyped_storage().nbytes())]
+    flat.free()
+    seen.append((flat.is_allocated, flat.tensor.untyped_storage().nbytes()))
+    flat.allocate()
+    seen.append((flat.is_allocated, flat.tensor.untyped_storage().nbytes()))
+
+    freed_bytes = NUMEL * 4 if device == "cpu" else 0
+    assert seen == [(True, NUMEL * 4), (False, freed_bytes), (True, NUMEL * 4)]
+
+
+def test_mapped_bytes_are_at_the_same_address_and_stay_what_they_are(shared: FileRange) -> None:
     flat = memory()
     address, view = flat.tensor.data_ptr(), flat.tensor[7:20]
 
-    assert flat.show(0, NUMEL * 4, shared)
+    assert flat.map_range(0, NUMEL * 4, shared)
     assert flat.tensor.data_ptr() == address
     assert torch.equal(view, torch.ones(13))
     os.pwrite(shared.descriptor, torch.full((1,), 3.0).numpy().tobytes(), PAGE + 7 * 4)
@@ -50,26 +64,26 @@ def test_shown_bytes_are_at_the_same_address_and_stay_what_they_are(shared: File
 
 def test_after_a_release_the_marks_are_nan_and_the_file_is_as_it_was(shared: FileRange) -> None:
     flat = memory()
-    flat.show(0, NUMEL * 4, shared)
-    flat.give_back()
+    flat.map_range(0, NUMEL * 4, shared)
+    flat.free()
 
     assert flat.tensor[[0, PAGE // 4]].isnan().all()
     assert torch.frombuffer(bytearray(os.pread(shared.descriptor, 8 * PAGE, 0)), dtype=torch.float32).eq(1.0).all()
 
 
-def test_what_is_owned_keeps_its_values_whatever_the_file_becomes(shared: FileRange) -> None:
+def test_what_was_copied_keeps_its_values_whatever_the_file_becomes(shared: FileRange) -> None:
     flat = memory()
-    flat.show(0, NUMEL * 4, shared)
+    flat.map_range(0, NUMEL * 4, shared)
     flat.tensor[1] = 2.0
     expected = flat.tensor.clone()
-    flat.own()
+    flat.copy_mapped()
     os.pwrite(shared.descriptor, bytes(8 * PAGE), 0)
 
     assert torch.equal(flat.tensor, expected)
 
 
 @pytest.mark.parametrize(
-    ("first", "nbytes", "offset", "is_shown"),
+    ("first", "nbytes", "offset", "is_mapped"),
     [
         (0, PAGE, 0, True),
         (PAGE, PAGE, PAGE, True),
@@ -79,20 +93,22 @@ def test_what_is_owned_keeps_its_values_whatever_the_file_becomes(shared: FileRa
         (0, PAGE, 64, False),
     ],
 )
-def test_only_whole_pages_are_shown(shared: FileRange, first: int, nbytes: int, offset: int, *, is_shown: bool) -> None:
+def test_only_whole_pages_are_mapped(
+    shared: FileRange, first: int, nbytes: int, offset: int, *, is_mapped: bool
+) -> None:
     flat = memory()
     flat.tensor.fill_(7.0)
 
-    assert flat.show(first, nbytes, FileRange(descriptor=shared.descriptor, offset=offset)) is is_shown
+    assert flat.map_range(first, nbytes, FileRange(descriptor=shared.descriptor, offset=offset)) is is_mapped
     ones = flat.tensor.eq(1.0)
-    assert ones[first // 4 : (first + nbytes) // 4].all() if is_shown else not ones.any()
-    assert flat.tensor.eq(7.0).sum() == NUMEL - (nbytes // 4 if is_shown else 0)
+    assert ones[first // 4 : (first + nbytes) // 4].all() if is_mapped else not ones.any()
+    assert flat.tensor.eq(7.0).sum() == NUMEL - (nbytes // 4 if is_mapped else 0)
 
 
 def test_a_refusal_of_the_kernel_is_an_error_and_changes_nothing() -> None:
     flat = memory()
     flat.tensor.fill_(7.0)
     with pytest.raises(OSError, match=f"mmap of {PAGE} bytes"):
-        show_file(flat.tensor.data_ptr(), PAGE, FileRange(descriptor=-1, offset=0))
+        map_file_at(flat.tensor.data_ptr(), PAGE, FileRange(descriptor=-1, offset=0))
 
     assert flat.tensor.eq(7.0).all()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer_client.config.home import Home
-from trainer_client.config.training_config import load_config
+from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.model.placement import PlacementPolicy, Residence, spread
 
@@ -59,13 +59,18 @@ def test_fractions_are_met_everywhere_in_the_model_as_nearly_as_whole_groups_all
             assert abs(given - share * sum(sizes[:stop])) <= max(sizes)
 
 
+def test_an_offload_that_the_stage_does_not_have_is_ignored_as_in_deepspeed() -> None:
+    on_cpu = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+    assert policy(0, **on_cpu) == policy(0)
+    assert policy(2, **on_cpu) == policy(2, offload_optimizer={"device": "cpu"})
+
+
 @pytest.mark.parametrize(
     ("stage", "placement", "zero", "words"),
     [
-        (2, {}, {"offload_param": {"device": "cpu"}}, ["stage is 2", "offload_param", "need stage 3"]),
-        (1, {"parameters": "host"}, {}, ["stage is 1", "placement.parameters", "need stage 3"]),
-        (0, {"optimizer": "nvme"}, {}, ["stage is 0", "placement.optimizer", "need stage 1, 2 or 3"]),
-        (0, {}, {"offload_optimizer": {"device": "cpu"}}, ["stage is 0", "offload_optimizer"]),
+        (1, {"parameters": "host"}, {}, ["stage is 1", "placement.parameters", "needs stage 3"]),
+        (0, {"optimizer": "nvme"}, {}, ["stage is 0", "placement.optimizer", "needs stage 1, 2 or 3"]),
         (3, {"optimizer": "gpu"}, {}, ["paramserver.placement.optimizer", "no GPU tier", '"device"']),
         (3, {"gradients": "nvme"}, {}, ["paramserver.placement.gradients", "never go through NVMe", '"host"']),
         (3, {"optimizer": {"host": 0.3, "nvme": 0.6}}, {}, ["paramserver.placement.optimizer", "sum to 0.9"]),

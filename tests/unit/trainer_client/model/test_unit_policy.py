@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from trainer_client.config.training_config import UnitsSection
+from trainer_client.config.paramserver import UnitsSection
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import list_parameters
-from trainer_client.model.unit_policy import UnitPolicy, choose_policy, find_units, modules_of_classes, modules_up_to
+from trainer_client.model.unit_policy import (
+    UnitPolicy,
+    choose_policy,
+    find_units,
+    is_leaf,
+    mark_leaf,
+    modules_of_classes,
+    modules_up_to,
+    repeated_blocks,
+)
 
 
 class Layer(nn.Module):
@@ -115,3 +124,42 @@ def test_config_and_argument_may_not_both_choose() -> None:
     assert choose_policy(UnitsSection(), policy) is policy
     with pytest.raises(ConfigError, match="unit_policy"):
         choose_policy(UnitsSection(classes=("Layer",)), policy)
+
+
+def test_a_leaf_is_a_unit_in_place_of_the_units_within_it() -> None:
+    model = Model()
+    for leaf in (model.embedding, model.layers[1]):
+        mark_leaf(leaf, True)
+
+    assert names(model, repeated_blocks) == ["", "embedding", "layers.0", "layers.1"]
+    assert names(model, modules_of_classes(["Linear"])) == [
+        "",
+        "embedding",
+        *(f"layers.0.{name}" for name in ("attention", "mlp.0", "mlp.1")),
+        "layers.1",
+        "head",
+    ]
+
+
+def test_a_leaf_within_a_unit_changes_nothing() -> None:
+    model = Model()
+    mark_leaf(model.get_submodule("layers.0.mlp"), True)
+
+    assert names(model, repeated_blocks) == ["", "layers.0", "layers.1"]
+
+
+def test_a_model_that_is_a_leaf_has_the_root_only() -> None:
+    model = Model()
+    mark_leaf(model, True)
+    assert names(model, repeated_blocks) == [""]
+
+    mark_leaf(model, False)
+    assert not is_leaf(model)
+    assert names(model, repeated_blocks) == ["", "layers.0", "layers.1"]
+
+
+def test_a_leaf_without_parameters_is_no_unit() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    mark_leaf(model[1], True)
+
+    assert names(model, repeated_blocks) == [""]

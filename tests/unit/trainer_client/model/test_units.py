@@ -87,19 +87,19 @@ def flat_group(model: nn.Module, dtype: torch.dtype, *, trainable: bool = True) 
     )
 
 
-def fill(group: FlatGroup, chunk: torch.Tensor) -> None:
+def fill(group: FlatGroup, partition: torch.Tensor) -> None:
     group.allocate()
-    group.flat.copy_(chunk)
+    group.flat.copy_(partition)
 
 
 def test_what_is_hidden_is_released_and_its_memory_stays() -> None:
     model = nn.Linear(4, 2)
     group = flat_group(model, torch.float32)
     group.take_over()
-    fill(group, torch.arange(group.layout.chunk, dtype=torch.float32))
+    fill(group, torch.arange(group.slot_table.partition_numel, dtype=torch.float32))
     weight, saved = model.weight.detach().clone(), model.weight.detach()
 
-    group.hide()
+    group.release_parameters()
     with pytest.raises(ReleasedParameterError):
         model.weight.sum()
     assert torch.equal(saved, weight), "what autograd has kept can be computed with"
@@ -107,7 +107,7 @@ def test_what_is_hidden_is_released_and_its_memory_stays() -> None:
     group.allocate()
     assert torch.equal(model.weight, weight)
     group.free()
-    assert saved.isnan().any(), "nobody computes unnoticed with memory that was given back"
+    assert saved.isnan().any(), "what is computed with freed memory is noticed"
 
 
 def private_bytes() -> int:
@@ -137,14 +137,14 @@ def test_a_released_group_has_no_memory_and_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gathered_group_has_the_values_that_its_chunks_had(dtype: torch.dtype) -> None:
+def test_a_gathered_group_has_the_values_that_its_partitions_had(dtype: torch.dtype) -> None:
     model = nn.Linear(5, 7)
     weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
     group = flat_group(model, dtype)
-    chunk = InitialValues(model, list_parameters(model), Collectives(torch.device("cpu"))).chunk(group)
+    partition = InitialValues(model, list_parameters(model), Collectives(torch.device("cpu"))).partition(group)
     group.take_over()
 
-    fill(group, chunk)
+    fill(group, partition)
 
     assert torch.equal(model.weight, weight.to(dtype))
     assert torch.equal(model.bias, bias.to(dtype))
@@ -155,19 +155,19 @@ def test_what_autograd_saved_is_right_again_after_a_refill() -> None:
     inputs = torch.randn(3, 4, requires_grad=True)
     expected = torch.autograd.grad(model(inputs).sum(), [inputs, *model.parameters()])
     group = flat_group(model, torch.float32)
-    chunk = InitialValues(model, list_parameters(model), Collectives(torch.device("cpu"))).chunk(group)
+    partition = InitialValues(model, list_parameters(model), Collectives(torch.device("cpu"))).partition(group)
     group.take_over()
 
-    fill(group, chunk)
+    fill(group, partition)
     output = model(inputs).sum()
     group.free()
-    fill(group, chunk)
+    fill(group, partition)
     actual = torch.autograd.grad(output, [inputs, *model.parameters()])
 
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_what_is_computed_with_memory_that_was_given_back_is_nan() -> None:
+def test_what_is_computed_with_freed_memory_is_nan() -> None:
     model = nn.Linear(4, 4)
     group = flat_group(model, torch.float32)
     group.take_over()

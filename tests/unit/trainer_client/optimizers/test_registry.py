@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paramserver.contract.optimizers import registry as contract
-from trainer_client.optimizers.registry import OPTIMIZERS
+from trainer_client.optimizers.registry import OPTIMIZERS, canonical_name, why_refused
 
 
 def test_there_is_a_record_for_each_optimizer_of_the_contract() -> None:
@@ -29,6 +29,30 @@ def test_the_default_settings_make_the_row_of_the_optimizer(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_section_has_the_name_of_the_class_and_its_arguments(name: str) -> None:
     record = OPTIMIZERS[name]
-    params = {"lr": 0.1, "betas": (0.9, 0.99)} if name == "Lion" else {}
-    section = record.section.model_validate({"type": name, "params": params})
+    section = record.section.model_validate({"type": name})
     assert isinstance(record.torch_class([torch.zeros(1)], **section.params.arguments()), record.torch_class)
+
+
+def test_names_are_found_in_deepspeeds_way() -> None:
+    assert [canonical_name(name) for name in ("adamw", "FUSEDADAM", "DeepSpeedCPULion", "sgd")] == [
+        "AdamW",
+        "Adam",
+        "Lion",
+        "SGD",
+    ]
+    assert canonical_name("Lamb") == "Lamb"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("FusedLamb", "not elementwise"),
+        ("OneBitLamb", "not elementwise"),
+        ("ZeroOneAdam", "compressed moments"),
+        ("MuAdamW", "use AdamW"),
+        ("RAdam", "none of the optimizers"),
+    ],
+)
+def test_a_refusal_says_why_and_what_to_use(name: str, words: str) -> None:
+    assert words in why_refused(name)
+    assert "use " in why_refused(name)

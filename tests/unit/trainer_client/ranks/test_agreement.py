@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from trainer_client.config.training_config import TrainingConfig, load_config
+from trainer_client.config.loading import load_config
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.ranks.agreement import _cut, _nodes, _who_has_what
 from trainer_client.section import Agreement, Section
 

@@ -9,11 +9,11 @@ import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.recorder import Cause, Link, StallKey, StepSums
-from trainer_client.report.step_report import Part, Roofline, StepReport, StoreWork, make_report
+from trainer_client.report.step_report import RankPlace, Roofline, StepReport, StoreWork, make_report
 from trainer_client.step.gather_counters import UnitGathers
 
 MB = 1_000_000
-PART = Part(parameters=100 * MB, world_size=2, sharers=2, data_plane="arena")
+PLACE = RankPlace(parameters=100 * MB, world_size=2, sharers=2, data_plane="arena")
 GATHERS = UnitGathers(gathers=8, hits=6, predicted=7, copied_bytes=200 * MB)
 WORK = StoreWork(
     nvme_read=1_400 * MB,
@@ -43,7 +43,7 @@ def sums() -> StepSums:
 
 
 def report(roofline: Roofline | None = None, work: StoreWork = WORK) -> StepReport:
-    return make_report(8, sums(), GATHERS, work, PART, roofline or Roofline())
+    return make_report(8, sums(), GATHERS, work, PLACE, roofline or Roofline())
 
 
 def test_stalls_are_listed_by_length_and_added_up_by_cause_and_by_unit() -> None:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.config.training_config import TraceSection
+from trainer_client.config.paramserver import TraceSection
 from trainer_client.errors import ConfigError
 from trainer_client.recorder import Cause, Recorder
 from trainer_client.report.step_trace import StepTrace

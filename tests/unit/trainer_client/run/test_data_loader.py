@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from trainer_client.config.training_config import BatchSizes, DataSection
+from trainer_client.config.batch_sizes import BatchSizes
+from trainer_client.config.paramserver import DataSection
 from trainer_client.errors import ConfigError
 from trainer_client.run.data_loader import GlobalOrder, TrainingLoader, make_loader
 
@@ -81,6 +81,18 @@ def test_an_epoch_has_every_sample_and_fills_its_last_step_up_with_its_first() -
     order.epoch = 1
     second = list(itertools.chain(*order))
     assert second != first and sorted(second[:SIZE]) == list(range(SIZE))
+
+
+def test_the_last_step_of_an_epoch_can_be_left_out() -> None:
+    order = GlobalOrder(SIZE, batch_of(1), 0, 1, seed=7, shuffle=True, drop_last=True)
+    whole = GlobalOrder(SIZE, batch_of(1), 0, 1, seed=7, shuffle=True)
+    taken = list(order)
+    assert taken == list(whole)[:4] and len(order) == len(taken)
+    for _ in taken:
+        order.advance(1)
+    assert (order.epoch, order.samples) == (1, 0)
+    with pytest.raises(ConfigError, match="training_data has 3 samples, and a step 12"):
+        GlobalOrder(3, batch_of(1), 0, 1, seed=7, shuffle=True, drop_last=True)
 
 
 def test_order_follows_from_the_seed_and_can_be_the_datasets() -> None:
@@ -154,22 +166,23 @@ def test_workers_fetch_ahead_without_moving_the_cursor() -> None:
     assert loader.state_dict()["samples"] == TRAIN
 
 
-def test_other_data_under_a_cursor_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cursor_beyond_the_end_of_other_data_is_the_next_epoch() -> None:
     loader = loader_of()
-    with caplog.at_level(logging.WARNING):
-        loader.load_state_dict(loader_of().state_dict())
-        assert not caplog.text
-        loader.load_state_dict(loader.state_dict() | {"seed": 9, "size": 80, "samples": 72})
-    assert "seed was 9 and is 0" in caplog.text and "size was 80 and is 50" in caplog.text
+    loader.load_state_dict(loader.state_dict() | {"seed": 9, "size": 80, "samples": 72})
     assert (loader.epoch, loader.state_dict()["samples"]) == (1, 0)
 
 
 def test_a_stream_is_loaded_as_it_comes_and_nothing_is_refused() -> None:
-    def make(dataset: Dataset[int]) -> object:
-        return make_loader(dataset, batch_of(3), DataSection(), rank=0, world_size=3, collate_fn=None)
+    def make(dataset: Dataset[int], *, drop_last: bool = False) -> object:
+        return make_loader(
+            dataset, batch_of(3), DataSection(), drop_last=drop_last, rank=0, world_size=3, collate_fn=None
+        )
 
     loader = make(Stream())
     assert isinstance(loader, DataLoader) and not isinstance(loader, TrainingLoader)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
+    shorter = make(Stream(), drop_last=True)
+    assert isinstance(shorter, DataLoader)
+    assert [batch.tolist() for batch in shorter] == [[0, 1, 2, 3]]
     with pytest.raises(ConfigError, match="training_data has no samples"):
         GlobalOrder(0, batch_of(1), 0, 1, seed=0, shuffle=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_client.config.training_config import BatchSizes
+from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.step.gradients import ReductionSchedule
 

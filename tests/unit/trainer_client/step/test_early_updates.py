@@ -1,4 +1,4 @@
-"""An early update is undone once, and forgotten when its step takes it or the store has lost it."""
+"""An early update is undone once, and removed when its step takes it or the store has lost it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_withdrawal_reaches_the_store_once() -> None:
 def test_a_forgotten_update_is_not_withdrawn() -> None:
     early = begin(store := Store(accepts=True))
     assert early.find("a[0:8]") is not None
-    early.forget("a[0:8]")
+    early.remove("a[0:8]")
     early.withdraw("a[0:8]")
     assert store.withdrawn == []
 

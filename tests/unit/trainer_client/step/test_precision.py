@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer_client.config.training_config import Fp16Section
+from trainer_client.config.precision import Fp16Section
 from trainer_client.step.precision import LossScaler, cast_floating_inputs
 
 
@@ -41,6 +41,16 @@ def test_a_window_of_good_steps_doubles_and_restores_the_patience() -> None:
     assert dynamic.scale == 32.0
 
 
+def test_a_good_step_restores_the_patience_if_only_overflows_in_a_row_count() -> None:
+    dynamic = scaler(consecutive_hysteresis=True)
+    scales = []
+    for overflow in (True, False, True, True):
+        dynamic.update(overflow=overflow)
+        scales.append(dynamic.scale)
+
+    assert scales == [16.0, 16.0, 16.0, 8.0]
+
+
 def test_the_scale_has_a_floor() -> None:
     dynamic = scaler(hysteresis=1, min_loss_scale=8)
     for _ in range(5):
@@ -55,6 +65,14 @@ def test_a_static_scale_never_changes() -> None:
     static.load_state_dict({"scale": 2.0, "patience": 1, "good_steps": 0})
 
     assert static.scale == 128.0
+
+
+def test_a_dynamic_scale_begins_anew_after_a_run_without_one() -> None:
+    for other in (LossScaler(Fp16Section()), scaler(loss_scale=128)):
+        dynamic = scaler()
+        began = dynamic.state_dict()
+        dynamic.load_state_dict(other.state_dict())
+        assert dynamic.state_dict() == began
 
 
 def test_a_restored_scaler_goes_on_as_the_saved_one() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer_client.config.training_config import load_config
+from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
 from trainer_client.transport.channel import open_channel
 from trainer_client.transport.credentials import Credentials

@@ -62,8 +62,8 @@ def test_what_was_refused_or_committed_is_not_given_again() -> None:
     journal.note(5, late)
     journal.replay(daemon)
     # Step 4 is an earlier commit than the one under way, so nothing changes.
-    journal.settle(4)
-    journal.settle(5)
+    journal.acknowledge(4)
+    journal.acknowledge(5)
     journal.replay(daemon)
 
     assert (first.given_to, second.given_to, late.given_to) == ([], [daemon], [daemon])

@@ -1,0 +1,91 @@
+"""A job that holds another model is not gone on with, and the error says how to go on. Each of these ways works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from typer.testing import CliRunner
+
+import trainer_client
+from paramserver.admin.cli import app
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.forked import ROOT
+from tests.integration.support.two_models import stderr_of_script, train_here
+from trainer_client import JobConflictError, OtherModelError
+
+
+def test_another_model_in_the_same_directory_is_refused_and_each_way_on_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train_here(monkeypatch, tmp_path, "8", "2") == 2
+
+    refused = stderr_of_script(tmp_path, "16", "1", exit_code=1)
+
+    state_dir = tmp_path / "paramserver-state"
+    assert "parameter '0.weight' has shape [8, 4] in the store and [16, 4] in this model" in refused
+    assert "paramserver.job, which is 'default'" in refused and f"which is {state_dir})" in refused
+    assert 'paramserver.resume = "never" deletes nothing' in refused
+    assert train_here(monkeypatch, tmp_path, "8", "1") == 3
+    assert train_here(monkeypatch, tmp_path, "16", "1", '{"paramserver": {"job": "other"}}') == 1
+    assert train_here(monkeypatch, tmp_path, "16", "1", '{"paramserver": {"state_dir": "other"}}') == 1
+    serve, delete = (shlex.split(command) for command in re.findall("`(paramserver.*?)`", refused))
+    assert (serve[0], delete[0]) == ("paramserver", "paramserver-admin")
+    daemon = subprocess.Popen([sys.executable, "-m", "paramserver", *serve[1:]], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        assert "deleted job default" in delete_when_it_serves(delete[1:])
+    finally:
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(60) == 0
+    assert train_here(monkeypatch, tmp_path, "16", "1") == 1
+    # The other job of the directory is still there.
+    assert train_here(monkeypatch, tmp_path, "16", "1", '{"paramserver": {"job": "other"}}') == 2
+
+
+def delete_when_it_serves(arguments: list[str]) -> str:
+    """Run the admin tool with `arguments`, again and again while no daemon answers, and return its output."""
+    for _ in range(200):
+        ended = CliRunner().invoke(app, arguments, input="y\n")
+        if "no daemon answers" not in ended.output:
+            break
+        time.sleep(0.1)
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+def begin(address: str, model: nn.Module, **section: Any) -> None:
+    """Begin the job with a model, and leave it at its initial values."""
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW"},
+        "paramserver": {"address": address, "job": "a job", **section},
+    }
+    trainer_client.initialize(model=model, config=config)[0].close()
+
+
+def test_with_an_operators_daemon_the_command_deletes_the_job_there(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as daemon:
+        begin(daemon.address, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)))
+
+        with pytest.raises(OtherModelError) as refused:
+            begin(daemon.address, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))
+
+        message = str(refused.value)
+        assert "parameters '2.weight', '2.bias' are not in this model" in message
+        assert "parameter '1.weight' has shape [8, 8] in the store and [1, 8] in this model" in message
+        assert "another daemon (paramserver.address)" in message
+        with pytest.raises(JobConflictError, match="has committed step 0 and resume is 'never'") as never:
+            begin(daemon.address, nn.Linear(4, 8), resume="never")
+        (command,) = re.findall("`(paramserver-admin .*?)`", message)
+        assert command in str(never.value) and not isinstance(never.value, OtherModelError)
+        assert command == f"paramserver-admin delete-job --address {daemon.address} 'a job'"
+        assert CliRunner().invoke(app, shlex.split(command)[1:], input="y\n").exit_code == 0
+        begin(daemon.address, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))

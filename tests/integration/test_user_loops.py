@@ -1,0 +1,286 @@
+"""Loops that were written for torch: they call `loss.backward()`, `optimizer.step()` and `optimizer.zero_grad()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.support.model_runs import config_of, optimizer_of, start
+from tests.integration.support.training import Run, assert_bit_equal, launch, micro_batches
+from tests.integration.support.zoo import ZOO
+from trainer_client import Engine
+from trainer_client.errors import ConfigError, PhaseError
+from trainer_client.model.released import ReleasedParameter
+
+BATCHES = list(micro_batches(4))
+pytestmark = [
+    # torch warns about the inputs of reentrant checkpointing under no_grad.
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
+]
+
+
+class Plain:
+    """A plain model in a loop of torch's verbs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
+        self.optimizer = optimizer_of(model)
+
+    def __call__(self, **batch: torch.Tensor) -> Any:
+        return self.module(**batch)
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return ZOO[name]().train()
+
+
+def assert_same_as_plain(model: nn.Module, act: Any, address: str, job: str, **keys: Any) -> None:
+    """Assert that the generator function `act` yields the same numbers with an engine as with a plain model."""
+    torch.manual_seed(2)
+    reference = Plain(deepcopy(model))
+    expected = [value.detach().clone() for value in act(reference)]
+    torch.manual_seed(2)
+    with start(model, config_of(address, job) | keys) as engine:
+        actual = [value.detach().clone() for value in act(engine)]
+        weights = engine.full_state_dict()
+    assert [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)] == [True] * len(expected)
+    plain = reference.module.state_dict()
+    assert [name for name, value in plain.items() if not torch.equal(value, weights[name])] == []
+
+
+def gathered(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if not isinstance(p, ReleasedParameter)]
+
+
+@pytest.mark.parametrize("name", ["gpt2-zoo", "t5", "external", "checkpointed", "checkpointed-reentrant"])
+def test_a_loop_of_torch_trains_as_without_the_engine(model_store: str, name: str) -> None:
+    def act(engine: Any) -> Iterator[torch.Tensor]:
+        for batch in BATCHES:
+            engine.optimizer.zero_grad()
+            loss = engine(input_ids=batch, labels=batch).loss
+            loss.backward()
+            engine.optimizer.step()
+            yield loss
+
+    assert_same_as_plain(build(name), act, model_store, f"torch-loop-{name}")
+
+
+def test_several_losses_and_outputs_that_are_no_scalars(model_store: str) -> None:
+    """One forward has two losses, another one an output with a gradient of its own, and a third a loss outside."""
+
+    def act(engine: Any) -> Iterator[torch.Tensor]:
+        first, second = BATCHES[:2]
+        for _ in range(2):
+            output = engine(input_ids=first, labels=first)
+            output.loss.backward(retain_graph=True)
+            output.logits.square().mean().backward()
+            logits = engine(input_ids=second).logits
+            logits.backward(torch.ones_like(logits) / logits.numel())
+            criterion = nn.functional.cross_entropy(engine(input_ids=second).logits.flatten(0, 1), second.flatten())
+            criterion.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            yield from (output.loss, criterion)
+
+    assert_same_as_plain(build("gpt2-zoo"), act, model_store, "torch-losses")
+
+
+def test_gradients_that_the_user_drops_count_for_nothing(model_store: str) -> None:
+    def act(engine: Any) -> Iterator[torch.Tensor]:
+        for batch in BATCHES[:3]:
+            engine(input_ids=BATCHES[3], labels=BATCHES[3]).loss.backward()
+            engine.optimizer.zero_grad()
+            loss = engine(input_ids=batch, labels=batch).loss
+            loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            yield loss
+
+    assert_same_as_plain(build("gpt2-zoo"), act, model_store, "torch-dropped")
+
+
+class FailingBackward(torch.autograd.Function):
+    """Returns its input, and raises in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("as told")
+
+
+def fail_in_backward(_: nn.Module, __: Any, output: Any) -> Any:
+    value: torch.Tensor = FailingBackward.apply(output)  # type: ignore[no-untyped-call]
+    return value
+
+
+@pytest.mark.parametrize("verb", ["forward", "backward", "step", "model"])
+def test_a_backward_pass_of_the_users_that_fails_ends_the_run_and_says_so(model_store: str, verb: str) -> None:
+    model, batch = build("gpt2-zoo"), BATCHES[0]
+    with start(model, config_of(model_store, f"torch-fails-{verb}")) as engine:
+        model.transformer.h[0].register_forward_hook(fail_in_backward)
+        loss = engine(input_ids=batch, labels=batch).loss
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        calls: dict[str, Callable[[], object]] = {
+            "forward": lambda: engine(input_ids=batch),
+            "backward": lambda: engine.backward(loss),
+            "step": engine.step,
+            "model": lambda: model(input_ids=batch),
+        }
+        with pytest.raises(PhaseError):
+            calls[verb]()
+        with pytest.raises(PhaseError, match="restart the job"):
+            engine.step()
+        assert gathered(model) == []
+
+
+def test_fp16_wants_a_scaled_loss(model_store: str) -> None:
+    model, batch = build("gpt2-zoo"), BATCHES[0]
+    with start(model, config_of(model_store, "torch-fp16") | {"fp16": {"enabled": True}}) as engine:
+        loss = engine(input_ids=batch, labels=batch).loss
+        with pytest.raises(RuntimeError, match=r"engine\.scale\(loss\)\.backward\(\)"):
+            loss.backward()
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.scale(loss).backward()
+        engine.optimizer.step()
+        # A scaled loss that the user does not use counts for the pass at hand only.
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.scale(loss)
+        engine.backward(loss)
+        engine.step()
+        loss = engine(input_ids=batch, labels=batch).loss
+        with pytest.raises(RuntimeError, match="without a loss scale"):
+            loss.backward()
+        with pytest.raises(ValueError, match="pass a scalar"):
+            engine.scale(torch.ones(2))
+
+
+PLANS = {
+    "accumulation": {"accumulation": 4},
+    "boundary": {"accumulation": 2, "schedule_of_reduction": "boundary"},
+    "no_sync": {"accumulation": 2, "schedule_of_reduction": "no_sync"},
+    "clipping": {"clipping": 0.5},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "poisoned_step": 1},
+    "reentrant": {"checkpointing": "reentrant"},
+    "non-reentrant": {"checkpointing": "non-reentrant"},
+    "conditional": {"model": "conditional"},
+}
+
+
+def test_on_two_ranks_both_loops_give_the_same_bits(model_store: str, tmp_path: Path) -> None:
+    def plan(name: str, loop: Any) -> Run:
+        config = config_of(model_store, f"torch-ranks-{name}-{loop}")
+        return Run(steps=4, loop=loop, config=config, **PLANS[name])  # type: ignore[arg-type]
+
+    results = launch([plan(name, loop) for name in PLANS for loop in ("deepspeed", "torch")], 2, tmp_path)
+
+    for ours, theirs in zip(results[::2], results[1::2], strict=True):
+        assert_bit_equal(theirs, ours)
+    assert results[2 * list(PLANS).index("fp16")].skipped == 1
+
+
+def test_the_engine_is_a_module_by_behaviour(model_store: str, tmp_path: Path) -> None:
+    model = build("gpt2-zoo")
+    batch = BATCHES[0]
+    names = [f"module.{name}" for name, _ in model.named_parameters()]
+    seen = []
+    with start(model, config_of(model_store, "module") | {"bf16": {"enabled": True}}) as engine:
+        assert isinstance(engine, nn.Module)
+        assert [name for name, _ in engine.named_parameters()] == names
+        assert engine.config is model.config
+        assert not hasattr(engine, "no_such_attribute")
+        engine.register_forward_hook(lambda *_: seen.append("hook"))
+        assert engine.eval() is engine
+        assert not model.training
+        with torch.no_grad():
+            engine(input_ids=batch)
+        assert seen == ["hook"]
+        generated = engine.generate(batch[:, :5], max_new_tokens=4, do_sample=False)
+        assert generated.shape == (batch.shape[0], 9)
+        assert engine.to(torch.bfloat16) is engine.to("cpu") is engine
+        for convert in (engine.float, engine.half, lambda: engine.to("meta")):
+            with pytest.raises(RuntimeError, match="remove the call"):
+                convert()
+        assert (engine.zero_optimization_stage(), engine.bfloat16_enabled(), engine.fp16_enabled()) == (3, True, False)
+        assert engine.get_batch_info() == (2, 2, 1)
+        assert (engine.global_rank, engine.world_size, engine.was_step_applied()) == (0, 1, False)
+
+        engine.train()
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        assert (engine.was_step_applied(), engine.global_samples) == (True, 2)
+        assert engine.save_16bit_model(tmp_path / "saved")
+        with torch.no_grad():
+            logits = engine.eval()(input_ids=batch).logits
+
+    saved = torch.load(tmp_path / "saved/pytorch_model.bin", weights_only=True)
+    plain = build("gpt2-zoo").bfloat16().eval()
+    plain.load_state_dict(saved)
+    assert torch.equal(plain(input_ids=batch).logits, logits)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_dict_is_loaded_between_two_steps(model_store: str, stage: int) -> None:
+    torch.manual_seed(9)
+    other, model, batch = ZOO["gpt2-zoo"](), build("gpt2-zoo"), BATCHES[0]
+    weights = other.state_dict()
+    config = config_of(model_store, f"loaded-{stage}")
+    if stage == 1:
+        config["zero_optimization"] = {"stage": 1}
+    with start(model, config) as engine:
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"call engine\.load_state_dict\(\)"):
+            model.load_state_dict(weights)
+        with pytest.raises(RuntimeError, match="unexpected are stranger"):
+            engine.load_state_dict(weights | {"stranger": torch.ones(1)})
+        with pytest.raises(ConfigError, match=r"of shape \[3\]"):
+            engine.load_state_dict(weights | {"transformer.ln_f.weight": torch.ones(3)})
+        assert engine.load_state_dict({f"module.{name}": value for name, value in weights.items()}) == ([], [])
+        assert engine.load_state_dict({"stranger": torch.ones(1)}, strict=False).unexpected_keys == ["stranger"]
+        with torch.no_grad():
+            logits = engine.eval()(input_ids=batch).logits
+        found = engine.full_state_dict()
+    assert torch.equal(other.eval()(input_ids=batch).logits, logits)
+    assert [name for name, value in weights.items() if not torch.equal(value, found[name])] == []
+
+
+def test_batch_sizes_are_changed_between_two_steps(model_store: str) -> None:
+    model = build("gpt2-zoo")
+
+    def step(engine: Engine, micro_batches: int) -> None:
+        for number in range(micro_batches):
+            batch = BATCHES[number % len(BATCHES)]
+            assert engine.is_gradient_accumulation_boundary() == (number == micro_batches - 1)
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+
+    config = config_of(model_store, "batch-sizes")
+    with start(model, config) as engine:
+        step(engine, 1)
+        engine.set_train_batch_size(6)
+        step(engine, 3)
+        step(engine, 3)
+        engine.set_train_micro_batch_size(1)
+        assert engine.get_batch_info() == (3, 1, 3)
+        step(engine, 3)
+        engine.set_train_batch_size(1)
+        step(engine, 1)
+        with pytest.raises(ValueError, match="write a multiple"):
+            engine.set_train_batch_size(0)
+        assert (engine.global_steps, engine.global_samples) == (5, 2 + 6 + 6 + 3 + 1)
+    with start(build("gpt2-zoo"), config) as engine:
+        assert (engine.global_steps, engine.global_samples) == (5, 18)
+        step(engine, 1)

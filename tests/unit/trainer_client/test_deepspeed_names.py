@@ -1,0 +1,124 @@
+"""The page for users of DeepSpeed lists every name that there is, and refused names are refused."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+import trainer_client
+from trainer_client import zero
+from trainer_client.errors import ConfigError, NotBuiltError
+
+PAGE = (Path(__file__).parents[3] / "docs/deepspeed.md").read_text(encoding="utf-8")
+WORDS = ("honoured", "without effect", "refused")
+# The modules whose names are DeepSpeed's.
+FACES = [
+    "accelerator",
+    "comm",
+    "inference",
+    "interface_version",
+    "moe.layer",
+    "moe.utils",
+    "ops.adagrad",
+    "ops.adam",
+    "ops.lamb",
+    "ops.lion",
+    "pipe",
+    "runtime.config",
+    "runtime.dataloader",
+    "runtime.engine",
+    "runtime.utils",
+    "sequence.layer",
+    "utils",
+    "utils.groups",
+    "utils.init_on_device",
+    "utils.logging",
+    "utils.tensor_fragment",
+    "utils.z3_leaf_module",
+    "utils.zero_to_fp32",
+    "zero",
+]
+
+
+def listed() -> dict[str, str]:
+    """Return the word of the second column by the name in the first."""
+    rows = re.findall(r"^\| (`.*?`) \| ([\w ]+) \|", PAGE, flags=re.MULTILINE)
+    return {name: word for names, word in rows for name in re.findall(r"`(.*?)`", names)}
+
+
+def find(path: str) -> Any:
+    """Return what `from deepspeed.X import Y` finds, with this package's name in place of DeepSpeed's."""
+    module, _, name = f"trainer_client.{path}".rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        # An attribute of the package is a module, as `deepspeed.checkpointing` is.
+        parent, _, attribute = module.rpartition(".")
+        return getattr(getattr(importlib.import_module(parent), attribute), name)
+
+
+def test_the_page_has_names_of_all_three_kinds() -> None:
+    assert set(listed().values()) == set(WORDS)
+    assert len(listed()) > 150
+
+
+@pytest.mark.parametrize("name", [name for name in listed() if "(" not in name])
+def test_every_name_of_the_page_can_be_imported(name: str) -> None:
+    assert find(name) is not None
+
+
+@pytest.mark.parametrize("name", [n for n, word in listed().items() if word == "refused" and "(" not in n])
+def test_a_refused_name_says_what_to_write_instead(name: str) -> None:
+    refused = find(name)
+    parameters = inspect.signature(refused).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    with pytest.raises((NotBuiltError, ConfigError), match=f"{refused.__name__}.*: .{{10}}"):
+        refused(*[0 for _ in required])
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_every_name_of_deepspeeds_modules_is_on_the_page(face: str) -> None:
+    module = importlib.import_module(f"trainer_client.{face}")
+    values = {id(find(name)) for name in listed() if "(" not in name}
+    missing = [n for n in module.__all__ if f"{face}.{n}" not in listed() and id(getattr(module, n)) not in values]
+
+    assert [name for name in missing if not isinstance(getattr(module, name), ModuleType)] == []
+
+
+def test_every_argument_of_init_is_on_the_page() -> None:
+    listed_arguments = {
+        re.sub(r"zero\.Init\((\w+)=\)", r"\1", name) for name in listed() if name.startswith("zero.Init(")
+    }
+
+    # `seed` is this library's own.
+    assert listed_arguments == set(inspect.signature(zero.Init).parameters) - {"seed"}
+
+
+def test_a_users_class_of_a_name_that_is_not_built_is_refused_as_well() -> None:
+    class Mine(trainer_client.PipelineModule):
+        def __init__(self, layers: int) -> None:
+            self.layers = layers
+
+    assert not isinstance(zero, trainer_client.PipelineModule)
+    with pytest.raises(NotBuiltError, match="PipelineModule of DeepSpeed is not built here: pipeline parallelism"):
+        Mine(layers=3)
+
+
+def test_the_version_is_that_of_the_deepspeed_whose_names_these_are() -> None:
+    version = Version(trainer_client.__version__)
+
+    assert version >= Version("0.19.6")
+    assert version.local == "paramserver"
+    assert version.release == (
+        trainer_client.__version_major__,
+        trainer_client.__version_minor__,
+        trainer_client.__version_patch__,
+    )

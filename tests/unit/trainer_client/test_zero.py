@@ -1,0 +1,171 @@
+"""DeepSpeed's arguments of `zero.Init` and `zero.GatheredParameters`, before there is an engine."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_client import zero
+from trainer_client.errors import ConfigError
+from trainer_client.initial.deferred_init import recipe_of, replay
+
+CONFIG = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+
+
+def test_arguments_without_effect_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="trainer_client.zero")
+    zero._log_without_effect.cache_clear()
+    for _ in range(2):
+        with zero.Init(remote_device="nvme", pin_memory=True, mem_efficient_linear=False, dtype=torch.bfloat16):
+            assert nn.Linear(1, 1).weight.dtype == torch.bfloat16
+
+    assert torch.get_default_dtype() == torch.float32
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition("=")[0] for line in lines] == ["zero.Init(remote_device", "zero.Init(pin_memory"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"zero_quantized_weights": True}, "zero_quantized_weights=...) is not honoured: it rounds"),
+        ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),
+        ({"param_swapper": object()}, "offload_param"),
+        ({"mpu": SimpleNamespace(get_model_parallel_world_size=lambda: 2)}, "get_model_parallel_world_size() is 2"),
+        ({"dtype": torch.int8}, "floating-point"),
+        ({"seed": -1}, "seed=-1"),
+        ({"config": CONFIG, "config_dict_or_path": {}}, "two names of one argument"),
+        ({"config": {"train_batch_size": 1, "zero_optimization": {"stage": 7}}}, "stage"),
+    ],
+)
+def test_arguments_that_would_change_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        zero.Init(**arguments)
+    assert message in str(error.value)
+
+
+def test_a_model_with_values_and_a_disabled_context_stay_as_they_are() -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+
+    zero.Init(module=model, config_dict_or_path=CONFIG, config=CONFIG)
+    with zero.Init(enabled=False):
+        assert not nn.Linear(1, 1).weight.is_meta
+
+    assert torch.equal(model.weight, before)
+
+
+def test_contexts_may_be_nested_and_the_outer_one_has_the_seed() -> None:
+    def build(seed: int, *, nested: bool) -> nn.Module:
+        with zero.Init(seed=seed), zero.Init(enabled=nested):
+            first = nn.Linear(3, 3)
+        assert recipe_of(first.weight)
+        return first
+
+    assert torch.equal(replay(build(2, nested=True).weight), replay(build(2, nested=False).weight))  # type: ignore[arg-type]
+    with zero.Init(seed=1):
+        with zero.Init(dtype=torch.bfloat16):
+            assert nn.Linear(1, 1).weight.dtype == torch.bfloat16
+        after = nn.Linear(1, 1)
+        with pytest.raises(ConfigError, match="pass the seed to the outer one"), zero.Init(seed=3):
+            pass
+    assert after.weight.dtype == torch.float32
+    assert recipe_of(after.weight)
+
+
+def test_parameters_are_read_before_there_is_an_engine() -> None:
+    with zero.Init(seed=5):
+        model = nn.Linear(4, 4)
+    expected = replay(model.weight)
+
+    with zero.GatheredParameters(model.weight):
+        assert torch.equal(model.weight, expected)
+        assert model.bias.is_meta
+    assert model.weight.is_meta
+    assert torch.equal(replay(model.weight), expected)
+
+
+def test_parameters_are_changed_before_there_is_an_engine() -> None:
+    with zero.Init(seed=5):
+        model = nn.Linear(4, 4)
+    weight = model.weight
+    weight.is_mine = True  # type: ignore[attr-defined]
+    loaded = {"weight": torch.full((4, 4), 7.0), "bias": torch.zeros(4)}
+
+    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.load_state_dict(loaded)
+
+    assert model.weight is weight
+    assert weight.is_mine  # type: ignore[attr-defined]
+    assert torch.equal(model.weight, loaded["weight"])
+
+
+def test_an_error_within_the_context_undoes_the_change() -> None:
+    with zero.Init(seed=5):
+        model = nn.Linear(4, 4)
+    expected = replay(model.weight)
+
+    with pytest.raises(ZeroDivisionError), zero.GatheredParameters(model, modifier_rank=0), torch.no_grad():
+        model.weight.zero_()
+        raise ZeroDivisionError
+
+    assert torch.equal(replay(model.weight), expected)
+
+
+def test_parameters_are_changed_within_init() -> None:
+    with zero.Init(seed=5):
+        model = nn.Linear(4, 4)
+        with zero.GatheredParameters(model.weight, modifier_rank=0):
+            nn.init.ones_(model.weight)
+            # This is recorded by no recorder, because another rank may not do it.
+            assert not recipe_of(torch.zeros(3))
+        after = nn.Linear(4, 4)
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    assert torch.equal(model.weight, torch.full((4, 4), 2.0))
+    assert recipe_of(after.weight)
+
+
+def test_scripts_see_whether_a_parameter_has_values() -> None:
+    seen = []
+    with zero.Init():
+        weight: Any = nn.Linear(4, 2).weight
+        seen.append(weight.ds_status.name)
+    with zero.GatheredParameters(weight):
+        seen.append(weight.ds_status.name)
+    seen.append(weight.ds_status.name)
+    with zero.GatheredParameters(weight, modifier_rank=0):
+        pass
+    seen.append(weight.ds_status.name)
+
+    assert seen == ["NOT_AVAILABLE", "AVAILABLE", "NOT_AVAILABLE", "AVAILABLE"]
+    assert (weight.ds_shape, weight.ds_numel) == ((2, 4), 8)
+    assert not hasattr(nn.Linear(4, 2).weight, "ds_id")
+
+
+def test_external_parameters_are_kept_until_there_is_an_engine() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(first, second)
+    weight = model.get_parameter("0.weight")
+
+    zero.register_external_parameter(second, weight)
+    zero.register_external_parameter(second, weight)
+    with zero.GatheredParameters(first.bias, fwd_module=second):
+        pass
+    assert [(m is second, p is weight) for m, p in zero.external_parameters(model)] == [
+        (True, True),
+        (True, False),
+    ]
+
+    zero.unregister_external_parameter(second, weight)
+    assert [p is first.bias for _, p in zero.external_parameters(model)] == [True]
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    with pytest.raises(ConfigError, match="was not registered for this Linear"):
+        zero.unregister_external_parameter(second, weight)
+    with pytest.raises(ConfigError, match=r"no torch\.nn\.Parameter"):
+        zero.register_external_parameter(second, torch.zeros(1))  # type: ignore[arg-type]

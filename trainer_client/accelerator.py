@@ -1,0 +1,324 @@
+"""DeepSpeed's `get_accelerator()`: the device that the training runs on, under one set of names for GPUs and CPUs.
+
+Owns the choice of names. The device is the one that `initialize` chooses: the GPU of the local rank if torch finds a
+GPU, else the CPU. Must never keep a state of its own, because torch has it all.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_client.errors import ConfigError
+
+__all__ = ["DeviceAccelerator", "get_accelerator", "set_accelerator"]
+
+# The names of DeepSpeed's accelerators that this one lacks, with what to use instead.
+_LEFT_OUT = {
+    "Event": "the CPU has no events; use time.monotonic()",
+    "amp": "use torch.amp",
+    "build_extension": "this library compiles nothing on the user's machine",
+    "capture_to_graph": "use torch.cuda.graph",
+    "create_graph": "use torch.cuda.CUDAGraph",
+    "create_op_builder": "this library compiles nothing on the user's machine",
+    "export_envs": "launch the ranks with torchrun, which passes the environment on",
+    "get_compile_backend": "use torch.compile(backend=...)",
+    "get_op_builder": "this library compiles nothing on the user's machine",
+    "is_triton_supported": "use torch.utils._triton.has_triton()",
+    "lazy_call": "call the function itself",
+    "op_builder_dir": "this library compiles nothing on the user's machine",
+    "replay_graph": "use torch.cuda.CUDAGraph.replay()",
+    "set_compile_backend": "use torch.compile(backend=...)",
+}
+
+
+class DeviceAccelerator:
+    """The device of the training, as DeepSpeed's accelerators show it.
+
+    A CPU has one stream, whose context does nothing, and no events.
+
+    Attributes:
+        Stream: the class of the device's streams.
+        Event: the class of the device's events, on GPUs only.
+
+    Args:
+        device_type: "cuda" or "cpu".
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._name = device_type
+        self._is_cuda = device_type == "cuda"
+        self.Stream: Any = torch.cuda.Stream if self._is_cuda else torch.cpu.Stream
+        if self._is_cuda:
+            self.Event: Any = torch.cuda.Event
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        remedy = _LEFT_OUT.get(name, f"use torch.{self._name}, torch.accelerator or torch.amp")
+        raise AttributeError(f"get_accelerator() has no {name!r} here: {remedy}")
+
+    # Devices
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return the device as torch writes it: "cpu", "cuda", or "cuda:1" for an index."""
+        return self._name if device_index is None or not self._is_cuda else f"cuda:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """Return the device, which as a context is the current one."""
+        return torch.device(self.device_name(device_index))
+
+    def set_device(self, device_index: int | str | torch.device) -> None:
+        """Make a GPU the current device. Without effect on CPUs."""
+        if self._is_cuda:
+            torch.cuda.set_device(device_index)
+
+    def current_device(self) -> int:
+        """Return the index of the current device."""
+        return torch.cuda.current_device() if self._is_cuda else 0
+
+    def current_device_name(self) -> str:
+        """Return the current device as torch writes it: "cpu" or "cuda:1"."""
+        return self.device_name(self.current_device())
+
+    def device_count(self) -> int:
+        """Return the number of GPUs; on a machine without GPUs, 1."""
+        return torch.cuda.device_count() if self._is_cuda else 1
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait until the device has done what it was given."""
+        if self._is_cuda:
+            torch.cuda.synchronize(device_index)
+
+    def is_available(self) -> bool:
+        """Return True, because the device was chosen among those that there are."""
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        """Return whether operations have ended when their calls return."""
+        return not self._is_cuda
+
+    def use_host_timers(self) -> bool:
+        """Return whether the host's clock measures operations rightly."""
+        return self.is_synchronized_device()
+
+    def resolves_data_dependency(self) -> bool:
+        """Return whether the device waits by itself for the data of other streams."""
+        return self.is_synchronized_device()
+
+    def handles_memory_backpressure(self) -> bool:
+        """Return whether the device waits by itself for free memory."""
+        return self.is_synchronized_device()
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of torch.distributed for tensors on the device."""
+        return "nccl" if self._is_cuda else "gloo"
+
+    def visible_devices_envs(self) -> list[str]:
+        """Return the environment variables that say which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"] if self._is_cuda else []
+
+    # Types
+
+    def is_bf16_supported(self) -> bool:
+        """Return whether the device computes in bfloat16."""
+        return torch.cuda.is_bf16_supported() if self._is_cuda else True
+
+    def is_fp16_supported(self) -> bool:
+        """Return whether the device computes in float16."""
+        return torch.cuda.get_device_capability()[0] >= 7 if self._is_cuda else True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the floating-point types that the device computes in."""
+        halves = {torch.half: self.is_fp16_supported(), torch.bfloat16: self.is_bf16_supported()}
+        return [torch.float, *(dtype for dtype, is_supported in halves.items() if is_supported)]
+
+    @property
+    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        return self._maker(torch.bfloat16)
+
+    @property
+    def ByteTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        return self._maker(torch.uint8)
+
+    @property
+    def DoubleTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        return self._maker(torch.double)
+
+    @property
+    def FloatTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        return self._maker(torch.float)
+
+    @property
+    def HalfTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        return self._maker(torch.half)
+
+    @property
+    def IntTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        return self._maker(torch.int)
+
+    @property
+    def LongTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
+        return self._maker(torch.long)
+
+    def _maker(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+        """Return a function that makes a tensor of its values on the device."""
+        return functools.partial(torch.tensor, dtype=dtype, device=self.current_device_name())
+
+    # Random numbers
+
+    def random(self) -> Any:
+        """Return torch's module of random numbers."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator of the current device."""
+        if self._is_cuda:
+            torch.cuda.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices."""
+        if self._is_cuda:
+            torch.cuda.manual_seed_all(seed)
+        else:
+            torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        """Return the seed of the current device's generator."""
+        return torch.cuda.initial_seed() if self._is_cuda else torch.initial_seed()
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """Return the generator of a device."""
+        return torch.cuda.default_generators[device_index] if self._is_cuda else torch.default_generator
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """Return the state of a device's generator; None: of the current device."""
+        if not self._is_cuda:
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state(torch.cuda.current_device() if device_index is None else device_index)
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Set the state of a device's generator; None: of the current device."""
+        if self._is_cuda:
+            device = torch.cuda.current_device() if device_index is None else device_index
+            torch.cuda.set_rng_state(new_state, device)
+        else:
+            torch.set_rng_state(new_state)
+
+    # Streams and events
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which `stream` is the current one; None, as on CPUs: a context that does nothing."""
+        return torch.cuda.stream(stream) if self._is_cuda and stream is not None else nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """Return the current stream of a device."""
+        return torch.cuda.current_stream(device_index) if self._is_cuda else torch.cpu.current_stream()
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """Return the default stream of a device."""
+        return torch.cuda.default_stream(device_index) if self._is_cuda else torch.cpu.current_stream()
+
+    def range_push(self, message: str) -> None:
+        """Begin a range of NVTX, which a profiler shows. Without effect on CPUs."""
+        if self._is_cuda:
+            torch.cuda.nvtx.range_push(message)
+
+    def range_pop(self) -> None:
+        """End the range of NVTX that was begun last. Without effect on CPUs."""
+        if self._is_cuda:
+            torch.cuda.nvtx.range_pop()
+
+    # Memory, in bytes. On CPUs it is the memory of this process.
+
+    def empty_cache(self) -> None:
+        """Give memory that torch has cached back to the device. Without effect on CPUs."""
+        if self._is_cuda:
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the memory of tensors on the device; on CPUs, the resident memory of this process."""
+        return torch.cuda.memory_allocated(device_index) if self._is_cuda else _resident_bytes()
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the peak of `memory_allocated`; on CPUs, since the process began."""
+        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else _peak_resident_bytes()
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Return the memory that torch has taken from the device; on CPUs, as `memory_allocated`."""
+        return torch.cuda.memory_reserved(device_index) if self._is_cuda else _resident_bytes()
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Return the peak of `memory_reserved`; on CPUs, since the process began."""
+        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else _peak_resident_bytes()
+
+    # DeepSpeed kept torch's old names, too.
+    memory_cached = memory_reserved
+    max_memory_cached = max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Return torch's statistics of the device's memory; on CPUs there are none."""
+        return torch.cuda.memory_stats(device_index) if self._is_cuda else {}
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Begin new peaks. Without effect on CPUs, because the kernel keeps the peak of a process."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_peak_memory_stats
+    reset_max_memory_cached = reset_peak_memory_stats
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the memory of the device; on CPUs, of the machine."""
+        return torch.cuda.mem_get_info(device_index)[1] if self._is_cuda else _pages("SC_PHYS_PAGES")
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Return the memory of the device that is free; on CPUs, of the machine."""
+        return torch.cuda.mem_get_info(device_index)[0] if self._is_cuda else _pages("SC_AVPHYS_PAGES")
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """Return the tensor in memory that a GPU can read directly; on CPUs, the tensor itself."""
+        return tensor.pin_memory() if self._is_cuda else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether a GPU can read the tensor's memory directly."""
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is on a device of this kind."""
+        return tensor.device.type == self._name
+
+
+@functools.cache
+def get_accelerator() -> DeviceAccelerator:
+    """Return the device of the training: a GPU if torch finds one, else the CPU."""
+    return DeviceAccelerator("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def set_accelerator(accelerator: Any) -> None:
+    """Refuse the call, because `initialize` chooses the device. Raises ConfigError."""
+    raise ConfigError(
+        f"set_accelerator({accelerator!r}): initialize() takes the GPU of the local rank, or the CPU if torch finds no "
+        "GPU; set CUDA_VISIBLE_DEVICES to choose"
+    )
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _pages(name: str) -> int:
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,109 @@
+"""`import deepspeed` that imports this library, for programs that import DeepSpeed themselves.
+
+Accelerate, the Trainer of transformers and many scripts import `deepspeed` by that name. After this line in the script,
+or in a module that it imports first, they get this library:
+
+    import trainer_client.as_deepspeed
+
+Without a change of the script: `python -m trainer_client.as_deepspeed script.py ARGUMENTS`, or with several ranks
+`torchrun --nproc-per-node 2 -m trainer_client.as_deepspeed script.py ARGUMENTS`.
+
+Owns the finder of modules that does it. Must never hide that another package was meant: if DeepSpeed itself is imported
+already, the import of this module is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+
+from trainer_client.errors import ConfigError
+from trainer_client.interface_version import __version__
+
+_NAME = "deepspeed"
+_OWN_NAME = "trainer_client"
+
+
+class _Distribution(Distribution):
+    """The answer of `importlib.metadata` to programs that ask whether `deepspeed` is installed, and its version."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the file of that name: only the metadata is there."""
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {__version__}\n"
+
+    def locate_file(self, path: str | PathLike[str]) -> Path:
+        """Return where a file of the package would be."""
+        return Path(__file__).parent / path
+
+
+class _Loader(Loader):
+    """Puts a module of this library in the place of the module of DeepSpeed that is imported."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have Python make an empty module, which `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the module of this library, and enter it under DeepSpeed's name."""
+        sys.modules[module.__name__] = importlib.import_module(_own_name(module.__name__))
+
+
+class _Finder(DistributionFinder):
+    """Finds `deepspeed` and its submodules in this library."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return how to import a module; None if it is not one of DeepSpeed's that this library has."""
+        if name != _NAME and not name.startswith(f"{_NAME}."):
+            return None
+        if importlib.util.find_spec(_own_name(name)) is None:
+            return None
+        return ModuleSpec(name, _Loader(), is_package=True)
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        """Yield the distribution of `deepspeed`, if the context asks for it or for all."""
+        if context is None or context.name in (None, _NAME):
+            yield _Distribution()
+
+
+def install() -> None:
+    """Make `import deepspeed` import this library from now on. Idempotent.
+
+    Raises:
+        ConfigError: another package of that name is imported already.
+    """
+    present = sys.modules.get(_NAME)
+    if present is not None and present.__name__ != _OWN_NAME:
+        raise ConfigError(
+            f"{_NAME} is imported already, from {present.__file__}: import trainer_client.as_deepspeed before anything "
+            "that imports it (accelerate and transformers do)"
+        )
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script with the arguments that follow its path, as `python` runs it."""
+    if not arguments:
+        raise SystemExit("usage: python -m trainer_client.as_deepspeed script.py ARGUMENTS")
+    sys.argv = list(arguments)
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _own_name(name: str) -> str:
+    return _OWN_NAME + name.removeprefix(_NAME)
+
+
+install()
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,363 @@
+"""DeepSpeed's `deepspeed.comm`: the names of torch.distributed, and `init_distributed`, which joins the process group.
+
+Owns how a process finds the other ranks of its run. A process that no launcher has started is a run of one rank: the
+first collective makes a group for it. Must never discover ranks in another way than the environment variables of
+torchrun, because every rank has to find the same run.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer_client.errors import ConfigError
+
+__all__ = [
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_PORT = 29500
+# The variable in which DeepSpeed's users write a longer time-out, in minutes.
+_TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"
+
+# The variables in which MPI launchers and Slurm write the number of processes.
+_FOREIGN_LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "MV2_COMM_WORLD_SIZE": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "PMI_SIZE": ("PMI_RANK", "MPI_LOCALRANKID"),
+    "SLURM_STEP_NUM_TASKS": ("SLURM_PROCID", "SLURM_LOCALID"),
+}
+# Backends of DeepSpeed that torch does not have, or that no collective of this library runs on.
+_FOREIGN_BACKENDS = frozenset({"ccl", "hccl", "mpi", "mscclpp"})
+# DeepSpeed's log of communication, of which this module has nothing.
+_LOG_OF_COMMUNICATION = frozenset(
+    {"configure", "get_comm_operation_count", "get_logged_comm_ops", "has_comm_data", "log_summary", "reset_log"}
+)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the process group of this run, unless torch.distributed is initialised already. A collective.
+
+    The ranks are those that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, as torchrun sets them),
+    or those that `init_method`, `rank` and `world_size` name. Without either, this process is a run of one rank.
+
+    Args:
+        dist_backend: a backend of torch.distributed; None: NCCL for tensors on GPUs and gloo for all others. "nccl"
+            means the same, because this library also exchanges tensors in host memory.
+        auto_mpi_discovery: has no effect: processes of an MPI launcher are refused, whatever its value, because ranks
+            that find each other in two ways may find two different runs.
+        distributed_port: the port of rank 0, if the environment has no MASTER_PORT.
+        verbose: whether rank 0 writes a line to the log.
+        timeout: the time limit of each collective; None: $DEEPSPEED_TIMEOUT minutes, or torch's default. The engine's
+            own collectives have `paramserver.collective_timeout_seconds` instead.
+        init_method: a URL as in torch.distributed.init_process_group.
+        dist_init_required: False: the caller says that torch.distributed is initialised already.
+        config: has no effect; in DeepSpeed it configures a log of communication.
+        rank, world_size: this rank and the number of ranks, for `init_method`.
+
+    Raises:
+        ConfigError: the backend is not honoured, the launcher is not torchrun's kind, or `dist_init_required` is False
+            and torch.distributed is not initialised.
+    """
+    if dist.is_initialized():
+        log.debug("torch.distributed is initialised already, with %d ranks", dist.get_world_size())
+        return
+    if dist_init_required is False:
+        raise ConfigError("dist_init_required=False, but torch.distributed is not initialised: initialise it first")
+    backend = _backend(dist_backend)
+    timeout = _default_timeout() if timeout is None else timeout
+    if init_method is not None or rank >= 0:
+        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+    elif "RANK" in os.environ:
+        _join_launched(backend, distributed_port, timeout)
+    else:
+        _refuse_foreign_launcher()
+        # A group of one rank needs no port, so several such processes can run on a machine.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    if verbose and dist.get_rank() == 0:
+        log.info("torch.distributed is initialised: %d ranks, backend %s", dist.get_world_size(), backend)
+
+
+def _join_launched(backend: str, port: int, timeout: timedelta | None) -> None:
+    """Join the ranks that the environment names. Variables that are missing have the values of a run on one node."""
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" in os.environ:
+        # torch reads the variables on its own then, which torchrun needs for ranks that it restarts.
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    master = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', port)}"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    dist.init_process_group(backend, init_method=f"tcp://{master}", rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _backend(name: str | None) -> str:
+    """Return the backend for torch. Raises ConfigError."""
+    if name in _FOREIGN_BACKENDS:
+        raise ConfigError(f"dist_backend={name!r} is not honoured: write 'nccl' or 'gloo', or leave it out")
+    if name not in (None, "nccl"):
+        return str(name)
+    if torch.cuda.is_available():
+        return "cpu:gloo,cuda:nccl"
+    if name == "nccl":
+        raise ConfigError("dist_backend='nccl', and torch finds no GPU: write 'gloo', or leave it out")
+    return "gloo"
+
+
+def _default_timeout() -> timedelta | None:
+    """Return the time-out that the environment names; None: torch's default."""
+    minutes = os.environ.get(_TIMEOUT_VARIABLE)
+    return timedelta(minutes=int(minutes)) if minutes else None
+
+
+def _refuse_foreign_launcher() -> None:
+    """Raise ConfigError if an MPI launcher or Slurm has started this process as one of several."""
+    for size, (rank, local_rank) in _FOREIGN_LAUNCHERS.items():
+        if int(os.environ.get(size, "1")) > 1:
+            raise ConfigError(
+                f"{size} = {os.environ[size]}, and RANK is not set: ranks of MPI launchers and of Slurm are not "
+                "discovered here. Start the script with torchrun, or set in each process, before Python starts: "
+                f"RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local_rank} MASTER_ADDR=<host of rank 0> "
+                f"MASTER_PORT={DEFAULT_PORT}"
+            )
+
+
+def _require_group() -> None:
+    """Make a process group if this process is a run of one rank and has none.
+
+    Raises:
+        RuntimeError: a launcher has started several ranks, and they have not joined their group.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" in os.environ:
+        raise RuntimeError(
+            "torch.distributed is not initialised: call init_distributed() or initialize() first, on every rank"
+        )
+    init_distributed(verbose=False)
+
+
+def _within_group(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function of torch.distributed that also works in a process that no launcher has started."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _require_group()
+        return function(*args, **kwargs)
+
+    return call
+
+
+all_gather = _within_group(dist.all_gather)
+all_gather_object = _within_group(dist.all_gather_object)
+all_reduce = _within_group(dist.all_reduce)
+all_to_all = _within_group(dist.all_to_all)
+barrier = _within_group(dist.barrier)
+broadcast = _within_group(dist.broadcast)
+broadcast_object_list = _within_group(dist.broadcast_object_list)
+gather = _within_group(dist.gather)
+irecv = _within_group(dist.irecv)
+isend = _within_group(dist.isend)
+monitored_barrier = _within_group(dist.monitored_barrier)
+new_group = _within_group(dist.new_group)
+recv = _within_group(dist.recv)
+reduce = _within_group(dist.reduce)
+reduce_scatter = _within_group(dist.reduce_scatter)
+scatter = _within_group(dist.scatter)
+send = _within_group(dist.send)
+# The inference engine of DeepSpeed has a kernel of its own for this; the result is that of `all_reduce`.
+inference_all_reduce = all_reduce
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Gather every rank's `tensor` into `output_tensor`, one after the other. A collective.
+
+    Returns:
+        The pending work if `async_op`; else None, after the end.
+    """
+    _require_group()
+    work: dist.Work | None = _all_gather(output_tensor, tensor, group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Reduce `tensor` over the ranks, and give each rank its part in `output_tensor`. A collective.
+
+    Returns:
+        The pending work if `async_op`; else None, after the end.
+    """
+    _require_group()
+    work: dist.Work | None = _reduce_scatter(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return work
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Send a part of `tensor` to each rank, and receive a part of `output` from each. A collective.
+
+    Returns:
+        The pending work if `async_op`; else None, after the end.
+    """
+    _require_group()
+    sizes = (output_split_sizes, input_split_sizes)
+    work: dist.Work | None = dist.all_to_all_single(output, tensor, *sizes, group=group, async_op=async_op)
+    return work
+
+
+# torch 2.13 has new names for these two and warns about the old ones; older versions have only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# These are DeepSpeed's names for whichever function torch has.
+allgather_fn = all_gather_into_tensor
+reduce_scatter_fn = reduce_scatter_tensor
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Return True, because every version of torch that this library runs on has this function."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """Return True, because every version of torch that this library runs on has this function."""
+    return True
+
+
+def is_available() -> bool:
+    """Return whether this build of torch has torch.distributed."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Return whether torch.distributed is initialised."""
+    return dist.is_initialized()
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Leave a process group; None: all of them."""
+    dist.destroy_process_group(group)
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """Return the number of this rank in the group; None: among all ranks of the run. -1: it is not in the group."""
+    return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Return the number of ranks of the group; None: of the run. -1: this rank is not in the group."""
+    return dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def get_local_rank() -> int:
+    """Return the number of this rank on its node, which is that of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
+    """Return the number in the run of the rank that has number `group_rank` in the group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
+    """Return the numbers in the run of the group's ranks; None: of all ranks."""
+    return list(range(get_world_size())) if group is None else dist.get_process_group_ranks(group)
+
+
+def get_world_group() -> ProcessGroup:
+    """Return the group of all ranks of the run."""
+    _require_group()
+    world = dist.group.WORLD
+    assert world is not None, "there is a process group"
+    return world
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    """Return a mesh over all ranks. A collective."""
+    _require_group()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOG_OF_COMMUNICATION:
+        raise AttributeError(
+            f"comm.{name} belongs to DeepSpeed's log of communication, which is not built here: engine.step_report() "
+            "says how long each step waited for other ranks"
+        )
+    if hasattr(dist, name):
+        raise AttributeError(f"comm has no {name}: use torch.distributed.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,126 @@
+"""The reading of a training config: from a file or a dict to a checked TrainingConfig.
+
+Owns the order of the steps: older names, "auto", the types of keys, and then the keys that restrict each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from paramserver.contract.address import ADDRESS_VARIABLE
+from trainer_client.config.automatic import resolve_automatic
+from trainer_client.config.config_file import read_config_file
+from trainer_client.config.explanation import Choice, explain
+from trainer_client.config.older_names import with_todays_names
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.errors import ConfigError
+from trainer_client.optimizers.registry import OPTIMIZERS, canonical_name, why_refused
+from trainer_client.schedules.registry import SCHEDULES, why_schedule_refused
+
+# These keys are for a daemon that the job starts. A daemon that an operator runs has them in its own config.
+_DAEMON_KEYS = ("state_dir", "host_budget", "nvme_budget")
+# These keys are for a daemon that the job does not start.
+_CREDENTIAL_KEYS = ("token_file", "tls", "insecure")
+
+# The keys whose sections depend on their key `type`.
+_CHOICES = {
+    "optimizer": Choice(names=OPTIMIZERS, why_refused=why_refused),
+    "scheduler": Choice(names=SCHEDULES, why_refused=why_schedule_refused),
+}
+
+# A key of the whole config that begins so is a comment, because JSON has none, and DeepSpeed reads no such key.
+_COMMENTS = ("_", "#", "//", "comment")
+
+
+def load_config(
+    source: Mapping[str, Any] | str | Path, environ: Mapping[str, str], dtypes: Collection[torch.dtype] = ()
+) -> TrainingConfig:
+    """Read and check the config, and return it.
+
+    Args:
+        source: the config as a dict, or the path of a JSON file.
+        environ: the environment of the process; only its PARAMSERVER_ variables are read.
+        dtypes: the dtypes of the model's floating-point parameters, from which bf16 and fp16 follow where they are
+            "auto"; empty: there is no model yet, and parameters keep their own dtype.
+
+    Raises:
+        ConfigError: the message names each refused key in full, its value, and what to write instead.
+    """
+    written = source if isinstance(source, Mapping) else read_config_file(Path(source))
+    raw = {key: value for key, value in written.items() if not str(key).startswith(_COMMENTS)}
+    raw = _with_canonical_type(with_todays_names(raw))
+    raw, automatic = resolve_automatic(raw, TrainingConfig, dtypes)
+    try:
+        config = TrainingConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain(error, TrainingConfig, _CHOICES)) from None
+    config.note_automatic(tuple(automatic))
+    _check_together(config, environ)
+    return config
+
+
+def _with_canonical_type(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with the name under which the store knows the optimizer."""
+    section = raw.get("optimizer")
+    if isinstance(section, Mapping) and isinstance(name := section.get("type"), str):
+        return {**raw, "optimizer": {**section, "type": canonical_name(name)}}
+    return raw
+
+
+def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
+    """Check the keys that restrict each other. Raises ConfigError, naming the keys and the remedy."""
+    _check_precision(config)
+    if config.gradient_clipping and config.paramserver.gradient_clipping_value is not None:
+        raise ConfigError(
+            f"gradient_clipping = {config.gradient_clipping} (by norm) and paramserver.gradient_clipping_value = "
+            f"{config.paramserver.gradient_clipping_value} (by value) are both given: choose one"
+        )
+    norm = 0.0 if config.optimizer is None else config.optimizer.params.max_grad_norm
+    if norm not in (0.0, config.gradient_clipping):
+        raise ConfigError(
+            f"optimizer.params.max_grad_norm = {norm} is refused: it is not an argument of the optimizer; write "
+            "gradient_clipping"
+        )
+    units = config.paramserver.units
+    if units.classes and units.max_parameters:
+        raise ConfigError("paramserver.units.classes and paramserver.units.max_parameters are both set: choose one")
+    address = config.store_address(environ)
+    if address is None:
+        _check_own_daemon(config)
+        return
+    config.credentials(environ)
+    origin = "paramserver.address" if config.paramserver.address else f"${ADDRESS_VARIABLE}"
+    if ours := [f"paramserver.{key}" for key in _DAEMON_KEYS if key in config.paramserver.model_fields_set]:
+        raise ConfigError(
+            f"{', '.join(ours)}: the daemon at {address} ({origin}) has its own config for this; remove it here"
+        )
+
+
+def _check_precision(config: TrainingConfig) -> None:
+    """Check that the config chooses one number format. Raises ConfigError."""
+    if config.bf16.enabled and config.fp16.enabled:
+        raise ConfigError("bf16.enabled and fp16.enabled are both true: choose one")
+    chosen = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    if config.data_types.param_dtype not in (None, chosen):
+        raise ConfigError(
+            f"data_types.param_dtype = {config.data_types.param_dtype!r}, but bf16 and fp16 say {chosen}: enable the "
+            "one that is meant, or remove the key"
+        )
+
+
+def _check_own_daemon(config: TrainingConfig) -> None:
+    """Check the keys about a daemon that the job starts. Raises ConfigError."""
+    paths = config.nvme_paths()
+    if len(set(paths.values())) > 1 and config.paramserver.state_dir is None:
+        listed = ", ".join(f"{key} = {str(path)!r}" for key, path in paths.items())
+        raise ConfigError(f"the store has one directory, but {listed}: write the same path in both")
+    if unused := [f"paramserver.{key}" for key in _CREDENTIAL_KEYS if key in config.paramserver.model_fields_set]:
+        raise ConfigError(
+            f"{', '.join(unused)}: the job starts a daemon of its own, which asks for none; set "
+            "paramserver.address, or remove it"
+        )

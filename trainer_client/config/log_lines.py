@@ -1,0 +1,79 @@
+"""The lines of the log about a config: which keys have no effect, and what "auto" became.
+
+Owns the words of these lines. Must never change a value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainer_client.config.batch_sizes import BatchSizes
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.section import Section, mark_of
+from trainer_client.standing import WithoutEffect
+
+# The first stage at which a rank does not keep the state whole on its device.
+_OFFLOAD_STAGES = {"zero_optimization.offload_param": 3, "zero_optimization.offload_optimizer": 1}
+
+
+def keys_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the keys that are set to another value than their default and have no effect, with the reason of each."""
+    return dict(_marked(config)) | dict(_by_circumstance(config, environ))
+
+
+def describe_without_effect(config: TrainingConfig, environ: Mapping[str, str]) -> str | None:
+    """Return the line for the log, in which keys with one reason stand together; None if every key has its effect."""
+    by_reason: dict[str, list[str]] = {}
+    for key, why in keys_without_effect(config, environ).items():
+        by_reason.setdefault(why, []).append(key)
+    if not by_reason:
+        return None
+    listed = "; ".join(f"{', '.join(keys)} ({why})" for why, keys in by_reason.items())
+    return f"keys of the config without effect here: {listed}"
+
+
+def describe_automatic(config: TrainingConfig, batch: BatchSizes) -> str | None:
+    """Return the line for the log that says which value each "auto" became; None if there was none."""
+    sizes = {
+        "train_batch_size": batch.train,
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+    }
+    values = {path: sizes.get(path, config.value_at(path)) for path in config.automatic}
+    if not values:
+        return None
+    listed = ", ".join(f"{path} = {json.dumps(value, default=str)}" for path, value in values.items())
+    return f'"auto" in the config became: {listed}'
+
+
+def _marked(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the keys whose annotation says that they have no effect."""
+    for name, field in type(section).model_fields.items():
+        value: Any = getattr(section, name)
+        if mark := mark_of(field, WithoutEffect):
+            if value != field.default and not _is_switched_off(value):
+                yield f"{prefix}{name}", mark.why
+        elif isinstance(value, Section):
+            yield from _marked(value, f"{prefix}{name}.")
+
+
+def _is_switched_off(value: Any) -> bool:
+    return isinstance(value, Section) and getattr(value, "enabled", True) is False
+
+
+def _by_circumstance(config: TrainingConfig, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that have no effect beside other keys of this config."""
+    stage = config.zero_optimization.stage
+    for name, section in config.offloads().items():
+        if section.device != "none" and stage < _OFFLOAD_STAGES[name]:
+            yield name, f"at stage {stage} every rank keeps this state on its device"
+        if section.nvme_path is None:
+            continue
+        if section.device != "nvme":
+            yield f"{name}.nvme_path", f"the device is {section.device}"
+        elif config.store_address(environ) is not None:
+            yield f"{name}.nvme_path", "the daemon at paramserver.address has its own directory"
+        elif config.paramserver.state_dir is not None:
+            yield f"{name}.nvme_path", "paramserver.state_dir is the daemon's directory"

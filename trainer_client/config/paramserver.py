@@ -1,0 +1,200 @@
+"""The section `paramserver`: the store, and how the job uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from paramserver.contract.durability import DURABILITY_PATTERN
+from trainer_client.config.home import Home
+from trainer_client.config.zero import Fraction
+from trainer_client.section import Agreement, Section
+
+# The config may write "nvme" instead of {"nvme": 1.0}.
+HomeShares = Annotated[dict[Home, Fraction], BeforeValidator(lambda v: {v: 1.0} if isinstance(v, str) else v)]
+
+
+class PlacementSection(Section):
+    """The home of each kind of state, or the fraction that each home has of it; see PlacementPolicy."""
+
+    parameters: HomeShares | None = Field(
+        default=None,
+        description='`device`, `host`, `nvme`, or the fraction of each: `{"host": 0.3, "nvme": 0.7}`; null: as the '
+        "`offload` sections say",
+    )
+    gradients: HomeShares | None = Field(default=None, description="`device` or `host`, or the fraction of each")
+    optimizer: HomeShares | None = Field(
+        default=None, description="as `parameters`; null: as the `offload` sections say"
+    )
+
+
+class TlsSection(Section):
+    """The PEM files for a daemon that has `tls_certificate`: either all three are given, or none."""
+
+    ca: Path | None = Field(
+        default=None,
+        description="PEM authorities of its certificate; TCP is encrypted with this and the next two; null: "
+        "`$PARAMSERVER_TLS_CA`",
+    )
+    certificate: Path | None = Field(
+        default=None, description="PEM certificate of this client; null: `$PARAMSERVER_TLS_CERTIFICATE`"
+    )
+    key: Path | None = Field(default=None, description="PEM key of it; null: `$PARAMSERVER_TLS_KEY`")
+
+
+class UnitsSection(Section):
+    """The units, which are gathered and released as a whole; see unit_policy.py.
+
+    Without either key, the units are the repeated blocks of the model.
+    """
+
+    classes: tuple[str, ...] = Field(
+        default=(),
+        description='names of classes whose modules are units; `"units": "blocks"` means the repeated blocks: '
+        "[models](models.md)",
+    )
+    max_parameters: PositiveInt | None = Field(
+        default=None, description="elements of the largest modules that are units"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        if value == "blocks":
+            return {}
+        if isinstance(value, Mapping):
+            return value
+        raise ValueError('write "blocks", {"classes": [names]} or {"max_parameters": elements}')
+
+
+class DataSection(Section):
+    """The loader that `initialize(training_data=...)` returns.
+
+    The order of the samples follows from `seed` and the epoch; without `shuffle` it is the dataset's. `workers` is the
+    number of processes that load ahead; with 0 the training loop itself loads.
+    """
+
+    seed: NonNegativeInt = Field(default=0, description="of the order of `training_data`")
+    shuffle: bool = Field(default=True, description="false: in the order of the dataset")
+    # Ranks may differ, because nodes have different processors and the order of the samples does not depend on workers.
+    workers: Annotated[NonNegativeInt, Agreement.NONE] = Field(default=0, description="processes that load ahead")
+
+
+class TraceSection(Section):
+    """A trace of `steps` steps of this run, beginning with step `first_step` of the run (counted from 1).
+
+    The default leaves out the first two steps, because they differ from all others. `file` is the file of rank 0; the
+    file names of the other ranks have the rank's number before the suffix.
+    """
+
+    file: Path = Field(
+        description='`"trace": "step.json"` for short: a trace of some steps, for ui.perfetto.dev: '
+        "[performance](performance.md)"
+    )
+    first_step: PositiveInt = Field(default=3, description="of this run, from 1")
+    steps: PositiveInt = Field(default=2, description="how many")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"file": value} if isinstance(value, str | Path) else value
+
+
+class ParamserverSection(Section):
+    """The store and how the job uses it."""
+
+    # Ranks may have different addresses, because each node has a daemon of its own, or several. The ranks only compare
+    # whether there is an address: see `TrainingConfig.daemon_values`. Credentials belong to the address, and the
+    # contents of their files must not leave the rank.
+    address: Annotated[str | None, Agreement.NONE] = Field(
+        default=None,
+        description="`unix:/path/paramserver.sock` or `host:port` of a running daemon; null: `$PARAMSERVER_ADDRESS`, "
+        "else the job starts one",
+    )
+    token_file: Annotated[Path | None, Agreement.NONE] = Field(
+        default=None,
+        description="file of the token for that daemon, if it asks for one; null: `$PARAMSERVER_TOKEN_FILE`",
+    )
+    tls: Annotated[TlsSection, Agreement.NONE] = Field(default=TlsSection(), description="encryption of TCP")
+    insecure: Annotated[bool, Agreement.NONE] = Field(
+        default=False, description="let the token cross a network in the clear"
+    )
+    job: Annotated[str, Field(min_length=1)] = Field(default="default", description="name of the job in the store")
+    peers: tuple[str, ...] = Field(
+        default=(),
+        description="addresses of further stores that have parts of the job and no rank of this run; the run only "
+        "reads them: [resume](resume.md)",
+    )
+    # As with `nvme_path`, the ranks compare the directory that is derived from this path.
+    state_dir: Annotated[Path | None, Agreement.NONE] = Field(
+        default=None,
+        description="directory of the job's own daemon, with a [path](daemon.md#configuration) of at most 489 bytes; "
+        "the next two are of this daemon, too; null: `nvme_path`, else `paramserver-state`",
+    )
+    host_budget: Annotated[ByteSize, Agreement.NODE] = Field(
+        default=ByteSize(1 << 30), description='bytes, or `"512MiB"`'
+    )
+    nvme_budget: Annotated[ByteSize, Agreement.NODE] = Field(
+        default=ByteSize(64 << 30), description='bytes, or `"1TiB"`'
+    )
+    resume: Literal["auto", "never", "must"] = Field(
+        default="auto", description="`never`: the job must be new; `must`: it must have a committed step"
+    )
+    units: UnitsSection = Field(default=UnitsSection(), description="what is gathered as a whole")
+    gather: Literal["auto", "collective", "store"] = Field(
+        default="auto",
+        description="`collective`: all-gather between ranks; `store`: each rank reads all from its node's store",
+    )
+    collective_timeout_seconds: PositiveFloat = Field(
+        default=1800.0,
+        description="after it, a rank that waits for others raises an error that says where each rank is",
+    )
+    reattach_timeout_seconds: NonNegativeFloat = Field(
+        default=300.0,
+        description="how long a run waits for the next daemon when its own is gone; 0: it ends: "
+        "[resume](resume.md#the-daemon-is-restarted-under-a-run)",
+    )
+    kept_gradients: ByteSize = Field(
+        default=ByteSize(1 << 30),
+        description="most bytes of gradients that a rank keeps until their commit is there, to hand them to the next "
+        "daemon",
+    )
+    data: DataSection = Field(default=DataSection(), description="the loader of `training_data`")
+    durability: Annotated[str, Field(pattern=DURABILITY_PATTERN)] = Field(
+        default="step", description="see [Durability](#durability)"
+    )
+    may_thaw: tuple[str, ...] = Field(
+        default=(),
+        description="patterns of names: frozen parameters, in no parameter group, that may be trained later",
+    )
+    placement: PlacementSection = Field(default=PlacementSection(), description="the home of each kind of state")
+    gradient_reduction: Literal["auto", "micro_batch", "boundary"] = Field(
+        default="auto",
+        description="over the ranks: each `micro_batch`, or once at the `boundary` of a step; `auto`: the latter in "
+        "stages 0 and 1",
+    )
+    gradient_clipping_value: PositiveFloat | None = Field(
+        default=None, description="limit of each element of the gradient"
+    )
+    max_consecutive_skipped_steps: PositiveInt | None = Field(
+        default=None, description="so many steps in a row with a gradient that is not finite are an error"
+    )
+    early_updates: bool = Field(
+        default=True,
+        description="the store begins to update a unit in the backward pass, as soon as its gradient is final; see "
+        "[engine](engine.md#early-updates)",
+    )
+    # Each rank writes its trace on its own, so ranks may differ.
+    trace: Annotated[TraceSection | None, Agreement.NONE] = Field(default=None, description="a trace of some steps")

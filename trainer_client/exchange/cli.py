@@ -1,0 +1,178 @@
+"""The verb `paramserver export`: its options, its progress and its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as ProgressBar
+
+from paramserver.contract.address import ADDRESS_VARIABLE
+from paramserver.contract.printable import printable
+from trainer_client.errors import ConfigError, TrainerClientError
+from trainer_client.exchange.export import ExportResult, Format, Progress, WeightDType, export_step
+from trainer_client.transport.credentials import (
+    TLS_CA_VARIABLE,
+    TLS_CERTIFICATE_VARIABLE,
+    TLS_KEY_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    Credentials,
+)
+
+_TERMINATED = 128 + signal.SIGTERM
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def export(
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="Directory, or a URL that fsspec knows.")],
+    job: Annotated[str, typer.Option(help="Name of the job.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Number of the step; without it, the newest one.")] = None,
+    format: Annotated[Format, typer.Option(help="Format of the files.")] = "safetensors",
+    dtype: Annotated[
+        WeightDType | None,
+        typer.Option(
+            help="Type of the parameters, from the fp32 weights; without it, safetensors as trained, else fp32."
+        ),
+    ] = None,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With dcp: the optimizer's states, too.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Most bytes of tensors in one file; not for dcp.")] = "5GB",
+    extra: Annotated[
+        list[Path] | None,
+        typer.Option("--with", help="File, or directory of files, to copy beside the weights; may be repeated."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is at DEST.")] = False,
+    address: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="unix:/path/paramserver.sock or HOST:PORT; may be repeated, for each store of the job.",
+            envvar=ADDRESS_VARIABLE,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON for programs.")] = False,
+    token_file: Annotated[Path | None, typer.Option(help="File of a token.", envvar=TOKEN_FILE_VARIABLE)] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="PEM authorities of the daemon's certificate.", envvar=TLS_CA_VARIABLE)
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="PEM certificate of this client.", envvar=TLS_CERTIFICATE_VARIABLE)
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of it.", envvar=TLS_KEY_VARIABLE)] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let the token cross the network in the clear.")] = False,
+) -> None:
+    """Write a committed step of a job as files that other frameworks open.
+
+    Reads from the store alone, while training goes on. DEST is complete, or not there at all.
+
+    Exit status: 0 when the export is complete, 2 for wrong options, 130 after Ctrl-C, 143 after SIGTERM, else 1.
+    """
+    try:
+        if not address:
+            raise ConfigError(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
+        with _cleaning_up_on_sigterm(), _progress_bar() as bar:
+            result = export_step(
+                address,
+                job,
+                step,
+                destination,
+                format=format,
+                dtype=dtype,
+                optimizer=optimizer,
+                max_shard_bytes=_size(max_shard_size),
+                extra_files=extra or (),
+                overwrite=overwrite,
+                credentials=Credentials(
+                    token_file=token_file,
+                    tls_ca=tls_ca,
+                    tls_certificate=tls_certificate,
+                    tls_key=tls_key,
+                    insecure=insecure,
+                ),
+                on_progress=bar,
+            )
+    except KeyboardInterrupt:
+        _fail(f"interrupted; nothing is left at {destination}", 130)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except TrainerClientError as error:
+        _fail(str(error), 1)
+    _print(result, as_json=as_json)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the verb with these arguments, and end the process with its exit status."""
+    app(arguments, prog_name="paramserver export")
+
+
+class _Bar:
+    """A progress bar that takes the reports of an export."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self._bar = bar
+        self._task = bar.add_task("export", total=None)
+
+    def __call__(self, progress: Progress) -> None:
+        self._bar.update(self._task, completed=progress.read_bytes, total=progress.total_bytes)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[_Bar]:
+    """Show a progress bar on the standard error, if that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with ProgressBar(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        yield _Bar(bar)
+
+
+def _print(result: ExportResult, *, as_json: bool) -> None:
+    if result.left_out:
+        names = ", ".join(map(printable, result.left_out))
+        typer.echo(f"paramserver: the store does not have these entries of the model's state dict: {names}", err=True)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result) | {"size_bytes": result.size_bytes}))
+        return
+    files = f"{len(result.files)} files" if len(result.files) > 1 else "1 file"
+    typer.echo(
+        f"{printable(result.destination)}: step {result.step} of {printable(result.job)}, {result.tensors} tensors, "
+        f"{decimal(result.size_bytes)} in {files} as {result.format}, {result.seconds:.1f} s"
+    )
+
+
+def _size(text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise ConfigError(f"--max-shard-size {text!r} is not a size: write for example 5GB or 512MiB") from None
+
+
+@contextmanager
+def _cleaning_up_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process by an exception within the context, so that what was written is removed."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        sys.exit(_TERMINATED)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"paramserver: {printable(message)}", err=True)
+    raise typer.Exit(status)

@@ -1,0 +1,288 @@
+"""The directory that an export writes: complete under its name, or not there at all.
+
+A local export is written to a directory beside its destination, which gets the destination's name when it is complete.
+An export to a URL has no such move, so its checksums are written last: without them it is not complete. Owns what it
+has written until then, and removes it after a failure. Must never remove a directory that is not an export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, cast
+
+from fsspec.core import url_to_fs
+
+from trainer_client.errors import ConfigError, ExportError
+
+# The file with the checksum of each other file, in the format of the command sha256sum. It is written last.
+CHECKSUMS = "SHA256SUMS"
+_COPIED_AT_ONCE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file of an export: its name in the directory, its size and the SHA-256 of its bytes in hexadecimal digits."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class _Sink(io.RawIOBase):
+    """A file that is written from its beginning to its end, while its checksum is computed."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._end = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        rest = view
+        while rest:
+            # An unbuffered file may write fewer bytes than it was given.
+            rest = rest[self._file.write(rest) :]
+        self._end += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._end
+
+    def to_written(self, name: str) -> WrittenFile:
+        return WrittenFile(name=name, size_bytes=self._end, sha256=self._digest.hexdigest())
+
+
+class Destination(ABC):
+    """A directory that is being written. Leaving its context without an error completes it, with an error removes it.
+
+    Attributes:
+        name: the directory, as the user has written it.
+        files: the files that are written so far.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.files: list[WrittenFile] = []
+
+    @abstractmethod
+    def __enter__(self) -> Self:
+        """Begin to write.
+
+        Raises:
+            ExportError: something is there already that must not be replaced, or the directory cannot be written.
+        """
+
+    @abstractmethod
+    def require(self, size_bytes: int) -> None:
+        """Raise ExportError if it is known that the directory has no room for `size_bytes`."""
+
+    @abstractmethod
+    def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Open a new file for writing; at the end of the context its bytes are safe."""
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """Give the export its name, if it does not have it yet."""
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """Remove what was written. An error is ignored."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._remove()
+            if isinstance(error, OSError):
+                raise ExportError(f"{self.name} cannot be written: {_reason(error)}; nothing is left there") from error
+            return
+        try:
+            sums = "".join(f"{file.sha256}  {file.name}\n" for file in sorted(self.files, key=lambda file: file.name))
+            with self._open(CHECKSUMS) as file:
+                file.write(sums.encode())
+            self._complete()
+        except BaseException as failure:
+            self._remove()
+            if isinstance(failure, OSError):
+                raise ExportError(f"{self.name} cannot be written: {_reason(failure)}") from failure
+            raise
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a new file, which can be written from its beginning to its end; `seek` is refused."""
+        with self._open(name) as file:
+            sink = _Sink(file)
+            yield cast(IO[bytes], sink)
+        self.files.append(sink.to_written(name))
+
+    def copy(self, source: Path) -> None:
+        """Copy a local file into the directory, under its name. Raises ConfigError if there is one of that name."""
+        if source.name == CHECKSUMS or any(file.name == source.name for file in self.files):
+            raise ConfigError(f"{source} cannot be copied into the export, which has a file of that name")
+        with source.open("rb") as file, self.create(source.name) as copied:
+            while piece := file.read(_COPIED_AT_ONCE):
+                copied.write(piece)
+
+
+class _LocalDirectory(Destination):
+    """A directory of this machine's file systems."""
+
+    def __init__(self, name: str, path: Path, *, overwrite: bool) -> None:
+        super().__init__(name)
+        self._path = path
+        self._overwrite = overwrite
+        # The name begins with a dot and has the destination's name in it, so that a user who finds it after a power
+        # loss knows what it is.
+        self._partial = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+
+    def __enter__(self) -> Self:
+        if os.path.lexists(self._path):
+            self._check_replaceable()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._partial.mkdir()
+        except OSError as error:
+            raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from error
+        return self
+
+    def require(self, size_bytes: int) -> None:
+        free = shutil.disk_usage(self._partial).free
+        if size_bytes > free:
+            raise ExportError(
+                f"{self.name} needs {size_bytes:,} bytes, and its file system has {free:,} bytes free: make room, or "
+                "write elsewhere"
+            )
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[IO[bytes]]:
+        with (self._partial / name).open("xb", buffering=0) as file:
+            yield cast(IO[bytes], file)
+            os.fsync(file.fileno())
+
+    def _complete(self) -> None:
+        _sync_directory(self._partial)
+        if not os.path.lexists(self._path):
+            self._partial.rename(self._path)
+        else:
+            self._check_replaceable()
+            # Linux renames a directory only to a name that is free or that of an empty directory.
+            former = self._partial.with_suffix(".former")
+            self._path.rename(former)
+            try:
+                self._partial.rename(self._path)
+            except BaseException:
+                former.rename(self._path)
+                raise
+            shutil.rmtree(former, ignore_errors=True)
+        _sync_directory(self._path.parent)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _check_replaceable(self) -> None:
+        """Raise ExportError unless the user has allowed to replace what is there, and it is an export."""
+        if not self._overwrite:
+            raise ExportError(f"{self.name} exists: choose another name, or overwrite it (--overwrite)")
+        if self._path.is_symlink() or not (self._path / CHECKSUMS).is_file():
+            raise ExportError(f"{self.name} exists and is not an export, because it has no {CHECKSUMS}: remove it")
+
+
+class _RemoteDirectory(Destination):
+    """A directory behind a URL that fsspec knows."""
+
+    def __init__(self, url: str, *, overwrite: bool) -> None:
+        super().__init__(url)
+        self._overwrite = overwrite
+        self._begun: list[str] = []
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{url} is no URL that fsspec can write to: {error}") from error
+
+    def __enter__(self) -> Self:
+        try:
+            if self._fs.exists(self._root) and self._fs.ls(self._root, detail=False):
+                if not self._overwrite:
+                    raise ExportError(f"{self.name} exists: choose another name, or overwrite it (--overwrite)")
+                if not self._fs.exists(self._path_of(CHECKSUMS)):
+                    raise ExportError(
+                        f"{self.name} exists and is not an export, because it has no {CHECKSUMS}: remove it"
+                    )
+                # The former export ends here, its checksums first, so that at no time a part of it looks complete.
+                self._fs.rm(self._path_of(CHECKSUMS))
+                self._fs.rm(self._root, recursive=True)
+            self._fs.makedirs(self._root, exist_ok=True)
+        except OSError as error:
+            raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from error
+        return self
+
+    def require(self, size_bytes: int) -> None:
+        """Return, because a store of objects does not say how much room it has."""
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[IO[bytes]]:
+        path = self._path_of(name)
+        self._begun.append(path)
+        with self._fs.open(path, "wb") as file:
+            yield file
+
+    def _complete(self) -> None:
+        """Return, because the files have their names already."""
+
+    def _remove(self) -> None:
+        for path in self._begun:
+            # Each file system has errors of its own. What cannot be removed has no checksums, so it is no export.
+            with contextlib.suppress(Exception):
+                self._fs.rm(path)
+        with contextlib.suppress(Exception):
+            self._fs.rmdir(self._root)
+
+    def _path_of(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+
+def open_destination(name: str | os.PathLike[str], *, overwrite: bool) -> Destination:
+    """Return the directory at a local path or URL, to be entered as a context.
+
+    Args:
+        name: a path, or a URL that fsspec knows.
+        overwrite: whether an export that is there already is replaced.
+
+    Raises:
+        ConfigError: the URL is of no kind that fsspec can write to.
+    """
+    text = os.fspath(name)
+    if "://" in text and not text.startswith("file://"):
+        return _RemoteDirectory(text, overwrite=overwrite)
+    # The path is made absolute, but symbolic links in it are not followed: the link itself may be what is there.
+    path = Path(os.path.abspath(text.removeprefix("file://")))  # noqa: PTH100
+    return _LocalDirectory(text, path, overwrite=overwrite)
+
+
+def _reason(error: OSError) -> str:
+    """Return the reason of an error of the file system, with the path where it has one."""
+    reason = error.strerror or str(error)
+    return f"{reason} ({error.filename})" if error.filename else reason
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,279 @@
+"""The export of one committed step: which tensors in which format, and the result.
+
+Owns nothing beyond a call; `begin_export` owns its thread. Must never change the store.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypedDict, Unpack, get_args
+
+import torch
+
+from trainer_client.errors import ConfigError
+from trainer_client.exchange.dcp_format import write_dcp
+from trainer_client.exchange.destination import Destination, WrittenFile, open_destination
+from trainer_client.exchange.safetensors_format import write_safetensors
+from trainer_client.exchange.stored_model import ModelTensor, OptimizerStates, StoredModel, open_model
+from trainer_client.exchange.torch_format import write_fp32
+from trainer_client.transport.credentials import Credentials
+
+Format = Literal["safetensors", "dcp", "deepspeed-fp32"]
+WeightDType = Literal["fp32", "bf16", "fp16"]
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Files beside a model that are weights or name weights. They are not copied with its config and its tokenizer.
+_WEIGHT_FILES = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.distcp"),
+    *("*.index.json", "SHA256SUMS", ".*"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportResult:
+    """A complete export.
+
+    Attributes:
+        job: the job.
+        step: the number of the exported step.
+        format: the format of the files.
+        destination: the directory, as the caller has named it.
+        tensors: the number of tensors, optimizer states included.
+        files: the files, without the one of their checksums.
+        left_out: names of the model's state dict that the store does not have, so that the export lacks them.
+        seconds: the duration.
+    """
+
+    job: str
+    step: int
+    format: Format
+    destination: str
+    tensors: int
+    files: tuple[WrittenFile, ...]
+    left_out: tuple[str, ...]
+    seconds: float
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far an export is: bytes of tensors that were read from the store, and those of the whole export."""
+
+    read_bytes: int
+    total_bytes: int
+
+
+class ExportOptions(TypedDict, total=False):
+    """The keyword arguments of `export_step` that `begin_export` has, too."""
+
+    format: Format
+    dtype: WeightDType | None
+    optimizer: bool
+    max_shard_bytes: int
+    extra_files: Sequence[str | os.PathLike[str]]
+    overwrite: bool
+    credentials: Credentials | None
+    on_progress: Callable[[Progress], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingExport:
+    """An export that runs on a thread of its own.
+
+    Attributes:
+        staged: done when the store holds the step for the export; its result is the step. From then on the export has
+            exactly that step, whatever is committed or deleted. Nothing has to be copied for this.
+        persisted: done when the export is complete.
+    """
+
+    staged: Future[int]
+    persisted: Future[ExportResult]
+
+
+def export_step(
+    store: str | Sequence[str],
+    job: str,
+    step: int | None,
+    destination: str | os.PathLike[str],
+    *,
+    format: Format = "safetensors",
+    dtype: WeightDType | None = None,
+    optimizer: bool = False,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    extra_files: Sequence[str | os.PathLike[str]] = (),
+    overwrite: bool = False,
+    credentials: Credentials | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_staged: Callable[[int], None] | None = None,
+) -> ExportResult:
+    """Write a committed step of a job as files of another framework, and return what was written.
+
+    Reads from the store alone, in pieces of some megabytes, while training goes on. The destination is complete, or not
+    there at all.
+
+    Args:
+        store: the address of the store daemon (`unix:/path` or `host:port`); where the ranks of a job are attached to
+            stores of several nodes, the addresses of all of them.
+        job: name of the job.
+        step: number of the step; None: the newest one that all of the stores have.
+        destination: a directory, or a URL of one that fsspec knows.
+        format: "safetensors" (as transformers writes it), "dcp" (torch.distributed.checkpoint) or "deepspeed-fp32" (the
+            consolidated file of zero_to_fp32.py).
+        dtype: dtype of the parameters, converted from the fp32 weights; None: with safetensors the dtype in which the
+            model computed, otherwise fp32.
+        optimizer: write the optimizer's states, too; "dcp" only.
+        max_shard_bytes: the most bytes of tensors in one file; not for "dcp".
+        extra_files: files that are copied beside the weights, such as a config and a tokenizer; of a directory, all
+            files in it but weights.
+        overwrite: whether an export that is at the destination already is replaced.
+        credentials: token and TLS files to connect with; None: those that the environment names, as for StoreClient.
+        on_progress: called after each piece that was read.
+        on_staged: called with the number of the step as soon as the store holds it for this export.
+
+    Raises:
+        ConfigError: an argument is malformed, or does not go with the format.
+        StoreNotFoundError: there is no such job or step; the message says which there are.
+        ExportError: the destination exists or cannot be written, or the format cannot have a tensor.
+        StoreError: the store failed.
+    """
+    began = time.monotonic()
+    stores = [store] if isinstance(store, str) else list(store)
+    _check(stores, format, dtype, optimizer=optimizer, max_shard_bytes=max_shard_bytes)
+    extras = list(_files_of(extra_files))
+    target = open_destination(destination, overwrite=overwrite)
+    shown = Credentials.from_environment(os.environ) if credentials is None else credentials
+    progress = _ProgressCount(on_progress)
+    # The destination is entered first, so that a name that is taken is refused before a store is asked.
+    with target, open_model(stores, job, step, shown, progress.add) as model:
+        if on_staged is not None:
+            on_staged(model.step)
+        weights = model.weights(_dtype_of(format, dtype))
+        states = model.optimizer() if optimizer else None
+        everything = [*weights, *_tensors_of(states)]
+        model.plan(everything)
+        progress.total_bytes = sum(tensor.nbytes for tensor in everything if tensor.kind is not None)
+        target.require(sum(tensor.nbytes for tensor in everything))
+        _write(format, model, weights, states, target, max_shard_bytes)
+        for path in extras:
+            target.copy(path)
+    return ExportResult(
+        job=job,
+        step=model.step,
+        format=format,
+        destination=target.name,
+        tensors=len(everything),
+        files=tuple(target.files),
+        left_out=model.left_out,
+        seconds=time.monotonic() - began,
+    )
+
+
+def begin_export(
+    store: str | Sequence[str],
+    job: str,
+    step: int | None,
+    destination: str | os.PathLike[str],
+    **options: Unpack[ExportOptions],
+) -> PendingExport:
+    """Begin an export on a thread of its own, and return its futures. The arguments are those of `export_step`."""
+    pending = PendingExport(Future(), Future())
+
+    def run() -> None:
+        try:
+            result = export_step(store, job, step, destination, on_staged=pending.staged.set_result, **options)
+        except BaseException as error:
+            if not pending.staged.done():
+                pending.staged.set_exception(error)
+            pending.persisted.set_exception(error)
+        else:
+            pending.persisted.set_result(result)
+
+    threading.Thread(target=run, name=f"export {job}").start()
+    return pending
+
+
+def _write(
+    format: Format,
+    model: StoredModel,
+    weights: Sequence[ModelTensor],
+    states: OptimizerStates | None,
+    target: Destination,
+    max_shard_bytes: int,
+) -> None:
+    if format == "safetensors":
+        write_safetensors(model, weights, target, max_shard_bytes)
+    elif format == "dcp":
+        write_dcp(model, weights, states, target)
+    else:
+        write_fp32(model, weights, target, max_shard_bytes)
+
+
+def _check(
+    stores: Sequence[str], format: str, dtype: str | None, *, optimizer: bool, max_shard_bytes: int
+) -> None:  # fmt: skip
+    if not stores:
+        raise ConfigError("store has no address: give that of the store daemon, such as unix:/path/paramserver.sock")
+    if format not in get_args(Format):
+        raise ConfigError(f"format {format!r} is none of {', '.join(get_args(Format))}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    if format == "deepspeed-fp32" and dtype not in (None, "fp32"):
+        raise ConfigError(f"dtype {dtype!r} does not go with the format deepspeed-fp32, whose weights are fp32")
+    if optimizer and format != "dcp":
+        raise ConfigError(f"the format {format} has no optimizer states: leave them out, or write dcp")
+    if max_shard_bytes <= 0:
+        raise ConfigError(f"max_shard_bytes {max_shard_bytes} must be positive")
+
+
+def _dtype_of(format: Format, dtype: WeightDType | None) -> torch.dtype | None:
+    if dtype is not None:
+        return DTYPES[dtype]
+    return None if format == "safetensors" else torch.float32
+
+
+def _tensors_of(states: OptimizerStates | None) -> list[ModelTensor]:
+    return [] if states is None else [tensor for kinds in states.states.values() for tensor in kinds.values()]
+
+
+def _files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Return the files to be copied. Raises ConfigError if one does not exist."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files += [
+                file
+                for file in sorted(path.iterdir())
+                if file.is_file() and not any(fnmatch.fnmatch(file.name, pattern) for pattern in _WEIGHT_FILES)
+            ]
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ConfigError(f"{path} is neither a file nor a directory, so it cannot be copied into the export")
+    return files
+
+
+class _ProgressCount:
+    """The sum of the bytes that were read so far, which it passes on."""
+
+    def __init__(self, on_progress: Callable[[Progress], None] | None) -> None:
+        self.total_bytes = 0
+        self._read_bytes = 0
+        self._on_progress = on_progress
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were read."""
+        self._read_bytes += nbytes
+        if self._on_progress is not None:
+            self._on_progress(Progress(read_bytes=self._read_bytes, total_bytes=self.total_bytes))

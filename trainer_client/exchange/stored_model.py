@@ -1,0 +1,382 @@
+"""A committed step of a job as a model: its tensors by name, read from the store piece by piece.
+
+Owns the readers that hold the step, so that all that is read belongs to one step, whatever the trainer commits
+meanwhile. Must never hold more of a tensor than the piece that the caller asked for, and never write to the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import torch
+
+from paramserver.contract.printable import printable
+from trainer_client.errors import ClientStateError, StoreNotFoundError
+from trainer_client.run import client_state
+from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
+from trainer_client.store_client.types import Kind, StoredLayout, StoredTensor
+from trainer_client.transport.credentials import Credentials
+
+log = logging.getLogger(__name__)
+
+# The most bytes that are read at once. The reader divides them into some parts, so that the store fetches a part while
+# the one before it is copied.
+PIECE_BYTES = 32 << 20
+# Tensors of at most this size are read together, up to _BATCH_BYTES at once, because a request takes some milliseconds,
+# however small the tensor is.
+_SMALL_BYTES = 64 << 10
+_BATCH_BYTES = 4 << 20
+# An export without a step number looks for this long for a step that all stores have, while a trainer commits others.
+_CHOICE_SECONDS = 30.0
+_WEIGHTS: tuple[Kind, ...] = ("param", "master")
+# These optimizers' states come with torch's count of updates, "step".
+_COUNTED_STATES: frozenset[Kind] = frozenset({"exp_avg_sq", "sum"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTensor:
+    """A tensor of the model, or an optimizer state of one, as it is to be written.
+
+    Attributes:
+        name: the name under which it is written.
+        shape: its shape.
+        dtype: the dtype in which it is written.
+        kind: the stored kind that it is read from; None: `value` has it.
+        aliases: further names of the same tensor, which is tied.
+        value: the values of a buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Kind | None
+    aliases: tuple[str, ...] = ()
+    value: torch.Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStates:
+    """The optimizer of a step, as torch has it.
+
+    Attributes:
+        states: the states of each trained parameter, by the parameter's name and torch's name of the state.
+        counts: for each trained parameter, the number of its updates, if its optimizer counts them.
+        groups: the parameter groups with their settings; "params" has the names of their parameters.
+    """
+
+    states: Mapping[str, Mapping[Kind, ModelTensor]]
+    counts: Mapping[str, int]
+    groups: Sequence[Mapping[str, Any]]
+
+
+class StoredModel:
+    """The model of one step, held for reading; see `open_model`.
+
+    Attributes:
+        job: the name of its job.
+        step: the number of the step.
+        left_out: names of a plain state dict that the store does not have, so that no export can have them.
+    """
+
+    def __init__(self, origin: StoredStep, on_read: Callable[[int], None]) -> None:
+        """Describe the step; `on_read` is called with the number of bytes of each piece that was read.
+
+        Raises:
+            StoreNotFoundError: the stores do not have some elements.
+            ClientStateError: the commit was made by another version, in another format.
+        """
+        self.job = origin.job
+        self.step = origin.step
+        self._origin = origin
+        self._buffer = bytearray(PIECE_BYTES)
+        self._on_read = on_read
+        encoded = origin.client_state(0)
+        if encoded is None:
+            raise _incomplete(origin, "rank 0's part of the commit")
+        self._state: Mapping[str, Any] = client_state.decode(encoded) if encoded else {}
+        self._tensors = _whole_tensors(origin, len(self._state.get("update_counts", ())))
+        model = self._state.get("model")
+        if self._state and model is None:
+            log.warning(
+                "step %d of job %r was committed by a version that did not record the further names of tied "
+                "parameters and the buffers: the export has only what the store has",
+                *(self.step, self.job),
+            )
+        self._aliases: dict[str, list[str]] = {}
+        for alias, fqn in (model or {}).get("aliases", {}).items():
+            self._aliases.setdefault(fqn, []).append(alias)
+        self._buffers: Mapping[str, torch.Tensor] = (model or {}).get("buffers", {})
+        self.left_out: tuple[str, ...] = tuple((model or {}).get("left_out", ()))
+        # The sizes of small tensors that were planned and not read yet, by kind and name, and those that were read and
+        # not taken yet.
+        self._small: dict[Kind, dict[str, int]] = {}
+        self._read_ahead: dict[tuple[str, Kind], torch.Tensor] = {}
+
+    def weights(self, dtype: torch.dtype | None) -> list[ModelTensor]:
+        """Return the parameters in the model's order, then the buffers.
+
+        Args:
+            dtype: the dtype of the parameters, which are converted from the fp32 weights where there are any. Buffers
+                keep theirs. None: the dtype in which the model computed.
+        """
+        found = []
+        for tensor in self._tensors:
+            kind: Kind = "master" if dtype is not None and "master" in tensor.kinds else "param"
+            found.append(
+                ModelTensor(
+                    name=tensor.fqn,
+                    shape=tensor.shape,
+                    dtype=dtype or tensor.dtype,
+                    kind=kind,
+                    aliases=tuple(self._aliases.get(tensor.fqn, ())),
+                )
+            )
+        for name, buffer in self._buffers.items():
+            found.append(ModelTensor(name=name, shape=tuple(buffer.shape), dtype=buffer.dtype, kind=None, value=buffer))
+        return found
+
+    def optimizer(self) -> OptimizerStates:
+        """Return the optimizer's states and parameter groups.
+
+        Raises:
+            ClientStateError: no trainer has committed the step, so it has no optimizer.
+        """
+        if not self._state:
+            raise ClientStateError(
+                f"step {self.step} of job {self.job!r} was not committed by a trainer, so it has no optimizer"
+            )
+        states = {
+            tensor.fqn: {
+                kind: ModelTensor(name=tensor.fqn, shape=tensor.shape, dtype=dtype, kind=kind)
+                for kind, dtype in tensor.kinds.items()
+                if kind not in _WEIGHTS
+            }
+            for tensor in self._tensors
+            if tensor.trainable
+        }
+        counts = self._state["update_counts"]
+        names = {tensor.index: tensor.fqn for tensor in self._tensors}
+        return OptimizerStates(
+            states=states,
+            counts={
+                tensor.fqn: counts[tensor.index]
+                for tensor in self._tensors
+                if _COUNTED_STATES & states.get(tensor.fqn, {}).keys()
+            },
+            groups=[_with_names(settings, names) for settings in self._state["optimizer"] or ()],
+        )
+
+    def read(self, tensor: ModelTensor, offset: int, numel: int) -> torch.Tensor:
+        """Return elements [offset, offset + numel) of the flattened tensor, [numel], valid until the next read.
+
+        All pieces are read into one buffer: memory that is allocated and freed for each piece was seen to grow to the
+        size of the model, because the heap kept what was freed.
+
+        Args:
+            tensor: the tensor.
+            offset: the first element.
+            numel: the number of elements, at most `piece_numel(tensor)`.
+
+        Raises:
+            StoreError: a store failed.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=tensor.dtype)
+        piece = torch.frombuffer(self._buffer, dtype=tensor.dtype, count=numel)
+        if tensor.kind is None:
+            assert tensor.value is not None
+            return piece.copy_(tensor.value.reshape(-1)[offset : offset + numel])
+        values = self._take_small(tensor, tensor.kind)
+        if values is None:
+            self._origin.read(piece, tensor.name, tensor.kind, offset)
+        else:
+            piece.copy_(values[offset : offset + numel])
+        self._on_read(piece.nbytes)
+        return piece
+
+    def plan(self, tensors: Iterable[ModelTensor]) -> None:
+        """Take note of the tensors that will be read, each once, so that small ones can be read together."""
+        for tensor in tensors:
+            if tensor.kind is not None and tensor.nbytes <= _SMALL_BYTES:
+                self._small.setdefault(tensor.kind, {})[tensor.name] = tensor.nbytes
+
+    def _take_small(self, tensor: ModelTensor, kind: Kind) -> torch.Tensor | None:
+        """Return a small tensor that was planned, whole and flattened; None: it has to be read by itself.
+
+        If it was not read yet, the next ones of its kind are read with it and kept until they are taken.
+        """
+        if (tensor.name, kind) in self._read_ahead:
+            return self._read_ahead.pop((tensor.name, kind))
+        waiting = self._small.get(kind, {})
+        holder = next((holder for holder in self._origin.parts() if _is_whole(holder, tensor.name)), None)
+        if tensor.name not in waiting or holder is None:
+            return None
+        batch, room = [tensor.name], _BATCH_BYTES
+        for name, nbytes in waiting.items():
+            if name != tensor.name and _is_whole(holder, name):
+                room -= nbytes
+                if room < 0:
+                    break
+                batch.append(name)
+        for name, values in holder.reader.get_many(batch, kind=kind).items():
+            del waiting[name]
+            self._read_ahead[name, kind] = values.reshape(-1)
+        return self._read_ahead.pop((tensor.name, kind))
+
+    def pieces(self, tensor: ModelTensor) -> Iterator[torch.Tensor]:
+        """Yield the flattened tensor piece by piece; each is valid until the next one. Raises StoreError."""
+        step = piece_numel(tensor)
+        for offset in range(0, tensor.numel, step):
+            yield self.read(tensor, offset, min(step, tensor.numel - offset))
+
+
+def piece_numel(tensor: ModelTensor) -> int:
+    """Return the number of elements that are read at once. What they are converted from may be fp32."""
+    return PIECE_BYTES // max(tensor.dtype.itemsize, torch.float32.itemsize)
+
+
+@contextmanager
+def open_model(
+    stores: Sequence[str],
+    job: str,
+    step: int | None,
+    credentials: Credentials,
+    on_read: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[StoredModel]:
+    """Hold a step of a job for reading within the context.
+
+    Args:
+        stores: the addresses of the stores that have parts of the job, one for each node of its ranks.
+        job: the job's name.
+        step: the step's number; None: the newest step that all of the stores have.
+        credentials: token and TLS files to connect with.
+        on_read: called with the number of bytes of each piece that was read.
+
+    Raises:
+        StoreNotFoundError: there is no such job or step, or the stores do not have all of it; the message says which
+            jobs or steps there are.
+        StoreError: a store cannot be reached, or refuses.
+    """
+    deadline = time.monotonic() + _CHOICE_SECONDS
+    while True:
+        layout, chosen = _choose(stores, job, step, credentials)
+        addresses = [StoreAddress(address=address) for address in stores]
+        with StoredStep(job=job, layout=layout, step=chosen, stores=addresses, credentials=credentials) as origin:
+            try:
+                for _ in origin.parts():
+                    pass
+            except StoreNotFoundError:
+                # The trainer has committed further steps since the choice, so that a store no longer has this one.
+                if step is not None or time.monotonic() > deadline:
+                    raise
+                continue
+            yield StoredModel(origin, on_read)
+            return
+
+
+def _choose(stores: Sequence[str], job: str, step: int | None, credentials: Credentials) -> tuple[str, int]:
+    """Return the name of the layout and the number of the step that is to be read. Raises StoreNotFoundError."""
+    common: set[tuple[int, int, str]] | None = None
+    known: set[int] = set()
+    for address in stores:
+        layouts = _layouts_of(address, job, credentials)
+        # A later layout of a step counts more than an earlier one.
+        steps = {(number, place, stored.name) for place, stored in enumerate(layouts) for number in stored.steps}
+        known |= {number for number, _, _ in steps}
+        common = steps if common is None else _common(common, steps)
+    fitting = [found for found in common or () if step is None or found[0] == step]
+    if not fitting:
+        where = "the store has" if len(stores) == 1 else "the stores have"
+        what = f"step {step}" if step is not None else "a step in common"
+        steps_there = ", ".join(map(str, sorted(known))) or "none"
+        raise StoreNotFoundError(
+            grpc.StatusCode.NOT_FOUND, f"job {printable(job)!r} does not have {what}; {where} the steps: {steps_there}"
+        )
+    chosen, _, layout = max(fitting)
+    return layout, chosen
+
+
+def _common(some: set[tuple[int, int, str]], others: set[tuple[int, int, str]]) -> set[tuple[int, int, str]]:
+    """Return those of `some` whose step and layout are also in `others`, whatever the place of the layout there."""
+    there = {(number, name) for number, _, name in others}
+    return {found for found in some if (found[0], found[2]) in there}
+
+
+def _layouts_of(address: str, job: str, credentials: Credentials) -> tuple[StoredLayout, ...]:
+    """Return the layouts of a job at one store. Raises StoreNotFoundError if the store has no such job."""
+    with connect(StoreAddress(address=address), credentials) as client:
+        jobs = client.list_jobs()
+    for stored in jobs:
+        if stored.name == job:
+            return stored.layouts
+    names = ", ".join(repr(printable(stored.name)) for stored in jobs) or "none"
+    raise StoreNotFoundError(
+        grpc.StatusCode.NOT_FOUND, f"the store at {address} has no job {printable(job)!r}; its jobs: {names}"
+    )
+
+
+def _is_whole(holder: StepPart, fqn: str) -> bool:
+    """Return whether a store has all elements of a tensor."""
+    tensor = holder.tensors.get(fqn)
+    return tensor is not None and tensor.held == ((0, tensor.numel),)
+
+
+def _whole_tensors(origin: StoredStep, known: int) -> list[StoredTensor]:
+    """Return the tensors of the step in the model's order.
+
+    Args:
+        origin: the step.
+        known: the number of tensors that the model has at least. A store lists only those of which it has elements.
+
+    Raises:
+        StoreNotFoundError: the stores lack some elements.
+    """
+    found: dict[str, StoredTensor] = {}
+    held: dict[str, list[tuple[int, int]]] = {}
+    for holder in origin.parts():
+        for fqn, tensor in holder.tensors.items():
+            found.setdefault(fqn, tensor)
+            held.setdefault(fqn, []).extend(tensor.held)
+    for fqn, tensor in found.items():
+        end = 0
+        for first, count in sorted(held[fqn]):
+            if first > end:
+                break
+            end = max(end, first + count)
+        if end < tensor.numel:
+            raise _incomplete(origin, f"the elements of {printable(fqn)!r} from {end} of {tensor.numel} on")
+    tensors = sorted(found.values(), key=lambda tensor: tensor.index)
+    total = max([known, *(tensor.index + 1 for tensor in tensors)])
+    if len(tensors) < total:
+        raise _incomplete(origin, f"{total - len(tensors)} of the {total} parameters")
+    return tensors
+
+
+def _incomplete(origin: StoredStep, what: str) -> StoreNotFoundError:
+    return StoreNotFoundError(
+        grpc.StatusCode.NOT_FOUND,
+        f"step {origin.step} of job {printable(origin.job)!r}: none of the stores has {what}: give the address of each "
+        "store of the job",
+    )
+
+
+def _with_names(settings: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the settings of a parameter group with the names of its parameters in place of ranges of indexes."""
+    values = dict(settings)
+    ranges = values.pop("params")
+    return {"params": [names[index] for first, last in ranges for index in range(first, last + 1)], **values}

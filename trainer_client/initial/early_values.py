@@ -1,0 +1,64 @@
+"""Values of parameters before `initialize`: a model built under `zero.Init` can be read and changed then, too.
+
+Owns parameters that have memory for a while, or from now on because they were changed. Must never give memory to
+parameters that were not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from trainer_client import comm
+from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of, replay
+from trainer_client.model.availability import ZeroParamStatus, show_status
+
+
+@contextmanager
+def early_values(tensors: Iterable[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
+    """Give parameters with a recipe memory and their initial values within the context. A collective.
+
+    Operations within the context are not recorded, also within an open recorder, because only one rank may make them.
+
+    Args:
+        tensors: any tensors; those without a recipe are left alone.
+        modifier_rank: the rank whose changes become those of all ranks. The parameters keep their memory then, until
+            `initialize` has moved their values to the store. None: the parameters are as before at the end, as they are
+            after an error.
+    """
+    parameters = [tensor for tensor in tensors if recipe_of(tensor)]
+    with RecipeRecorder.suspended(), ExitStack() as undone:
+        _agree_on_seeds(parameters)
+        for parameter in parameters:
+            other = nn.Parameter(replay(parameter), requires_grad=parameter.requires_grad)
+            vars(other).update(vars(parameter))
+            show_status(other, ZeroParamStatus.AVAILABLE)
+            # The tensors are swapped, because torch does not allow to assign `.data` from another device.
+            torch.utils.swap_tensors(parameter, other)
+            undone.callback(torch.utils.swap_tensors, parameter, other)
+        yield
+        if modifier_rank is not None:
+            for parameter in parameters:
+                _broadcast(parameter.detach(), modifier_rank)
+            undone.pop_all()
+
+
+def _agree_on_seeds(parameters: Iterable[torch.Tensor]) -> None:
+    """Give all ranks the seeds of rank 0's recorders now, as `initialize` does for seeds that are still open."""
+    recipes = [recipe for parameter in parameters if (recipe := recipe_of(parameter))]
+    for recorder in {id(recipe.recorder): recipe.recorder for recipe in recipes}.values():
+        if not recorder.is_fixed:
+            seed = torch.tensor([recorder.seed])
+            _broadcast(seed, 0)
+            recorder.reseed(int(seed))
+            recorder.fix()
+
+
+def _broadcast(tensor: torch.Tensor, source: int) -> None:
+    """Overwrite every rank's `tensor` with that of rank `source`."""
+    if comm.get_world_size() > 1:
+        comm.init_distributed(verbose=False)
+        comm.broadcast(tensor, src=source)

@@ -1,0 +1,12 @@
+"""The version of DeepSpeed whose names this package follows, as scripts ask for it.
+
+The version of this project is `paramserver.__version__`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["__version__", "__version_major__", "__version_minor__", "__version_patch__"]
+
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 6
+# The part after the plus sign says which library it is. It does not take part in a comparison with a release.
+__version__ = f"{__version_major__}.{__version_minor__}.{__version_patch__}+paramserver"

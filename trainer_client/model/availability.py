@@ -1,0 +1,38 @@
+"""The attributes by which scripts for DeepSpeed find out whether a parameter has to be gathered before it is copied.
+
+Owns their names: `ds_id`, `ds_status`, `ds_shape` and `ds_numel`. Nothing of this library reads them.
+
+[Note: how the status changes] The class of a released parameter has a property `ds_status`, which hides the attribute
+of the same name that the parameter itself has. So the status changes with the parameter's class, and a gather costs
+nothing more. A parameter that was built under `zero.Init` keeps its class, so its own attribute changes.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from torch import nn
+
+
+class ZeroParamStatus(enum.Enum):
+    """DeepSpeed's states of a parameter. INFLIGHT never occurs here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class UnavailableParameter(nn.Parameter):
+    """The base of the class of released parameters."""
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        return ZeroParamStatus.NOT_AVAILABLE
+
+
+def show_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
+    """Give a parameter DeepSpeed's attributes, or another status if it has them."""
+    own = vars(parameter)
+    if "ds_id" not in own:
+        own.update({"ds_id": id(parameter), "ds_shape": parameter.shape, "ds_numel": parameter.numel()})
+    own["ds_status"] = status

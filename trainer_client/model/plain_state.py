@@ -1,0 +1,63 @@
+"""What a model's plain state dict has besides the tensors of the store: further names of tied parameters, and buffers.
+
+Each commit carries it in its client state, so that a step can be exported from the store alone. Must never keep a copy
+of a buffer: each commit has the values of its own moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_client.model.parameters import ModelParameter
+
+# The most bytes of buffers in one commit. A client state may have 2 MiB (paramserver/rpc/convert.py), as text, and the
+# user's values need room in it, too.
+MAX_BUFFER_BYTES = 256 << 10
+
+
+class PlainState:
+    """The names and buffers of one model.
+
+    Args:
+        model: the model.
+        parameters: all parameters of the model, each with the name under which the store has it.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Iterable[ModelParameter]) -> None:
+        self._model = model
+        stored = {id(parameter.tensor): parameter.fqn for parameter in parameters}
+        known = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._aliases: dict[str, str] = {}
+        self._buffers: list[str] = []
+        # Entries that a module adds to its state dict by itself, as `get_extra_state` does.
+        self._foreign: list[str] = []
+        for name, entry in model.state_dict(keep_vars=True).items():
+            fqn = stored.get(id(entry))
+            if fqn is None:
+                (self._buffers if name in known else self._foreign).append(name)
+            elif fqn != name:
+                self._aliases[name] = fqn
+
+    def to_commit(self) -> dict[str, Any]:
+        """Return what a commit carries.
+
+        Returns:
+            "aliases": the stored name of each further name of a parameter; "buffers": the values of the buffers that a
+            plain state dict has, by name, as long as all together have at most MAX_BUFFER_BYTES; "left_out": the names
+            of all other entries of the state dict.
+        """
+        buffers: dict[str, torch.Tensor] = {}
+        left_out = list(self._foreign)
+        room = MAX_BUFFER_BYTES
+        for name in self._buffers:
+            buffer = self._model.get_buffer(name)
+            if buffer.nbytes <= room:
+                buffers[name] = buffer.detach()
+                room -= buffer.nbytes
+            else:
+                left_out.append(name)
+        return {"aliases": self._aliases, "buffers": buffers, "left_out": left_out}

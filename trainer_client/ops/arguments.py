@@ -1,0 +1,20 @@
+"""The arguments of DeepSpeed's optimizers that would change what an update computes."""
+
+from __future__ import annotations
+
+from trainer_client.errors import ConfigError
+
+# Each argument's only value that is honoured, and the reason.
+_HONOURED = {
+    "amsgrad": (False, "the store has no kernel with AMSGrad"),
+    "bias_correction": (True, "the store's kernels are torch's, which always correct the bias"),
+    "fp32_optimizer_states": (True, "the store keeps all states in fp32"),
+}
+
+
+def check_arguments(name: str, **arguments: bool) -> None:
+    """Check arguments of the optimizer `name`. Raise ConfigError for the first one that is not honoured."""
+    for argument, value in arguments.items():
+        honoured, reason = _HONOURED[argument]
+        if bool(value) is not honoured:
+            raise ConfigError(f"{name}({argument}={value}) is not honoured: {reason}; leave it out")

@@ -1,0 +1,39 @@
+"""The warm-up that three of DeepSpeed's schedules begin with."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias, get_args
+
+from trainer_client.schedules.schedule import require_positive
+
+WarmupType: TypeAlias = Literal["log", "linear"]
+
+
+class Warmup:
+    """The increase from 0 to 1 over the first steps.
+
+    Attributes:
+        steps: the number of steps, which is at least 2.
+
+    Args:
+        steps: the number of steps.
+        kind: whether the increase is logarithmic or linear.
+
+    Raises:
+        ValueError: the number of steps is no positive integer, or there is no increase of that kind.
+    """
+
+    def __init__(self, steps: int, kind: str) -> None:
+        require_positive("warmup_num_steps", steps)
+        if kind not in get_args(WarmupType):
+            raise ValueError(f"warmup_type = {kind!r} is unknown: write 'log' or 'linear'")
+        self.steps = max(2, steps)
+        self._is_linear = kind == "linear"
+
+    def ratio(self, iteration: int) -> float:
+        """Return the part of the increase that is reached at an iteration of the warm-up."""
+        if self._is_linear:
+            return iteration / self.steps
+        # The factor comes first, so that the rounding is DeepSpeed's.
+        return (1.0 / math.log(self.steps)) * math.log(iteration + 1)

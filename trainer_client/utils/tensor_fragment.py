@@ -1,0 +1,113 @@
+"""DeepSpeed's functions that read or set the states of single parameters.
+
+Each calls a method of the engine that has the parameter; see `Engine.get_full`, `Engine.set_full`, `Engine.get_local`
+and `Engine.set_local` for what is returned and raised. All functions with `full` in their name are collectives. So are
+all that set weights or optimizer states, because each of them makes a commit of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from trainer_client.access import owner_of
+from trainer_client.engine import Engine
+from trainer_client.errors import ConfigError
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the whole fp32 weight."""
+    return _engine(param).get_full(param, "master")
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the whole fp32 gradient, between backward and step; None if the parameter has no gradient."""
+    return _engine(param).get_full(param, "grad")
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return a whole fp32 state of the optimizer, by torch's name of it (as "exp_avg")."""
+    return _engine(param).get_full(param, optim_state_key)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole weight, between two steps."""
+    _engine(param).set_full(param, "master", value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole gradient, between backward and step."""
+    _engine(param).set_full(param, "grad", value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set a whole state of the optimizer, between two steps."""
+    _engine(param).set_full(param, optim_state_key, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the flattened fp32 weight."""
+    return _engine(param).get_local(param, "master")
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the flattened gradient."""
+    return _engine(param).get_local(param, "grad")
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's part of a flattened state of the optimizer."""
+    return _engine(param).get_local(param, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the weight, between two steps. Every rank has to call it."""
+    _engine(param).set_local(param, "master", value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the gradient, between backward and step."""
+    _engine(param).set_local(param, "grad", value)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of a state of the optimizer, between two steps. Every rank has to call it."""
+    _engine(param).set_local(param, optim_state_key, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace each parameter's whole gradient by `update_func(gradient, parameter)`, between backward and step.
+
+    A parameter without a gradient is left out.
+    """
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _engine(param: nn.Parameter) -> Engine:
+    engine = owner_of(param)
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"a parameter of shape {list(param.shape)} has no engine: pass its model to initialize()")
+    return engine

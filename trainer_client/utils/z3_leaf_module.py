@@ -1,0 +1,133 @@
+"""DeepSpeed's leaf modules of stage 3, whose parameters are gathered together when the module runs.
+
+Here such a module is a unit (see model/unit_policy.py). Marks count when `trainer_client.initialize` is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from trainer_client.access import owner_of
+from trainer_client.model.unit_policy import is_leaf, mark_leaf
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+log = logging.getLogger(__name__)
+
+ModuleClass: TypeAlias = type[nn.Module] | str
+"""A class of modules, its name, or its name with that of its Python module in front."""
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Return whether this module is marked as a leaf."""
+    return is_leaf(model)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the model that are marked as leaves, which may be the model itself."""
+    return [module for module in model.modules() if is_leaf(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark a module as a leaf, or take the mark away. Without effect after `initialize`, which a warning says."""
+    if any(owner_of(parameter) is not None for parameter in model.parameters()):
+        log.warning(
+            "a %s is marked as a leaf module after initialize(), when the units are chosen: mark it before",
+            type(model).__name__,
+        )
+    mark_leaf(model, flag)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[ModuleClass], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark all modules of the given classes as leaves. Return them.
+
+    Raises:
+        ValueError: there is none, and `raise_if_not_found`.
+    """
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[ModuleClass], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark of a leaf away from all modules of the given classes. Return them.
+
+    Raises:
+        ValueError: there is none, and `raise_if_not_found`.
+    """
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their names in `model.named_modules()`. Return them, and the names that no module has.
+
+    Raises:
+        ValueError: a name is missing, and `raise_if_not_found`.
+    """
+    return _mark_names(model, module_names, str.__eq__, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by the ends of their names. Return them, and the ends that no name has.
+
+    Raises:
+        ValueError: an end is missing, and `raise_if_not_found`.
+    """
+    return _mark_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def _mark_classes(
+    model: nn.Module, classes: Sequence[ModuleClass], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    found = [module for module in model.modules() if any(_is_of(module, wanted) for wanted in classes)]
+    if not found and raise_if_not_found:
+        present = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        raise ValueError(f"no module of the model is of a class in {list(classes)}: it has {present}")
+    _mark(found, flag)
+    return found
+
+
+def _mark_names(
+    model: nn.Module,
+    wanted: Sequence[str],
+    fits: Callable[[str, str], bool],
+    flag: bool,
+    raise_if_not_found: bool,
+) -> tuple[list[nn.Module], list[str]]:
+    names = dict(model.named_modules())
+    missing = [part for part in wanted if not any(fits(name, part) for name in names)]
+    if missing and raise_if_not_found:
+        raise ValueError(f"no module of the model is called {missing}: see model.named_modules()")
+    found = [module for name, module in names.items() if any(fits(name, part) for part in wanted)]
+    _mark(found, flag)
+    return found, missing
+
+
+def _mark(modules: Iterable[nn.Module], flag: bool) -> None:
+    for module in modules:
+        set_z3_leaf_module(module, flag)
+
+
+def _is_of(module: nn.Module, wanted: ModuleClass) -> bool:
+    if isinstance(wanted, str):
+        cls = type(module)
+        return wanted in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+    return isinstance(module, wanted)
