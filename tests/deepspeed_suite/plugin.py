@@ -1,0 +1,118 @@
+"""The part of the yardstick in pytest: a daemon, processes that import the shim first, and the results.
+
+Owns the adaptation of DeepSpeed's launcher of ranks: its ranks are forked from a server that has imported torch and the
+shim, and a test that hangs fails and does not end the session. Must never make a failing test pass.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.deepspeed_suite import RESULTS_VARIABLE, SAMPLE_VARIABLE, shim  # noqa: F401
+from tests.integration.support.daemon import Daemon
+
+
+# The number of tests that each chosen test stands for, by its name.
+_weights: dict[str, float] = {}
+
+
+class _Pytest(ModuleType):
+    """pytest as DeepSpeed's launcher sees it: the end of the session is the failure of the present test."""
+
+    def __init__(self) -> None:
+        super().__init__("pytest")
+
+    def exit(self, reason: str, returncode: int) -> None:
+        """Fail the present test."""
+        pytest.fail(reason)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pytest, name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _daemon() -> Iterator[None]:
+    """Start the daemon that all jobs of the session are stored in."""
+    budgets = {"host_budget": "1GiB", "nvme_budget": "16GiB"}
+    with (
+        tempfile.TemporaryDirectory(prefix="deepspeed-suite-") as directory,
+        Daemon(Path(directory) / "state", budgets, fresh=True) as daemon,
+    ):
+        os.environ["PARAMSERVER_ADDRESS"] = daemon.address
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Choose the tests, and adapt the launcher of ranks, which is imported now."""
+    items[:] = _sample(items, int(os.environ.get(SAMPLE_VARIABLE, "0")))
+    multiprocessing.set_forkserver_preload(["tests.deepspeed_suite.shim"])
+    common = sys.modules.get("unit.common")
+    if common is None:
+        return
+    common.pytest = _Pytest()  # type: ignore[attr-defined]
+    common.DistributedExec._close_pool = _close_pool  # type: ignore[attr-defined]
+
+
+def _sample(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Return at most so many parameter sets of each test function, drawn with a fixed seed; with 0, all of them.
+
+    Each result tells how many tests of the function it stands for.
+    """
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, tests in functions.items():
+        drawn = random.Random(name).sample(tests, min(most or len(tests), len(tests)))
+        _weights.update({item.nodeid: len(tests) / len(drawn) for item in drawn})
+    return [item for item in items if item.nodeid in _weights]
+
+
+def _close_pool(self: Any, pool: Any, count: int, force: bool = False) -> None:
+    """End the ranks of a test, also if one of them hangs."""
+    if force or not self.reuse_dist_env:
+        pool.terminate()
+        pool.join()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write one line of JSON for the result of a test."""
+    if report.when == "call" or report.outcome != "passed":
+        _write(report.nodeid, report.outcome, _reason(report))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Write one line of JSON for a file that cannot be collected."""
+    if report.outcome == "failed":
+        _write(report.nodeid, "failed", f"collection: {_last_line(str(report.longrepr))}")
+
+
+def _write(name: str, outcome: str, reason: str) -> None:
+    with Path(os.environ[RESULTS_VARIABLE]).open("a") as results:
+        result = {"test": name, "outcome": outcome, "weight": _weights.get(name, 1.0), "reason": reason}
+        results.write(json.dumps(result) + "\n")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if report.outcome == "passed":
+        return ""
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return report.longrepr[2]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message).strip()[:600] if crash is not None else _last_line(str(report.longrepr))
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1][:600] if lines else ""

@@ -1,0 +1,131 @@
+"""What every process of DeepSpeed's tests imports first, so that `import deepspeed` imports this library.
+
+Owns three adaptations:
+
+- A name that this library does not have is a class whose use raises NotBuiltError, because otherwise one such name
+  among a file's imports would hide all tests of the file.
+- Each call of `initialize` trains a job of its own, because the tests start many runs beside each other and expect none
+  of them to go on from another one.
+- There are as many devices as the largest test has ranks, because a test that needs more is skipped.
+
+Must never change what a call of this library does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+import trainer_client
+from trainer_client import as_deepspeed, comm, initialization
+from trainer_client.accelerator import DeviceAccelerator
+from trainer_client.config.config_file import read_config_file
+from trainer_client.not_built import NotBuilt
+
+_DEVICES = 4
+
+# The module as an object whose attributes may be replaced.
+_initialization: Any = initialization
+_load_config = _initialization.load_config
+_init_distributed = comm.init_distributed
+_calls = itertools.count()
+# The name of the present group of ranks, which begins the names of their jobs.
+_group = [f"process-{os.getpid()}"]
+
+
+class _Absent(Loader):
+    """Makes an empty module in place of a module of DeepSpeed that this library does not have."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have Python make an empty module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module every name, as a class that cannot be used."""
+        _answer_all_names(module)
+        if module.__name__ == "deepspeed.git_version_info":
+            # DeepSpeed writes this file when it is built. These versions mean "ask torch".
+            module.torch_info = dict.fromkeys(  # type: ignore[attr-defined]
+                ("version", "cuda_version", "nccl_version", "hip_version"), "0.0"
+            )
+
+
+class _AbsentFinder(MetaPathFinder):
+    """Finds the modules of DeepSpeed that this library does not have."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return how to import such a module; None for every other one."""
+        return ModuleSpec(name, _Absent(), is_package=True) if name.startswith("deepspeed.") else None
+
+
+class _Present(as_deepspeed._Loader):
+    """Puts a module of this library in the place of DeepSpeed's, and adds the names that it lacks."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the module of this library."""
+        super().exec_module(module)
+        _answer_all_names(sys.modules[module.__name__])
+
+
+def _answer_all_names(module: ModuleType) -> None:
+    """Make `from module import NAME` work for every name: a submodule, or a class that cannot be used."""
+    own = getattr(module, "__getattr__", None)
+
+    def answer(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if own is not None:
+            try:
+                return own(name)
+            except AttributeError:
+                pass
+        submodule = f"{module.__name__}.{name}"
+        if (
+            module.__name__.startswith("trainer_client")
+            and hasattr(module, "__path__")
+            and importlib.util.find_spec(submodule) is not None
+        ):
+            return importlib.import_module(submodule)
+        return type(name, (NotBuilt,), {}, remedy="only DeepSpeed's own tests use it")
+
+    module.__getattr__ = answer  # type: ignore[method-assign]
+
+
+def _load_with_job(source: Mapping[str, Any] | str | Path, *arguments: Any) -> Any:
+    """Read a config as `load_config` does, and name a job of its own if the config names none."""
+    written = source if isinstance(source, Mapping) else read_config_file(Path(source))
+    section = {"job": f"{_group[0]}-{next(_calls)}"} | dict(written.get("paramserver", {}))
+    return _load_config({**written, "paramserver": section}, *arguments)
+
+
+def _init_with_name(*arguments: Any, **options: Any) -> None:
+    """Initialise torch.distributed as the library does, and agree on the name of this group of ranks."""
+    _init_distributed(*arguments, **options)
+    names = [_group[0]]
+    dist.broadcast_object_list(names)
+    _group[0] = names[0]
+
+
+def install() -> None:
+    """Adapt this process. Idempotent, because processes are forked from one that is adapted."""
+    if _initialization.load_config is _load_with_job:
+        return
+    _initialization.load_config = _load_with_job
+    comm.init_distributed = trainer_client.init_distributed = _init_with_name
+    DeviceAccelerator.device_count = lambda self: _DEVICES  # type: ignore[method-assign]
+    as_deepspeed._Loader = _Present  # type: ignore[misc]
+    sys.meta_path.append(_AbsentFinder())
+    importlib.import_module("deepspeed")
+
+
+install()
