@@ -22,7 +22,6 @@ import pytest
 from tests.deepspeed_suite import RESULTS_VARIABLE, SAMPLE_VARIABLE, shim  # noqa: F401
 from tests.integration.support.daemon import Daemon
 
-
 # The number of tests that each chosen test stands for, by its name.
 _weights: dict[str, float] = {}
 
