@@ -64,9 +64,12 @@ class _Finder(DistributionFinder):
         """Return how to import a module; None if it is not one of DeepSpeed's that this library has."""
         if name != _NAME and not name.startswith(f"{_NAME}."):
             return None
-        if importlib.util.find_spec(_own_name(name)) is None:
-            return None
-        return ModuleSpec(name, _Loader(), is_package=True)
+        try:
+            is_own = importlib.util.find_spec(_own_name(name)) is not None
+        except ModuleNotFoundError:
+            # The module's parent is not this library's: another finder has found it.
+            is_own = False
+        return ModuleSpec(name, _Loader(), is_package=True) if is_own else None
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Yield the distribution of `deepspeed`, if the context asks for it or for all."""

@@ -6,6 +6,8 @@ remedy. Errors of the store keep its gRPC status code; `transport/channel.py` ma
 
 from __future__ import annotations
 
+from typing import Self
+
 import grpc
 
 
@@ -69,6 +71,12 @@ class ReleasedParameterError(TrainerClientError, RuntimeError):
             f"parameter {fqn} was given to {function} outside of any forward of the model: its values are in the "
             "store; read them within engine.gathered(...), or use them within a module's forward"
         )
+        self.fqn = fqn
+        self.function = function
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        """Return how pickle makes this error again, because its arguments are not those of `Exception`."""
+        return type(self), (self.fqn, self.function)
 
 
 class CollectiveError(TrainerClientError, RuntimeError):
@@ -98,6 +106,10 @@ class StoreError(TrainerClientError):
         super().__init__(f"{message} [{code.name}]")
         self.code = code
         self.message = message
+
+    def __reduce__(self) -> tuple[type[Self], tuple[grpc.StatusCode, str]]:
+        """Return how pickle makes this error again, because its arguments are not those of `Exception`."""
+        return type(self), (self.code, self.message)
 
 
 class InvalidRequestError(StoreError):

@@ -1,7 +1,6 @@
-"""The part of the yardstick in pytest: a daemon, processes that import the shim first, and the results.
+"""The part of the yardstick in pytest: a daemon, and one line of JSON for each result.
 
-Owns the adaptation of DeepSpeed's launcher of ranks: its ranks are forked from a server that has imported torch and the
-shim, and a test that hangs fails and does not end the session. Must never make a failing test pass.
+Owns the choice of tests and the daemon of a session. Must never make a failing test pass.
 """
 
 from __future__ import annotations
@@ -10,34 +9,17 @@ import json
 import multiprocessing
 import os
 import random
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from tests.deepspeed_suite import RESULTS_VARIABLE, SAMPLE_VARIABLE, shim  # noqa: F401
+from tests.deepspeed_suite import RESULTS_VARIABLE, SAMPLE_VARIABLE, launcher  # noqa: F401
 from tests.integration.support.daemon import Daemon
 
 # The number of tests that each chosen test stands for, by its name.
 _weights: dict[str, float] = {}
-
-
-class _Pytest(ModuleType):
-    """pytest as DeepSpeed's launcher sees it: the end of the session is the failure of the present test."""
-
-    def __init__(self) -> None:
-        super().__init__("pytest")
-
-    def exit(self, reason: str, returncode: int) -> None:
-        """Fail the present test."""
-        pytest.fail(reason)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(pytest, name)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,19 +31,15 @@ def _daemon() -> Iterator[None]:
         Daemon(Path(directory) / "state", budgets, fresh=True) as daemon,
     ):
         os.environ["PARAMSERVER_ADDRESS"] = daemon.address
+        # The server that forks ranks starts with the first test.
+        multiprocessing.set_forkserver_preload(["tests.deepspeed_suite.launcher"])
         yield
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose the tests, and adapt the launcher of ranks, which is imported now."""
+    """Choose the tests."""
     items[:] = _sample(items, int(os.environ.get(SAMPLE_VARIABLE, "0")))
-    multiprocessing.set_forkserver_preload(["tests.deepspeed_suite.shim"])
-    common = sys.modules.get("unit.common")
-    if common is None:
-        return
-    common.pytest = _Pytest()  # type: ignore[attr-defined]
-    common.DistributedExec._close_pool = _close_pool  # type: ignore[attr-defined]
 
 
 def _sample(items: list[pytest.Item], most: int) -> list[pytest.Item]:
@@ -76,13 +54,6 @@ def _sample(items: list[pytest.Item], most: int) -> list[pytest.Item]:
         drawn = random.Random(name).sample(tests, min(most or len(tests), len(tests)))
         _weights.update({item.nodeid: len(tests) / len(drawn) for item in drawn})
     return [item for item in items if item.nodeid in _weights]
-
-
-def _close_pool(self: Any, pool: Any, count: int, force: bool = False) -> None:
-    """End the ranks of a test, also if one of them hangs."""
-    if force or not self.reuse_dist_env:
-        pool.terminate()
-        pool.join()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

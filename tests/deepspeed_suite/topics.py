@@ -31,6 +31,8 @@ LEFT_OUT: Mapping[str, str] = {
     "checkpoint/test_reshape_checkpoint.py": "pipelines and tensor parallelism",
     "checkpoint/test_sparse.py": "sparse gradients",
     "runtime/half_precision/test_fp8.py": "fp8",
+    "runtime/test_autocast.py": "DeepSpeed's own parts",
+    "runtime/test_ds_config_model.py": "DeepSpeed's own parts",
     "runtime/test_data_efficiency.py": "curriculum learning",
     "runtime/test_engine_eigenvalue.py": "eigenvalues",
     "runtime/test_mup_optimizers.py": "muP",
