@@ -15,7 +15,7 @@ CODE := paramserver storage trainer_client benchmarks
 # for bit with torch's own fused kernels, with the new version.
 TORCH := 2.13.0
 
-.PHONY: help venv test suite chosen-tests test-pythons newest-venv test-newest lint format demo faults fuzz readers \
+.PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults fuzz readers \
   restarts matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small proto lock \
   clean distclean
 
@@ -95,6 +95,14 @@ restarts: venv ## Kill the daemon of a run of two ranks N times and compare the 
 
 matrix: venv ## Train at every stage, placement, precision, schedule and world size, and compare the bits (some 10 minutes)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py --whole-matrix
+
+# The tests need a checkout of DeepSpeed, whose files are not part of this project, and the package hjson.
+SUITE ?= build/DeepSpeed
+SAMPLE ?= 0
+deepspeed-tests: venv ## Run DeepSpeed's own tests over this library (SUITE=DIR, SAMPLE=N parameter sets of each test)
+	$(BIN)/python -m pip install --quiet --target build/deepspeed-tests hjson==3.1.0
+	PYTHONPATH=build/deepspeed-tests $(BIN)/python -m tests.deepspeed_suite $(SUITE) --sample $(SAMPLE) \
+	  --json build/deepspeed-tests.json
 
 bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates benchmarks/RESULTS.md (needs fio)
 	$(BIN)/python -m benchmarks.storage.tiers --results

@@ -23,7 +23,7 @@ from tests.deepspeed_suite import RESULTS_VARIABLE, SAMPLE_VARIABLE
 from tests.deepspeed_suite.topics import chosen_files
 
 ROOT = Path(__file__).parents[2]
-_TEST_SECONDS = "120"
+_TEST_SECONDS = "60"
 
 
 def run_file(suite: Path, file: str, arguments: Sequence[str], *, sample: int, seconds: float) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def run_file(suite: Path, file: str, arguments: Sequence[str], *, sample: int, s
         environment = os.environ | {
             RESULTS_VARIABLE: str(results),
             SAMPLE_VARIABLE: str(sample),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{suite / 'tests'}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(suite / "tests"), os.environ.get("PYTHONPATH", "")]),
             "DS_UNITTEST_TIMEOUT": _TEST_SECONDS,
             "OMP_NUM_THREADS": "1",
             "TMPDIR": directory,
