@@ -26,8 +26,10 @@ ROOT = Path(__file__).parents[2]
 _TEST_SECONDS = "60"
 
 
-def run_file(suite: Path, file: str, arguments: Sequence[str], *, sample: int, seconds: float) -> list[dict[str, Any]]:
-    """Run the tests of a file, and return a result for each: its name, outcome and reason."""
+def run_file(
+    suite: Path, file: str, arguments: Sequence[str], *, sample: int, seconds: float, log_file: Path
+) -> list[dict[str, Any]]:
+    """Run the tests of a file with the output in `log_file`, and return a result for each."""
     with tempfile.TemporaryDirectory(prefix="deepspeed-suite-") as directory:
         results = Path(directory) / "results.jsonl"
         results.touch()
@@ -42,7 +44,7 @@ def run_file(suite: Path, file: str, arguments: Sequence[str], *, sample: int, s
         command = [sys.executable, "-m", "pytest", "-p", "tests.deepspeed_suite.plugin", "-q"]
         command += ["-c", str(suite / "tests" / "pytest.ini"), "-p", "no:cacheprovider", *arguments, f"unit/{file}"]
         # The results of the tests that ended before a time-out are in the file.
-        with (Path(directory) / "log").open("w") as log, suppress(subprocess.TimeoutExpired):
+        with log_file.open("w") as log, suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 command, cwd=suite / "tests", env=environment, timeout=seconds, stdout=log, stderr=log, check=False
             )
@@ -66,12 +68,19 @@ def main() -> None:
     )
     parser.add_argument("--file-seconds", type=float, default=1800.0, help="the most seconds for one file (1800)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("build/deepspeed-tests-logs"), metavar="DIR", help="the output of each file"
+    )
     options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
     suite = options.suite.resolve()
     arguments = ["-k", options.expression] if options.expression else []
     found: list[dict[str, Any]] = []
     for file in options.file or chosen_files(suite / "tests" / "unit"):
-        results = run_file(suite, file, arguments, sample=options.sample, seconds=options.file_seconds)
+        log_file = options.logs / f"{file.replace('/', '.')}.log"
+        results = run_file(
+            suite, file, arguments, sample=options.sample, seconds=options.file_seconds, log_file=log_file
+        )
         found += [{"file": file, **result} for result in results]
         print(file, _summary(results), flush=True)
         if options.json is not None:

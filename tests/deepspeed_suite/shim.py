@@ -16,8 +16,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import os
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -40,8 +40,8 @@ _initialization: Any = initialization
 _load_config = _initialization.load_config
 _init_distributed = comm.init_distributed
 _calls = itertools.count()
-# The name of the present group of ranks, which begins the names of their jobs.
-_group = [f"process-{os.getpid()}"]
+# The name of the present group of ranks, which begins the names of their jobs; empty before the first run.
+_group: list[str] = []
 
 
 class _Absent(Loader):
@@ -104,6 +104,8 @@ def _answer_all_names(module: ModuleType) -> None:
 def _load_with_job(source: Mapping[str, Any] | str | Path, *arguments: Any) -> Any:
     """Read a config as `load_config` does, and name a job of its own if the config names none."""
     written = source if isinstance(source, Mapping) else read_config_file(Path(source))
+    if not _group:
+        _group.append(uuid.uuid4().hex)
     section = {"job": f"{_group[0]}-{next(_calls)}"} | dict(written.get("paramserver", {}))
     return _load_config({**written, "paramserver": section}, *arguments)
 
@@ -111,9 +113,9 @@ def _load_with_job(source: Mapping[str, Any] | str | Path, *arguments: Any) -> A
 def _init_with_name(*arguments: Any, **options: Any) -> None:
     """Initialise torch.distributed as the library does, and agree on the name of this group of ranks."""
     _init_distributed(*arguments, **options)
-    names = [_group[0]]
+    names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names)
-    _group[0] = names[0]
+    _group[:] = names
 
 
 def install() -> None:
