@@ -161,6 +161,12 @@ def export(context: typer.Context) -> None:
     _call_client_verb("trainer_client.exchange.cli", context.args)
 
 
+@app.command("import", add_help_option=False, context_settings=_UNPARSED)
+def import_checkpoint(context: typer.Context) -> None:
+    """Write safetensors, a state dict, torch's DCP, or a ZeRO checkpoint of DeepSpeed into the store as a new job."""
+    _call_client_verb("trainer_client.exchange.import_cli", context.args)
+
+
 def main() -> None:
     """Run the command line."""
     app()

@@ -43,6 +43,10 @@ class ExportError(TrainerClientError):
     """A step cannot be written to the destination of an export. Nothing half is left there."""
 
 
+class ImportCheckpointError(TrainerClientError):
+    """A checkpoint is damaged, incomplete, of no known format, or not safe to load. Nothing of it is in the store."""
+
+
 class NonFiniteGradientError(TrainerClientError):
     """`paramserver.max_consecutive_skipped_steps` steps in a row were skipped, because gradients were not finite.
 

@@ -414,8 +414,8 @@ def test_the_commands_and_the_script_of_the_page_run(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs" / "exchange.md").read_text(encoding="utf-8")
-    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
-    _, script = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    commands, _ = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
+    _, script, back = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert SHOWN_ADDRESS in commands and SHOWN_ADDRESS in script
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARAMSERVER_ADDRESS", trained.address)
@@ -425,6 +425,7 @@ def test_the_commands_and_the_script_of_the_page_run(
         assert verb == "export"
         assert f"step {STEPS} of {JOB}" in run_cli(*arguments)
     exec(script.replace(SHOWN_ADDRESS, trained.address), {})
+    exec(back.replace(SHOWN_ADDRESS, trained.address), {})
     exports = [arguments[-1] for arguments in lines] + ["exports/newest", "exports/later"]
     assert all((tmp_path / export / CHECKSUMS).is_file() for export in exports)
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as ProgressBar
 
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
 from trainer_client.errors import ConfigError, TrainerClientError
-from trainer_client.exchange.export import ExportResult, Format, Progress, WeightDType, export_step
+from trainer_client.exchange.export import ExportResult, Format, WeightDType, export_step
+from trainer_client.exchange.terminal import cleaning_up_on_sigterm, fail, progress_bar
 from trainer_client.transport.credentials import (
     TLS_CA_VARIABLE,
     TLS_CERTIFICATE_VARIABLE,
@@ -29,8 +23,6 @@ from trainer_client.transport.credentials import (
     TOKEN_FILE_VARIABLE,
     Credentials,
 )
-
-_TERMINATED = 128 + signal.SIGTERM
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -81,7 +73,7 @@ def export(
     try:
         if not address:
             raise ConfigError(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
-        with _cleaning_up_on_sigterm(), _progress_bar() as bar:
+        with cleaning_up_on_sigterm(), progress_bar("export") as bar:
             result = export_step(
                 address,
                 job,
@@ -103,39 +95,17 @@ def export(
                 on_progress=bar,
             )
     except KeyboardInterrupt:
-        _fail(f"interrupted; nothing is left at {destination}", 130)
+        fail(f"interrupted; nothing is left at {destination}", 130)
     except ConfigError as error:
-        _fail(str(error), 2)
+        fail(str(error), 2)
     except TrainerClientError as error:
-        _fail(str(error), 1)
+        fail(str(error), 1)
     _print(result, as_json=as_json)
 
 
 def main(arguments: list[str]) -> None:
     """Run the verb with these arguments, and end the process with its exit status."""
     app(arguments, prog_name="paramserver export")
-
-
-class _Bar:
-    """A progress bar that takes the reports of an export."""
-
-    def __init__(self, bar: ProgressBar) -> None:
-        self._bar = bar
-        self._task = bar.add_task("export", total=None)
-
-    def __call__(self, progress: Progress) -> None:
-        self._bar.update(self._task, completed=progress.read_bytes, total=progress.total_bytes)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[_Bar]:
-    """Show a progress bar on the standard error, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with ProgressBar(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        yield _Bar(bar)
 
 
 def _print(result: ExportResult, *, as_json: bool) -> None:
@@ -157,22 +127,3 @@ def _size(text: str) -> int:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         raise ConfigError(f"--max-shard-size {text!r} is not a size: write for example 5GB or 512MiB") from None
-
-
-@contextmanager
-def _cleaning_up_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process by an exception within the context, so that what was written is removed."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        sys.exit(_TERMINATED)
-
-    former = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"paramserver: {printable(message)}", err=True)
-    raise typer.Exit(status)

@@ -59,6 +59,10 @@ class FileTensor:
     shape: torch.Size
     first_byte: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
     def read_into(self, target: torch.Tensor, offset: int, as_dtype: torch.dtype) -> None:
         """Fill `target` [n], on the CPU, with elements [offset, offset + n) of the flattened tensor.
 
@@ -76,6 +80,9 @@ class FileTensor:
             try:
                 for first in range(0, target.numel(), step):
                     part = target[first : first + step]
+                    if part.dtype == as_dtype == self.dtype and part.is_contiguous():
+                        self._read_piece(descriptor, part, offset + first)
+                        continue
                     piece = torch.empty(part.numel(), dtype=self.dtype)
                     self._read_piece(descriptor, piece, offset + first)
                     part.copy_(piece.to(as_dtype))
@@ -177,11 +184,14 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     files: dict[Path, list[str] | None] = {}
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            # Only the last part of a path counts, because an index may only name files in its own directory.
-            names = files.setdefault(path / Path(file).name, [])
+            if not isinstance(file, str) or Path(file).name != file or file == "..":
+                raise ConfigError(f"weights {index} names the file {file!r}, which is not in its own directory")
+            names = files.setdefault(path / file, [])
             assert names is not None
             names.append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"weights {index} is not an index of safetensors files: {error!r}") from error
     return files
 
@@ -196,17 +206,33 @@ def _read_header(path: Path) -> dict[str, FileTensor]:
             end = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"weights {path} is not a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise ConfigError(f"weights {path} is not a safetensors file: its header is a {type(header).__name__}")
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, entry, 8 + size, end) for name, entry in header.items()}
+    found = {name: _entry(path, name, entry, 8 + size, end) for name, entry in header.items()}
+    _check_order(path, found, 8 + size)
+    return found
+
+
+def _check_order(path: Path, tensors: Mapping[str, FileTensor], first_byte: int) -> None:
+    """Check that the tensors lie one after another, as the format asks. Raises ConfigError."""
+    end = first_byte
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.first_byte, tensor.nbytes)):
+        if tensor.first_byte != end:
+            what = "overlaps another one" if tensor.first_byte < end else "has a gap before it"
+            raise ConfigError(f"weights {path}: tensor {tensor.name!r} {what}, which the format does not allow")
+        end += tensor.nbytes
 
 
 def _entry(path: Path, name: str, entry: Mapping[str, Any], data: int, end: int) -> FileTensor:
     try:
         first, last = entry["data_offsets"]
         shape, dtype = torch.Size(entry["shape"]), _DTYPES[entry["dtype"]]
-    except (KeyError, TypeError, ValueError) as error:
+        if min(shape, default=0) < 0:
+            raise ValueError("a negative size")
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"weights {path}: the entry of tensor {name!r} is not understood: {entry}") from error
     if not 0 <= first <= last <= end - data or last - first != shape.numel() * dtype.itemsize:
         raise ConfigError(f"weights {path}: tensor {name!r} has offsets {first}:{last} that do not fit it or the file")

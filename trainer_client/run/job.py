@@ -33,6 +33,7 @@ from trainer_client.ranks.collectives import Collectives
 from trainer_client.recorder import ROOT_NAME
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.imported import is_imported, load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.stored_step import StoredStep
@@ -115,6 +116,8 @@ class Job:
         self.fresh = frozenset[str]() if start is None else start.fresh
         self.layout = start.layout if start is not None and start.fits else layout
         self.resumed_state, self.handed_over_step = self._fill(start, opened, initial_values)
+        if self.resumed_state is not None and is_imported(self.resumed_state):
+            load_buffers(user.module, self.resumed_state)
         _move_buffers(user.module, collectives)
 
     def _fill(
@@ -273,7 +276,7 @@ class Job:
             credentials=self._store.credentials,
         ) as stored_step:
             fill(self.states, stored_step, start.fresh, step)
-            return carried_state(stored_step, start, self._parameters, self._collectives.rank)
+            return carried_state(stored_step, start, self._parameters, self._optimizer, self._collectives.rank)
 
     def _register(self) -> None:
         """Declare this rank's shard groups."""

@@ -16,6 +16,7 @@ from paramserver.contract.printable import printable
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.imported import describe_origin, is_imported
 from trainer_client.run.job import Job
 from trainer_client.run.made_with import DECOUPLED, MadeWith, as_made, config_facts, plain, stored_groups
 from trainer_client.step.precision import PrecisionPolicy
@@ -96,6 +97,10 @@ class _Differences:
             sentences.append("To change these, set them in optimizer.param_groups after initialize().")
         if self._todays:
             sentences.append(f"Today's values count for: {'; '.join(self._todays)}.")
+        if is_imported(self._state):
+            origin = describe_origin(self._state)
+            sentences.append(f"The job was imported from {origin}, which notes less than a commit.")
+            return " ".join(sentences)
         if not sentences:
             sentences.append("Config, model and optimizer have not changed.")
         if self._then is None:
@@ -132,7 +137,8 @@ class _Differences:
             pairs.append(("train_micro_batch_size_per_gpu", micro, sizes.micro))
         pairs.append(("gradient_accumulation_steps", accumulation, sizes.accumulation))
         for name, stored, today in pairs:
-            if stored != today:
+            # An imported job does not know its batch sizes.
+            if stored is not None and stored != today:
                 self._note_todays(name, stored, today)
 
     def _compare_optimizer(self, fresh: int) -> None:

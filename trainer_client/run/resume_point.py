@@ -38,8 +38,10 @@ from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state
+from trainer_client.run.imported import adapt, is_imported
 from trainer_client.run.stored_step import StepPart, StoreAddress, StoredStep, connect
 from trainer_client.store_client.types import StoredLayout, StoredTensor, kind_from_proto
+from trainer_client.store_optimizer import StoreOptimizer
 from trainer_client.transport.rank_store import RankStore
 
 _FINGERPRINT_DIGITS = 16
@@ -168,15 +170,19 @@ def find_start(
 
 
 def carried_state(
-    stored_step: StoredStep, start: Start, parameters: Sequence[ModelParameter], rank: int
+    stored_step: StoredStep,
+    start: Start,
+    parameters: Sequence[ModelParameter],
+    optimizer: StoreOptimizer,
+    rank: int,
 ) -> dict[str, Any]:
     """Return the client state of the commit to resume from, adapted to a rank of this run.
 
     A rank that took part in the commit gets its own random states back. Those of a new rank are derived from rank 0's
-    and the rank's number.
+    and the rank's number. A commit that an import made has none, and a rank then goes on with those that it has.
 
     Raises:
-        ClientStateError: the commit was not made by a trainer.
+        ClientStateError: the commit was made neither by a trainer nor by an import.
     """
     own = stored_step.client_state(rank)
     encoded = stored_step.client_state(0) if own is None else own
@@ -185,6 +191,9 @@ def carried_state(
             f"step {stored_step.step} of job {stored_step.job!r} was not committed by a trainer: use another job name"
         )
     state = client_state.decode(encoded)
+    if is_imported(state):
+        adapt(state, _names_by_index(stored_step), parameters, optimizer, start.fresh)
+        return state
     if own is None:
         state["random"] = client_state.derived_random_states(state["random"], rank)
     for parameter in parameters:
@@ -193,6 +202,11 @@ def carried_state(
     if not start.keeps_groups:
         state["optimizer"] = None
     return state
+
+
+def _names_by_index(stored_step: StoredStep) -> dict[int, str]:
+    """Return the name of each parameter that has elements, by its number in the order in which the job was opened."""
+    return {tensor.index: tensor.fqn for part in stored_step.parts() for tensor in part.tensors.values()}
 
 
 def _common_step(views: Sequence[_View], layout: str) -> int | None:

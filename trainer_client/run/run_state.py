@@ -140,5 +140,7 @@ class RunState:
             # micro-batches.
             micro_steps = counters["global_steps"] * sizes.accumulation
         # Commits of earlier versions have no count of samples; their batch size never changed within a run.
-        samples = counters.get("global_samples", counters["global_steps"] * counters["train_batch_size"])
+        samples = counters.get("global_samples")
+        if samples is None:
+            samples = counters["global_steps"] * counters["train_batch_size"]
         return Progress(global_steps=counters["global_steps"], global_samples=samples, micro_steps=micro_steps)

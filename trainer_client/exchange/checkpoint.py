@@ -1,0 +1,113 @@
+"""A checkpoint of another framework as an import sees it: tensors by name, and what a run needs besides them.
+
+The readers of the formats make these records. Must never hold the elements of a tensor, but read them when asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from trainer_client.store_client.types import Kind
+
+# The optimizer states that a store can keep, by torch's names.
+STATE_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
+
+
+class Values(Protocol):
+    """The elements of one kind of a tensor, in a file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the file has them."""
+
+    def read(self, target: torch.Tensor, offset: int) -> None:
+        """Fill `target` [n], on the CPU, with elements [offset, offset + n) of the flattened tensor, converted.
+
+        Raises:
+            ImportCheckpointError: the file is damaged.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTensor:
+    """A parameter.
+
+    Attributes:
+        name: its name in the model.
+        shape: its shape.
+        weight: its most precise values.
+        states: its optimizer states; none for a frozen parameter and in a checkpoint without an optimizer.
+        update_count: how often the optimizer has updated it.
+        trainable: whether the checkpoint's run trained it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    weight: Values
+    states: Mapping[Kind, Values] = field(default_factory=dict)
+    update_count: int = 0
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """A parameter group of the optimizer: the names of its parameters and its hyper-parameters."""
+
+    names: Sequence[str]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that is open for reading.
+
+    Attributes:
+        format: the name of its format.
+        tensors: the parameters, in the model's order where the format has it.
+        aliases: the name in `tensors` of each further name of a tied parameter.
+        buffers: the model's buffers.
+        step: the number of steps that its run had made; 0 for weights alone.
+        skipped_steps: how many of them were skipped, because a gradient was not finite.
+        samples: the number of samples in these steps.
+        groups: the parameter groups; None: the checkpoint has none.
+        lr_scheduler: the state of the learning-rate scheduler; None: there is none.
+        loss_scale: the state of a dynamic loss scale, as LossScaler has it; None: there is none.
+        user: what the user had put beside it.
+        left_out: names of entries that are not imported.
+    """
+
+    format: str
+    tensors: Sequence[CheckpointTensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    step: int = 0
+    skipped_steps: int = 0
+    samples: int = 0
+    groups: Sequence[ParameterGroup] | None = None
+    lr_scheduler: Mapping[str, Any] | None = None
+    loss_scale: Mapping[str, Any] | None = None
+    user: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorValues:
+    """The elements of a tensor of torch, which is usually mapped from its file; `first` and `numel` choose a part."""
+
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, target: torch.Tensor, offset: int) -> None:
+        target.copy_(self.tensor.reshape(-1)[offset : offset + target.numel()])

@@ -1,0 +1,201 @@
+"""The import of a checkpoint: which format it has, which of its tensors become the job's parameters, and the result.
+
+Owns nothing beyond a call. Must never leave anything in the store after an error.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from trainer_client.errors import ConfigError, ImportCheckpointError
+from trainer_client.exchange.checkpoint import Checkpoint
+from trainer_client.exchange.dcp_source import is_dcp, open_dcp
+from trainer_client.exchange.deepspeed_files import is_deepspeed
+from trainer_client.exchange.deepspeed_zero import open_deepspeed
+from trainer_client.exchange.export import DTYPES, Progress, WeightDType
+from trainer_client.exchange.imported_job import ImportedJob
+from trainer_client.exchange.imported_state import encode_state
+from trainer_client.exchange.source import local_source
+from trainer_client.exchange.weight_files import (
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    divide,
+    is_state_dict,
+    open_safetensors,
+    open_state_dict,
+)
+from trainer_client.store_client.types import Placement
+from trainer_client.transport.credentials import Credentials
+from trainer_client.transport.rank_store import RankStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportResult:
+    """An import that is complete.
+
+    Attributes:
+        job: the job, which is new.
+        source: the checkpoint, as the caller has named it.
+        format: its format: "safetensors", "state-dict", "dcp" or "deepspeed".
+        step: the number of steps that the checkpoint's run had made, from which a trainer goes on.
+        tensors: the number of parameters.
+        states: the kinds of optimizer states; none for weights alone.
+        size_bytes: the bytes in the store.
+        left_out: entries of the checkpoint that the job does not have.
+        seconds: the duration.
+    """
+
+    job: str
+    source: str
+    format: str
+    step: int
+    tensors: int
+    states: tuple[str, ...]
+    size_bytes: int
+    left_out: tuple[str, ...]
+    seconds: float
+
+
+def import_checkpoint(
+    store: str,
+    job: str,
+    source: str | os.PathLike[str],
+    *,
+    dtype: WeightDType | None = None,
+    device: Placement = "nvme",
+    durability: str = "step",
+    tag: str | None = None,
+    weights_only: bool = False,
+    exclude: Sequence[str] = (),
+    verify: bool = True,
+    is_buffer: Callable[[str], bool] | None = None,
+    credentials: Credentials | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> ImportResult:
+    """Write a checkpoint of another framework into a store as a new job, and return what was written.
+
+    A trainer whose `paramserver.job` is the job resumes from it, on any number of ranks. The job is complete, or not
+    there at all. Nothing in the files is executed.
+
+    Args:
+        store: the address of the store daemon (`unix:/path` or `host:port`).
+        job: name of the job, which the store must not have.
+        source: a local path or a URL that fsspec knows, of one of these: safetensors (a file, or a directory with an
+            index); a state dict of torch.save (such as DeepSpeed's consolidated fp32 file); a checkpoint of
+            torch.distributed.checkpoint; a checkpoint directory of DeepSpeed's ZeRO stages 1 to 3.
+        dtype: the dtype in which the model computes; None: fp32 for checkpoints with fp32 weights, else that of the
+            file. fp32 weights that have optimizer states are kept beside it.
+        device: the home of the tensors until a trainer takes the job over.
+        durability: the durability of the job: "step", "snapshot:N" or "none". A trainer has to ask for the same.
+        tag: for DeepSpeed: the tag of the checkpoint; None: the newest one.
+        weights_only: whether optimizer states, counters and schedules are left out, so that a run begins at step 0.
+        exclude: patterns (of `fnmatch`) for names of tensors that are left out.
+        verify: whether all files are read and compared with their checksums first.
+        is_buffer: tells by its name whether a tensor is a buffer, for formats that do not say so; None: integers and
+            the statistics of batch norms are buffers.
+        credentials: token and TLS files to connect with; None: those that the environment names, as for StoreClient.
+        on_progress: called after each piece that was written.
+
+    Raises:
+        ConfigError: an argument is malformed, or there is nothing at `source`.
+        ImportCheckpointError: the checkpoint is damaged, incomplete, of no format that is read, or not safe to load.
+        ClientStateError: the checkpoint has a client state with a value that cannot be stored.
+        JobConflictError: the store has the job.
+        StoreError: the store failed, or has no room.
+    """
+    began = time.monotonic()
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    shown = Credentials.from_environment(os.environ) if credentials is None else credentials
+    with local_source(source) as path:
+        checkpoint = _without(_open(path, tag, verify=verify), exclude)
+        if weights_only:
+            checkpoint = _weights_of(checkpoint)
+        tensors, buffers = divide(checkpoint, is_buffer)
+        if not tensors:
+            raise ImportCheckpointError(f"{source} has no parameters that can be imported")
+        made = ImportedJob(
+            job,
+            tensors,
+            dtype=None if dtype is None else DTYPES[dtype],
+            device=device,
+            durability=durability,
+        )
+        encoded, left_out = encode_state(checkpoint, tensors, buffers, os.fspath(source))
+        report = _Report(made.size_bytes, on_progress)
+        client = f"import of {job} on {socket.gethostname()}, process {os.getpid()}"
+        session = RankStore(store, client, shown)
+        try:
+            made.write(session, checkpoint.step, encoded, report)
+        finally:
+            session.close()
+    return ImportResult(
+        job=job,
+        source=os.fspath(source),
+        format=checkpoint.format,
+        step=checkpoint.step,
+        tensors=len(tensors),
+        states=tuple(sorted({kind for tensor in tensors for kind in tensor.states})),
+        size_bytes=made.size_bytes,
+        left_out=(*checkpoint.left_out, *left_out),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _open(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
+    """Open a checkpoint of whichever format it has. Raises ImportCheckpointError."""
+    if tag is not None or is_deepspeed(path):
+        return open_deepspeed(path, tag, verify=verify)
+    if path.is_dir() and is_dcp(path):
+        return open_dcp(path, verify=verify)
+    if path.suffix == ".safetensors" or (path / SAFETENSORS).is_file() or (path / SAFETENSORS_INDEX).is_file():
+        return open_safetensors(path, verify=verify)
+    if is_state_dict(path):
+        return open_state_dict(path, verify=verify)
+    raise ImportCheckpointError(
+        f"{path} is no checkpoint that is read: it has no {SAFETENSORS}, pytorch_model.bin, an index of several of "
+        "these, .metadata (torch.distributed.checkpoint), or mp_rank_00_model_states.pt (DeepSpeed)"
+    )
+
+
+def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with nothing of its run but the weights."""
+    tensors = [replace(tensor, states={}, update_count=0) for tensor in checkpoint.tensors]
+    return Checkpoint(format=checkpoint.format, tensors=tensors, aliases=checkpoint.aliases, buffers=checkpoint.buffers)
+
+
+def _without(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
+    """Return the checkpoint without the names that a pattern matches. Raises ConfigError for an idle pattern."""
+    if not patterns:
+        return checkpoint
+    names = {*(tensor.name for tensor in checkpoint.tensors), *checkpoint.aliases, *checkpoint.buffers}
+    dropped = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
+        raise ConfigError(f"exclude {idle[0]!r} matches no name of the checkpoint")
+    return replace(
+        checkpoint,
+        tensors=[tensor for tensor in checkpoint.tensors if tensor.name not in dropped],
+        aliases={alias: fqn for alias, fqn in checkpoint.aliases.items() if not {alias, fqn} & dropped},
+        buffers={name: buffer for name, buffer in checkpoint.buffers.items() if name not in dropped},
+        left_out=[*checkpoint.left_out, *sorted(dropped)],
+    )
+
+
+class _Report:
+    """The sum of the bytes that were written so far, which it passes on."""
+
+    def __init__(self, total_bytes: int, on_progress: Callable[[Progress], None] | None) -> None:
+        self._total_bytes = total_bytes
+        self._written_bytes = 0
+        self._on_progress = on_progress
+
+    def __call__(self, nbytes: int) -> None:
+        self._written_bytes += nbytes
+        if self._on_progress is not None:
+            self._on_progress(Progress(read_bytes=self._written_bytes, total_bytes=self._total_bytes))

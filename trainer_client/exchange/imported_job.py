@@ -1,0 +1,232 @@
+"""Writing a checkpoint into a store as a job that a trainer can resume, in pieces.
+
+The job has one rank, a layout of its own and one commit. A trainer of any number of ranks makes its own layout from it,
+as from that of another number of ranks (run/relayout.py). Owns the session until the commit, which is the moment from
+which the job is there. Must never hold more than one piece of a tensor.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.durability import durable_every_steps
+from paramserver.contract.kinds import KINDS
+from paramserver.contract.limits import ELEMENT_ALIGNMENT
+from paramserver.contract.tiers import TIERS
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import ConfigError
+from trainer_client.exchange.checkpoint import CheckpointTensor, Values
+from trainer_client.model.slot_table import round_up
+from trainer_client.store_client.types import Kind, Placement, durability_to_proto
+from trainer_client.transport.rank_store import RankStore, SlabName
+
+# The most elements of a shard group. A slab in fp32 then has 8 MiB, which is what is leased of the arena at once.
+_GROUP_NUMEL = 2 << 20
+# The most shards in one registration. The store needs some milliseconds for so many.
+_SHARDS_AT_ONCE = 16_384
+# The beginning of the layout's name. A trainer's own layouts begin with a fingerprint in hexadecimal digits.
+_LAYOUT = "imported"
+_NONCE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """Elements [offset, offset + numel) of a tensor, which lie from `position` on in their group."""
+
+    tensor: CheckpointTensor
+    offset: int
+    numel: int
+    position: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """Shards of tensors of one dtype and with the same kinds, which are stored together."""
+
+    name: str
+    dtype: torch.dtype
+    kinds: tuple[Kind, ...]
+    numel: int = 0
+    shards: list[_Shard] = field(default_factory=list)
+
+    def dtype_of(self, kind: Kind) -> torch.dtype:
+        return self.dtype if kind == "param" else torch.float32
+
+    def add(self, tensor: CheckpointTensor, offset: int, numel: int) -> None:
+        self.shards.append(_Shard(tensor=tensor, offset=offset, numel=numel, position=self.numel))
+        self.numel += round_up(numel, ELEMENT_ALIGNMENT)
+
+
+class ImportedJob:
+    """A job that is made of a checkpoint's tensors.
+
+    Args:
+        name: the job's name.
+        tensors: its parameters.
+        dtype: the dtype in which the model computes; None: that of the file, or fp32 if the store has no such dtype.
+        device: the home of the tensors, as for a StoreClient.
+        durability: "step", "snapshot:N" or "none". A trainer has to ask for the same.
+
+    Raises:
+        ConfigError: the store cannot keep a tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[CheckpointTensor],
+        *,
+        dtype: torch.dtype | None,
+        device: Placement,
+        durability: str,
+    ) -> None:
+        self._name = name
+        self._tensors = tensors
+        self._placement = TIERS[device]
+        self._durability = durability_to_proto(durability)
+        self._dtypes = {tensor.name: _dtype_of(tensor, dtype) for tensor in tensors}
+        self._groups = list(self._cut())
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that are written."""
+        return sum(group.numel * group.dtype_of(kind).itemsize for group in self._groups for kind in group.kinds)
+
+    def write(
+        self, store: RankStore, step: int, client_state: bytes, on_written: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Write the tensors, and commit them. After an error the store has nothing of the job.
+
+        Args:
+            store: a new session with the store.
+            step: the number of steps that the checkpoint's run had made. The commit has this number, unless it is 0 or
+                the number of a commit that the job's durability would not make durable.
+            client_state: what the commit carries for rank 0.
+            on_written: called with the number of bytes of each slab.
+
+        Raises:
+            JobConflictError: the store has a job of this name.
+            ImportCheckpointError: the checkpoint's files are damaged.
+            StoreError: the store failed, or has no room.
+        """
+        number = self._number(step)
+        store.open_job(self._request())
+        # A layout that is begun so is freed when the session ends before its first commit.
+        store.begin_layout(number)
+        for groups in self._registrations():
+            store.register_shards(groups)
+        for group in self._groups:
+            for kind in group.kinds:
+                self._write(store, group, kind, number)
+                on_written(group.numel * group.dtype_of(kind).itemsize)
+        store.commit(number, client_state, number).wait()
+
+    def _number(self, step: int) -> int:
+        every = max(1, durable_every_steps(self._durability))
+        return max(1, -(-step // every)) * every
+
+    def _request(self) -> pb.OpenJobRequest:
+        return pb.OpenJobRequest(
+            job=self._name,
+            run_id=secrets.token_hex(16),
+            world_size=1,
+            attached_ranks=1,
+            parameters=[
+                pb.Parameter(
+                    fqn=tensor.name,
+                    shape=tensor.shape,
+                    dtype=WIRE_DTYPES[self._dtypes[tensor.name]],
+                    trainable=tensor.trainable,
+                )
+                for tensor in self._tensors
+            ],
+            durability=self._durability,
+            resume=pb.RESUME_POLICY_NEVER,
+            layout=f"{_LAYOUT}-{secrets.token_hex(_NONCE_BYTES)}",
+        )
+
+    def _cut(self) -> Iterator[_Group]:
+        """Yield groups that have all elements of all tensors."""
+        filling: dict[tuple[torch.dtype, tuple[Kind, ...]], _Group] = {}
+        number = 0
+        for tensor in self._tensors:
+            dtype = self._dtypes[tensor.name]
+            has_master = bool(tensor.states) and dtype != torch.float32
+            kinds: tuple[Kind, ...] = ("param", *(("master",) if has_master else ()), *tensor.states)
+            for offset in range(0, tensor.numel, _GROUP_NUMEL):
+                numel = min(_GROUP_NUMEL, tensor.numel - offset)
+                group = filling.get((dtype, kinds))
+                if group is not None and group.numel + numel > _GROUP_NUMEL:
+                    yield group
+                    group = None
+                if group is None:
+                    group = filling[dtype, kinds] = _Group(name=f"[{_LAYOUT} {number}]", dtype=dtype, kinds=kinds)
+                    number += 1
+                group.add(tensor, offset, numel)
+        yield from filling.values()
+
+    def _registrations(self) -> Iterator[list[pb.ShardGroup]]:
+        """Yield the declarations of all groups, for the store, with a limited number of shards at once."""
+        waiting: list[pb.ShardGroup] = []
+        count = 0
+        for group in self._groups:
+            waiting.append(self._to_proto(group))
+            count += len(group.shards)
+            if count >= _SHARDS_AT_ONCE:
+                yield waiting
+                waiting, count = [], 0
+        if waiting:
+            yield waiting
+
+    def _to_proto(self, group: _Group) -> pb.ShardGroup:
+        return pb.ShardGroup(
+            name=group.name,
+            numel=group.numel,
+            shards=[
+                pb.Shard(fqn=shard.tensor.name, offset=shard.offset, numel=shard.numel, position=shard.position)
+                for shard in group.shards
+            ],
+            kinds=[
+                pb.KindSpec(kind=KINDS[kind], dtype=WIRE_DTYPES[group.dtype_of(kind)], placement=self._placement)
+                for kind in group.kinds
+            ],
+        )
+
+    def _write(self, store: RankStore, group: _Group, kind: Kind, step: int) -> None:
+        """Read one kind of a group from the files into memory of the store, and publish it."""
+        slab = SlabName(group=group.name, kind=KINDS[kind])
+        leases = store.acquire_write([slab], step).wait()
+        try:
+            (leased,) = leases
+            # The memory may still have bytes of another session, also where no tensor lies.
+            values = leased.data.zero_().view(group.dtype_of(kind))
+            for shard in group.shards:
+                source = _source(shard.tensor, kind)
+                source.read(values[shard.position : shard.position + shard.numel], shard.offset)
+            store.publish(leases)
+        except BaseException:
+            store.release_quietly(leases)
+            raise
+
+
+def _source(tensor: CheckpointTensor, kind: Kind) -> Values:
+    return tensor.weight if kind in ("param", "master") else tensor.states[kind]
+
+
+def _dtype_of(tensor: CheckpointTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which the store keeps the weight. Raises ConfigError if the tensor is no number."""
+    found = tensor.weight.dtype
+    if not found.is_floating_point:
+        raise ConfigError(f"tensor {tensor.name!r} is of {found}, and a parameter has floating-point numbers")
+    if dtype is not None:
+        return dtype
+    if found.itemsize == 1:
+        raise ConfigError(
+            f"tensor {tensor.name!r} is of {found}, which the store does not keep: choose a dtype (--dtype)"
+        )
+    return found if found in WIRE_DTYPES else torch.float32

@@ -1,0 +1,113 @@
+"""The files that an import reads: a local path, or a copy of what a URL names, with their checksums verified.
+
+Owns the copy, and removes it. Must never follow a name in a file out of the checkpoint's directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+
+from trainer_client.errors import ConfigError, ImportCheckpointError
+from trainer_client.exchange import torch_files
+from trainer_client.exchange.destination import CHECKSUMS
+
+_READ_AT_ONCE = 4 << 20
+_CHECKSUM_LINE = re.compile(r"^([0-9a-f]{64}) [ *](.+)$")
+# The suffixes of files of torch.save, which have a checksum for each record.
+_TORCH_SUFFIXES = (".pt", ".bin", ".pth")
+
+
+@contextmanager
+def local_source(source: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the local path of a checkpoint, which is copied into a temporary directory if it is behind a URL.
+
+    Raises:
+        ConfigError: the URL is of no kind that fsspec can read, or there is nothing.
+        ImportCheckpointError: it cannot be copied.
+    """
+    text = os.fspath(source)
+    if "://" not in text or text.startswith("file://"):
+        path = Path(text.removeprefix("file://"))
+        if not path.exists():
+            raise ConfigError(f"{text} does not exist")
+        yield path
+        return
+    try:
+        files, root = url_to_fs(text)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{text} is no URL that fsspec can read: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="paramserver-import-") as directory:
+        target = Path(directory) / "checkpoint"
+        try:
+            if not files.exists(root):
+                raise ConfigError(f"{text} does not exist")
+            size = files.du(root)
+            free = shutil.disk_usage(directory).free
+            if size > free:
+                raise ImportCheckpointError(
+                    f"{text} has {size:,} bytes, and the temporary directory {directory} has {free:,} bytes free: make "
+                    "room there, or set TMPDIR"
+                )
+            if files.isfile(root):
+                # The name counts, because it tells the format.
+                target = Path(directory) / name_within(root.rpartition("/")[2], text)
+            files.get(root, str(target), recursive=True)
+        except OSError as error:
+            raise ImportCheckpointError(f"{text} cannot be read: {error}") from error
+        yield target
+
+
+def name_within(name: object, where: object) -> str:
+    """Return `name` if it is the name of a file in a directory, without any path. Raises ImportCheckpointError."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ImportCheckpointError(f"{where} names the file {name!r}, which is not in its own directory")
+    return name
+
+
+def verify_checksums(files: Sequence[Path]) -> None:
+    """Compare files with the checksums that there are: a SHA256SUMS beside them, and those within files of torch.save.
+
+    Raises:
+        ImportCheckpointError: a file differs from its checksum, or is missing.
+    """
+    known = {directory: _sums(directory / CHECKSUMS) for directory in {file.parent for file in files}}
+    for file in files:
+        if not file.is_file():
+            raise ImportCheckpointError(f"{file} is missing")
+        expected = known[file.parent].get(file.name)
+        if expected is not None:
+            if (found := _sha256(file)) != expected:
+                raise ImportCheckpointError(
+                    f"{file} is damaged: its SHA-256 is {found}, and {CHECKSUMS} has {expected}"
+                )
+        elif file.suffix in _TORCH_SUFFIXES:
+            torch_files.verify(file)
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """Return the checksum of each file that a list of the command sha256sum has; none if there is no list."""
+    if not path.is_file():
+        return {}
+    sums: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if (match := _CHECKSUM_LINE.match(line)) is None:
+            raise ImportCheckpointError(f"{path} has a line that is not of sha256sum: {line[:80]!r}")
+        sums[name_within(match[2], path)] = match[1]
+    return sums
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_READ_AT_ONCE):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,61 @@
+"""What the verbs `paramserver export` and `import` show on a terminal, and how they end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as ProgressBar
+
+from paramserver.contract.printable import printable
+from trainer_client.exchange.export import Progress
+
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class _Bar:
+    """A progress bar that takes the reports of an export or import."""
+
+    def __init__(self, bar: ProgressBar, name: str) -> None:
+        self._bar = bar
+        self._task = bar.add_task(name, total=None)
+
+    def __call__(self, progress: Progress) -> None:
+        self._bar.update(self._task, completed=progress.read_bytes, total=progress.total_bytes)
+
+
+@contextmanager
+def progress_bar(name: str) -> Iterator[_Bar]:
+    """Show a progress bar with a name on the standard error, if that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with ProgressBar(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        yield _Bar(bar, name)
+
+
+@contextmanager
+def cleaning_up_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process by an exception within the context, so that what was written is removed."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        sys.exit(_TERMINATED)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """Print a message on the standard error, and end the process with a status."""
+    typer.echo(f"paramserver: {printable(message)}", err=True)
+    raise typer.Exit(status)

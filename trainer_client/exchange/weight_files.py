@@ -1,0 +1,137 @@
+"""Reading weights from safetensors and from state dicts of torch.save, as transformers and DeepSpeed write them.
+
+These files have names and values only. So the import tells parameters from buffers by the names that the caller gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer_client.errors import ConfigError, ImportCheckpointError
+from trainer_client.exchange import torch_files
+from trainer_client.exchange.checkpoint import Checkpoint, CheckpointTensor, TensorValues, Values
+from trainer_client.exchange.source import name_within, verify_checksums
+from trainer_client.initial.loading import FileTensor, Weights
+
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_MAX_INDEX_BYTES = 256 << 20
+# Elements.
+_CONVERTED_AT_ONCE = 128 << 10
+
+# A buffer's name, if the model is not there to say so: the statistics of torch's batch norms.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class _FileValues:
+    """The elements of a tensor in a safetensors file."""
+
+    stored: FileTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    def read(self, target: torch.Tensor, offset: int) -> None:
+        # Small pieces are converted, because the heap was seen to keep large ones after they were freed.
+        step = target.numel() or 1 if target.dtype == self.dtype else _CONVERTED_AT_ONCE
+        try:
+            for first in range(0, target.numel(), step):
+                self.stored.read_into(target[first : first + step], offset + first, target.dtype)
+        except ConfigError as error:
+            raise ImportCheckpointError(str(error)) from error
+
+
+def open_safetensors(path: Path, *, verify: bool) -> Checkpoint:
+    """Open a safetensors file, or a directory with one or with an index of several. Raises ImportCheckpointError."""
+    try:
+        weights = Weights(path)
+    except ConfigError as error:
+        raise ImportCheckpointError(str(error)) from error
+    if verify:
+        verify_checksums(sorted({tensor.path for tensor in weights.tensors.values()}))
+    return _weights(
+        "safetensors", {name: (tuple(stored.shape), _FileValues(stored)) for name, stored in weights.tensors.items()}
+    )
+
+
+def open_state_dict(path: Path, *, verify: bool) -> Checkpoint:
+    """Open a state dict of torch.save, or a directory with one or with an index of several: names, and fp32 weights.
+
+    Names that share the bytes of one tensor are tied.
+
+    Raises:
+        ImportCheckpointError: a file is damaged, is no state dict, or is not safe to load.
+    """
+    files = [path] if path.is_file() else _state_dict_files(path)
+    if verify:
+        verify_checksums(files)
+    tensors: dict[str, tuple[tuple[int, ...], Values]] = {}
+    aliases: dict[str, str] = {}
+    for file in files:
+        # The mapped bytes of a file have one address, so two names with the same address are one tensor.
+        places: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name, tensor in torch_files.load_tensors(file).items():
+            if name in tensors:
+                raise ImportCheckpointError(f"{file} has tensor {name!r}, which another file has, too")
+            first = places.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name) if tensor.numel() else name
+            if first != name:
+                aliases[name] = first
+            else:
+                tensors[name] = (tuple(tensor.shape), TensorValues(tensor))
+    return _weights("state-dict", tensors, aliases)
+
+
+def is_state_dict(path: Path) -> bool:
+    """Return whether a path has a state dict of torch.save under the names that transformers and DeepSpeed use."""
+    return path.is_file() or (path / TORCH).is_file() or (path / TORCH_INDEX).is_file()
+
+
+def _state_dict_files(path: Path) -> list[Path]:
+    index = path / TORCH_INDEX
+    if not index.is_file():
+        return [path / TORCH]
+    if index.stat().st_size > _MAX_INDEX_BYTES:
+        raise ImportCheckpointError(f"{index} has {index.stat().st_size} bytes, above {_MAX_INDEX_BYTES}")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ImportCheckpointError(f"{index} is not an index of files: {error!r}") from error
+    return [path / name_within(name, index) for name in sorted(names, key=str)]
+
+
+def _weights(
+    format: str, found: Mapping[str, tuple[tuple[int, ...], Values]], aliases: Mapping[str, str] | None = None
+) -> Checkpoint:
+    tensors = [CheckpointTensor(name=name, shape=shape, weight=values) for name, (shape, values) in found.items()]
+    return Checkpoint(format=format, tensors=tensors, aliases=aliases or {})
+
+
+def divide(
+    checkpoint: Checkpoint, is_buffer: Callable[[str], bool] | None
+) -> tuple[list[CheckpointTensor], dict[str, torch.Tensor]]:
+    """Return the parameters of a checkpoint, and the buffers among its tensors with their values.
+
+    Args:
+        checkpoint: the checkpoint.
+        is_buffer: tells buffers by their names; None: integers and the statistics of batch norms are buffers.
+
+    Raises:
+        ImportCheckpointError: a buffer cannot be read.
+    """
+    parameters, buffers = [], dict(checkpoint.buffers)
+    for tensor in checkpoint.tensors:
+        by_name = tensor.name.rpartition(".")[2] in _STATISTICS if is_buffer is None else is_buffer(tensor.name)
+        if by_name or not tensor.weight.dtype.is_floating_point:
+            values = torch.empty(tensor.numel, dtype=tensor.weight.dtype)
+            tensor.weight.read(values, 0)
+            buffers[tensor.name] = values.reshape(tensor.shape)
+        else:
+            parameters.append(tensor)
+    return parameters, buffers

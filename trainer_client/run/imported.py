@@ -1,0 +1,110 @@
+"""Going on from a job that `paramserver import` made: its client state, in the form of a commit of this run.
+
+The checkpoint that was imported knows parameters by name, and not what a run of this library also notes. So groups are
+found by the names of their parameters, and this run's own values stand for what is not known. Must never change a state
+that a trainer has committed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.run import client_state
+from trainer_client.store_optimizer import StoreOptimizer
+
+log = logging.getLogger(__name__)
+
+# The settings of a parameter group that go on from the checkpoint. The others choose a kernel, or are not known here.
+_SETTINGS = frozenset(
+    {
+        *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"),
+        "initial_accumulator_value",
+    }
+)
+
+
+def is_imported(state: Mapping[str, Any]) -> bool:
+    """Return whether an import made the client state, and no trainer has gone on from it yet."""
+    return state.get("imported") is not None
+
+
+def describe_origin(state: Mapping[str, Any]) -> str:
+    """Return where an imported job is from, for a line of the log."""
+    origin = state["imported"]
+    return f"{origin['source']} ({origin['format']})"
+
+
+def adapt(
+    state: dict[str, Any],
+    names: Mapping[int, str],
+    parameters: Sequence[ModelParameter],
+    optimizer: StoreOptimizer,
+    fresh: Collection[str],
+) -> None:
+    """Give the client state of an imported job the form that a rank of this run would have committed.
+
+    Args:
+        state: the state, which is changed.
+        names: the names of the job's parameters, by their numbers in the order of the import.
+        parameters: the model's parameters.
+        optimizer: this run's optimizer.
+        fresh: names of trained parameters whose optimizer states begin at zero.
+    """
+    state["random"] = client_state.random_states(torch.device("cpu"))
+    counts = {fqn: state["update_counts"][index] for index, fqn in names.items()}
+    state["update_counts"] = [0 if p.fqn in fresh else counts.get(p.fqn, 0) for p in parameters]
+    if state["optimizer"] is not None:
+        state["optimizer"] = _settings(state["optimizer"], names, parameters, optimizer, fresh)
+
+
+def load_buffers(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give the model the buffers that were imported, as far as it has them with the same shapes."""
+    own = dict(model.named_buffers(remove_duplicate=False))
+    for name, values in state["model"]["buffers"].items():
+        if name not in own or own[name].shape != values.shape:
+            log.warning("the imported buffer %r of shape %s is not in this model", name, list(values.shape))
+            continue
+        own[name].copy_(values)
+
+
+def _settings(
+    stored: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+    parameters: Sequence[ModelParameter],
+    optimizer: StoreOptimizer,
+    fresh: Collection[str],
+) -> list[dict[str, Any]] | None:
+    """Return the settings of this run's groups, with the stored values of groups that have the same parameters.
+
+    Frozen parameters in a group do not count, because DeepSpeed drops them. None: no group is the same.
+    """
+    found = {frozenset(names[index] for index in _indexes(group["params"])): group for group in stored}
+    trained = frozenset().union(*found) - set(fresh)
+    settings = optimizer.settings()
+    matched = 0
+    for group in settings:
+        own = trained & {parameters[index].fqn for index in _indexes(group["params"])}
+        before = found.get(own)
+        if own and before is not None:
+            matched += 1
+            group.update({key: before[key] for key in group.keys() & before.keys() & _SETTINGS})
+            if "initial_lr" in before:
+                group["initial_lr"] = before["initial_lr"]
+    if matched < len(found):
+        log.warning(
+            "%d of the %d imported parameter groups have other parameters than those of this run's optimizer: for "
+            "them, today's hyper-parameters count",
+            *(len(found) - matched, len(found)),
+        )
+    return settings if matched else None
+
+
+def _indexes(ranges: Iterable[Sequence[int]]) -> Iterable[int]:
+    for first, last in ranges:
+        yield from range(first, last + 1)
