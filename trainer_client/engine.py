@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from torch import nn
 from trainer_client.access import ParameterKey, StateAccess, StateDictNames, StateShard, own
 from trainer_client.engine_getters import EngineGetters
 from trainer_client.errors import CollectiveError, ConfigError, NonFiniteGradientError, PhaseError, TrainerClientError
+from trainer_client.exchange.export import Format, FormatOptions, PendingExport, begin_export
 from trainer_client.model.gather import Gather
 from trainer_client.model.placement import Residence
 from trainer_client.model.states import PlacedStates, placement_bytes
@@ -447,6 +450,45 @@ class Engine(EngineGetters):
             self._access.hand_over(changes, self._commits.next)
             self._commit_change()
         return found
+
+    def export(
+        self, format: Format, destination: str | os.PathLike[str], **options: Unpack[FormatOptions]
+    ) -> PendingExport | None:
+        """Begin to write the newest committed step as files of another framework, beside the training. A collective.
+
+        Returns when the store holds the step for the export, which is after its commit. Then rank 0 writes on a thread
+        of its own, from the store, while training goes on: what is written is that step. `close` waits for it.
+
+        Args:
+            format: as for `trainer_client.exchange.export.export_step`, like all arguments.
+            destination: a directory that does not exist, or a URL of one that fsspec knows.
+            options: further arguments of `export_step`, such as `dtype`, `optimizer` and `adapter`.
+
+        Returns:
+            The futures of the export on rank 0: `staged` with the number of the step, which is done, and `persisted`
+            with the result. None on the other ranks.
+
+        Raises:
+            ConfigError: an argument is malformed, or does not go with the format; on rank 0.
+            ExportError: the destination exists or cannot be written; on rank 0.
+            StoreError: the store failed; on rank 0.
+        """
+        self._require_between_steps("an export")
+        self.wait_for_commit()
+        stores = [address.decode() for address in self._collectives.gather_bytes(self._store.address.encode())]
+        pending = None
+        try:
+            if self._collectives.rank == 0:
+                options.setdefault("credentials", self._store.credentials)
+                job, step = self._settings.paramserver.job, self._commits.newest
+                pending = begin_export(list(dict.fromkeys(stores)), job, step, destination, format=format, **options)
+                # The run's own daemon is stopped when the engine leaves, so the engine waits for the export.
+                self._resources.callback(wait, [pending.persisted])
+                pending.staged.result()
+        finally:
+            # The other ranks make no further step before the store holds this one.
+            self._collectives.barrier("an export")
+        return pending
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import fsspec
+import peft
 import pytest
 import torch
 from safetensors import safe_open
@@ -37,6 +39,7 @@ from tests.integration.support.ranks import run_ranks
 from tests.integration.support.store_client import Clients
 from tests.integration.support.training import Run, build_model, micro_batches
 from tests.integration.support.waiting import wait_until
+from tests.integration.support.zoo import ZOO
 from tests.unit.storage.builders import Layout, reference_of
 from trainer_client.errors import StoreNotFoundError
 from trainer_client.exchange import cli
@@ -355,6 +358,56 @@ def test_an_export_is_one_step_while_a_trainer_commits_further_ones(trained: Tra
         expected = committed[result.step]
         del expected["lm_head.weight"]
         assert differing(load_file(tmp_path / f"{number}" / "model.safetensors"), expected) == []
+
+
+def test_an_engine_exports_a_step_while_it_trains(trained: Trained, tmp_path: Path) -> None:
+    (batch,) = micro_batches(1)
+    with start(build_model(Run()), config_of(trained.address, "from the engine")) as engine:
+        train(engine, [batch])
+        first = engine.export("safetensors", tmp_path / "first", dtype="fp32")
+        expected = engine.full_state_dict()
+        with pytest.raises(trainer_client.ExportError, match="exists"):
+            engine.export("safetensors", trained.directory)
+        train(engine, [batch] * 4)
+        last = engine.export("deepspeed-fp32", tmp_path / "last")
+        newest = engine.full_state_dict()
+    assert first is not None and last is not None
+    assert [pending.staged.result(0) for pending in (first, last)] == [1, 5]
+    # The engine has waited for the exports.
+    assert last.persisted.done()
+    del expected["lm_head.weight"]
+    assert differing(load_file(tmp_path / "first" / "model.safetensors"), expected) == []
+    assert differing(torch.load(tmp_path / "last" / "pytorch_model.bin", weights_only=True), newest) == []
+
+
+# peft 0.21 gives this warning with transformers 5.23.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_loads_an_adapter_that_was_exported_alone(trained: Trained, tmp_path: Path) -> None:
+    (batch,) = micro_batches(1)
+    torch.manual_seed(3)
+    base = ZOO["gpt2-zoo"]()
+    config = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True, init_lora_weights=False
+    )
+    model = peft.get_peft_model(copy.deepcopy(base), config)
+    with start(model, config_of(trained.address, "adapted")) as engine:
+        train(engine, [batch] * 2)
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(input_ids=batch).logits
+        pending = engine.export("safetensors", tmp_path / "by engine", adapter="default")
+        assert pending is not None
+    run_cli("--address", trained.address, "--job", "adapted", "--adapter", "default", tmp_path / "by command")
+    wrong = run_cli("--address", trained.address, "--job", "adapted", "--adapter", "other", tmp_path / "no", code=2)
+    assert "has no adapter 'other'; its adapters: 'default'" in wrong
+    assert "the format is dcp" in run_cli(
+        "--address", trained.address, "--job", "adapted", "--adapter", "default", "--format", "dcp", tmp_path, code=2
+    )
+    for name in ("by engine", "by command"):
+        assert_checksums_hold(tmp_path / name)
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / name)).eval()
+        with torch.no_grad():
+            assert torch.equal(loaded(input_ids=batch).logits, logits)
 
 
 @pytest.mark.parametrize("format", get_args(Format))

@@ -40,6 +40,9 @@ def export(
         ),
     ] = None,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With dcp: the optimizer's states, too.")] = False,
+    adapter: Annotated[
+        str | None, typer.Option(help="Name of a LoRA adapter of peft, which alone is written; usually default.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Most bytes of tensors in one file; not for dcp.")] = "5GB",
     extra: Annotated[
         list[Path] | None,
@@ -82,6 +85,7 @@ def export(
                 format=format,
                 dtype=dtype,
                 optimizer=optimizer,
+                adapter=adapter,
                 max_shard_bytes=_size(max_shard_size),
                 extra_files=extra or (),
                 overwrite=overwrite,

@@ -18,6 +18,7 @@ from typing import Literal, TypedDict, Unpack, get_args
 import torch
 
 from trainer_client.errors import ConfigError
+from trainer_client.exchange.adapter_format import adapter_tensors, write_adapter
 from trainer_client.exchange.dcp_format import write_dcp
 from trainer_client.exchange.destination import Destination, WrittenFile, open_destination
 from trainer_client.exchange.safetensors_format import write_safetensors
@@ -75,17 +76,23 @@ class Progress:
     total_bytes: int
 
 
-class ExportOptions(TypedDict, total=False):
-    """The keyword arguments of `export_step` that `begin_export` has, too."""
+class FormatOptions(TypedDict, total=False):
+    """The keyword arguments of `export_step` that an export from a trainer has, too, besides the format."""
 
-    format: Format
     dtype: WeightDType | None
     optimizer: bool
+    adapter: str | None
     max_shard_bytes: int
     extra_files: Sequence[str | os.PathLike[str]]
     overwrite: bool
     credentials: Credentials | None
     on_progress: Callable[[Progress], None] | None
+
+
+class ExportOptions(FormatOptions, total=False):
+    """The keyword arguments of `export_step` that `begin_export` has, too."""
+
+    format: Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,7 @@ def export_step(
     format: Format = "safetensors",
     dtype: WeightDType | None = None,
     optimizer: bool = False,
+    adapter: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     extra_files: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
@@ -134,6 +142,8 @@ def export_step(
         dtype: dtype of the parameters, converted from the fp32 weights; None: with safetensors the dtype in which the
             model computed, otherwise fp32.
         optimizer: write the optimizer's states, too; "dcp" only.
+        adapter: name of a LoRA adapter of peft ("default", unless the user has named it), which alone is written as
+            peft writes it; "safetensors" only.
         max_shard_bytes: the most bytes of tensors in one file; not for "dcp".
         extra_files: files that are copied beside the weights, such as a config and a tokenizer; of a directory, all
             files in it but weights.
@@ -150,7 +160,7 @@ def export_step(
     """
     began = time.monotonic()
     stores = [store] if isinstance(store, str) else list(store)
-    _check(stores, format, dtype, optimizer=optimizer, max_shard_bytes=max_shard_bytes)
+    _check(stores, format, dtype, optimizer=optimizer, adapter=adapter, max_shard_bytes=max_shard_bytes)
     extras = list(_files_of(extra_files))
     target = open_destination(destination, overwrite=overwrite)
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
@@ -160,12 +170,18 @@ def export_step(
         if on_staged is not None:
             on_staged(model.step)
         weights = model.weights(_dtype_of(format, dtype))
+        adapted = None if adapter is None else adapter_tensors(model, weights, adapter)
+        if adapted is not None:
+            weights = list(adapted.values())
         states = model.optimizer() if optimizer else None
         everything = [*weights, *_tensors_of(states)]
         model.plan(everything)
         progress.total_bytes = sum(tensor.nbytes for tensor in everything if tensor.kind is not None)
         target.require(sum(tensor.nbytes for tensor in everything))
-        _write(format, model, weights, states, target, max_shard_bytes)
+        if adapted is not None and adapter is not None:
+            write_adapter(model, adapted, adapter, target)
+        else:
+            _write(format, model, weights, states, target, max_shard_bytes)
         for path in extras:
             target.copy(path)
     return ExportResult(
@@ -175,7 +191,7 @@ def export_step(
         destination=target.name,
         tensors=len(everything),
         files=tuple(target.files),
-        left_out=model.left_out,
+        left_out=() if adapter is not None else model.left_out,
         seconds=time.monotonic() - began,
     )
 
@@ -221,8 +237,8 @@ def _write(
 
 
 def _check(
-    stores: Sequence[str], format: str, dtype: str | None, *, optimizer: bool, max_shard_bytes: int
-) -> None:  # fmt: skip
+    stores: Sequence[str], format: str, dtype: str | None, *, optimizer: bool, adapter: str | None, max_shard_bytes: int
+) -> None:
     if not stores:
         raise ConfigError("store has no address: give that of the store daemon, such as unix:/path/paramserver.sock")
     if format not in get_args(Format):
@@ -233,6 +249,8 @@ def _check(
         raise ConfigError(f"dtype {dtype!r} does not go with the format deepspeed-fp32, whose weights are fp32")
     if optimizer and format != "dcp":
         raise ConfigError(f"the format {format} has no optimizer states: leave them out, or write dcp")
+    if adapter is not None and format != "safetensors":
+        raise ConfigError(f"an adapter alone is written as safetensors, and the format is {format}")
     if max_shard_bytes <= 0:
         raise ConfigError(f"max_shard_bytes {max_shard_bytes} must be positive")
 

@@ -8,7 +8,7 @@ bytes with the length of the header, the header as JSON, and the tensors' bytes 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,12 +38,18 @@ _ALIGNMENT_BYTES = 8
 
 
 def write_safetensors(
-    model: StoredModel, tensors: Sequence[ModelTensor], destination: Destination, max_shard_bytes: int
+    model: StoredModel,
+    tensors: Sequence[ModelTensor],
+    destination: Destination,
+    max_shard_bytes: int,
+    *,
+    stem: str = "model",
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors as `model.safetensors`, or as numbered files with an index.
+    """Write tensors as `STEM.safetensors`, or as numbered files with an index.
 
-    A tied tensor is written once, under the name that the store has, because transformers ties it again by the
-    model's config.
+    A tied tensor is written once, under the name that the store has, because transformers ties it again by the model's
+    config. `names` has the name in the file of each tensor whose name differs there.
 
     Raises:
         ExportError: the format cannot have a tensor, which the message names.
@@ -56,21 +62,21 @@ def write_safetensors(
         # Wide types come first, so that each tensor begins at a multiple of its element's size.
         ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
         with destination.create(name) as file:
-            file.write(_header(ordered))
+            file.write(_header(ordered, names or {}))
             for tensor in ordered:
                 for piece in model.pieces(tensor):
                     file.write(bytes_of(piece).numpy().data)
 
-    write_sharded(tensors, destination, max_shard_bytes, "model", ".safetensors", write_file, with_aliases=False)
+    write_sharded(tensors, destination, max_shard_bytes, stem, ".safetensors", write_file, with_aliases=False)
 
 
-def _header(tensors: Sequence[ModelTensor]) -> bytes:
+def _header(tensors: Sequence[ModelTensor], names: Mapping[str, str]) -> bytes:
     """Return the beginning of a file with these tensors, up to the first byte of the first one."""
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
     for tensor in tensors:
         first, end = end, end + tensor.nbytes
-        entries[tensor.name] = {
+        entries[names.get(tensor.name, tensor.name)] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [first, end],

@@ -91,6 +91,7 @@ class StoredModel:
         job: the name of its job.
         step: the number of the step.
         left_out: names of a plain state dict that the store does not have, so that no export can have them.
+        adapters: the configs of peft's adapters in JSON, by name.
     """
 
     def __init__(self, origin: StoredStep, on_read: Callable[[int], None]) -> None:
@@ -122,6 +123,7 @@ class StoredModel:
             self._aliases.setdefault(fqn, []).append(alias)
         self._buffers: Mapping[str, torch.Tensor] = (model or {}).get("buffers", {})
         self.left_out: tuple[str, ...] = tuple((model or {}).get("left_out", ()))
+        self.adapters: Mapping[str, str] = (model or {}).get("adapters", {})
         # The sizes of small tensors that were planned and not read yet, by kind and name, and those that were read and
         # not taken yet.
         self._small: dict[Kind, dict[str, int]] = {}

@@ -1,9 +1,8 @@
 """Files of `torch.save`, opened without trust: nothing in them is executed, and tensors are mapped and not read.
 
 A file of torch.save is a zip archive without compression: a pickle, and a record for the bytes of each storage. Loading
-a pickle calls the functions that it names. So it is read by torch's restricted reader (`weights_only=True`), which calls
-only a few functions that build tensors, and those that are given here as harmless. Must never call
-`torch.load(weights_only=False)`.
+a pickle calls the functions that it names. So it is read by torch's restricted reader (`weights_only=True`). That calls
+only functions that build tensors, and those that are given here as harmless. Must never call `torch.load` otherwise.
 """
 
 from __future__ import annotations

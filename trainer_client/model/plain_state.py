@@ -1,4 +1,4 @@
-"""What a model's plain state dict has besides the tensors of the store: further names of tied parameters, and buffers.
+"""What a model's files have besides the tensors of the store: further names of tied parameters, buffers, adapters.
 
 Each commit carries it in its client state, so that a step can be exported from the store alone. Must never keep a copy
 of a buffer: each commit has the values of its own moment.
@@ -6,7 +6,8 @@ of a buffer: each commit has the values of its own moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class PlainState:
         self._buffers: list[str] = []
         # Entries that a module adds to its state dict by itself, as `get_extra_state` does.
         self._foreign: list[str] = []
+        self._adapters = _adapter_configs(model)
         for name, entry in model.state_dict(keep_vars=True).items():
             fqn = stored.get(id(entry))
             if fqn is None:
@@ -48,7 +50,7 @@ class PlainState:
         Returns:
             "aliases": the stored name of each further name of a parameter; "buffers": the values of the buffers that a
             plain state dict has, by name, as long as all together have at most MAX_BUFFER_BYTES; "left_out": the names
-            of all other entries of the state dict.
+            of all other entries of the state dict; "adapters": the configs of peft's adapters in JSON, by name.
         """
         buffers: dict[str, torch.Tensor] = {}
         left_out = list(self._foreign)
@@ -60,4 +62,17 @@ class PlainState:
                 room -= buffer.nbytes
             else:
                 left_out.append(name)
-        return {"aliases": self._aliases, "buffers": buffers, "left_out": left_out}
+        return {"aliases": self._aliases, "buffers": buffers, "left_out": left_out, "adapters": self._adapters}
+
+
+def _adapter_configs(model: nn.Module) -> dict[str, str]:
+    """Return the configs of the adapters of a model of peft, as `save_pretrained` of peft writes them."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping):
+        return {}
+    # peft writes sets as lists, and its enumerations are strings.
+    return {
+        name: json.dumps({**config.to_dict(), "inference_mode": True}, default=sorted, indent=2, sort_keys=True)
+        for name, config in configs.items()
+        if hasattr(config, "to_dict")
+    }
