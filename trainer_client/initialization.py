@@ -29,6 +29,7 @@ from trainer_client.config.training_config import TrainingConfig
 from trainer_client.data_parallel import check_mpu
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError, LocalDaemonError
+from trainer_client.exchange.first_import import import_at_start
 from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
@@ -78,6 +79,7 @@ def initialize(
     *,
     weights: str | Path | None = None,
     strict_weights: bool = True,
+    checkpoint: str | Path | None = None,
     param_init_fn: ParamInitFn | None = None,
     unit_policy: UnitPolicy | None = None,
     prefer_streams: bool = False,
@@ -110,6 +112,9 @@ def initialize(
             values that a new job begins with. Each rank reads its own parts. (On a resume, buffers are read from it.)
         strict_weights: whether files and model must have the same names. False: values that the files lack keep their
             initial values, and values that the model lacks are left out.
+        checkpoint: a checkpoint of DeepSpeed or another framework, as for `paramserver import`: a path or a URL. A job
+            that has no step yet goes on from it, with its optimizer states and counters; of any other job it has no
+            effect.
         param_init_fn: a function that initialises the own parameters and buffers of a module on the meta device, in
             place (as FSDP's); None: the module's `reset_parameters()`, then `_init_weights(module)` of the transformers
             model around it.
@@ -132,6 +137,8 @@ def initialize(
         )
     if model is None:
         raise ConfigError("initialize(model=None): pass the model")
+    if checkpoint is not None and weights is not None:
+        raise ConfigError("initialize(checkpoint=..., weights=...): the checkpoint has weights; pass one of them")
     check_mpu("initialize(mpu=...)", mpu)
     parameters = list_parameters(model)
     settings = load_config(
@@ -162,6 +169,7 @@ def initialize(
                     "lr_scheduler": lr_scheduler,
                     "training_data": training_data,
                     "weights": weights,
+                    "checkpoint": checkpoint,
                     "param_init_fn": param_init_fn,
                     "unit_policy": unit_policy,
                 },
@@ -188,6 +196,8 @@ def initialize(
         # The process group is left before the daemon is stopped. After an error here, other ranks in a collective with
         # this one fail at once then, and end their sessions, for which the end of the daemon waits.
         resources.callback(processes.close)
+        if checkpoint is not None:
+            import_at_start(checkpoint, settings, store, collectives, model, parameters)
         initial_values = InitialValues(
             model,
             parameters,

@@ -162,6 +162,33 @@ def test_a_run_of_deepspeed_goes_on_bit_for_bit(address: str, tmp_path: Path, la
         assert torch.equal(squares, optimizer.state[model.get_parameter("first.weight")]["exp_avg_sq"])
 
 
+def test_a_run_begins_with_a_checkpoint_and_its_own_daemon(tmp_path: Path) -> None:
+    model = make_mixed()
+    optimizer = optimizer_of(model)
+    schedule = WarmupLR(optimizer, **SCHEDULE)
+    train_plain(model, optimizer, schedule, range(2))
+    path = write_checkpoint(
+        tmp_path / "ck", model, optimizer, layout="stage 3", ranks=2, step=2, samples=16,
+        scheduler={"last_batch_iteration": schedule.last_batch_iteration},
+    )  # fmt: skip
+    config = config_of("", "own")
+    config["paramserver"] = {"state_dir": str(tmp_path / "state"), "host_budget": "64MiB", "nvme_budget": "1GiB"}
+    losses = []
+    for steps in (range(2, 3), range(3, 4)):
+        other = Mixed()
+        engine = trainer_client.initialize(
+            model=other, optimizer=optimizer_of(other), config=config, checkpoint=path.parent
+        )[0]
+        with engine:
+            assert engine.global_steps == steps.start
+            losses += train(engine, steps)
+        # The second run goes on from the job, so that it needs no checkpoint any more.
+        shutil.rmtree(path.parent, ignore_errors=True)
+    assert losses == train_plain(model, optimizer, schedule, range(2, 4))
+    with pytest.raises(trainer_client.ConfigError, match="pass one of them"):
+        trainer_client.initialize(model=Mixed(), config=config, checkpoint=path, weights=path)
+
+
 def test_the_loss_scale_and_the_hyper_parameters_are_taken_over(address: str, tmp_path: Path) -> None:
     model = make_mixed()
     optimizer = optimizer_of(model)
@@ -370,4 +397,3 @@ def test_the_commands_of_the_pages_run(address: str, tmp_path: Path, monkeypatch
                 run_cli(*shlex.split(line)[2:], "--job", f"page {count}")
                 count += 1
     assert count >= 3
-    shutil.rmtree(tmp_path / "model")

@@ -75,6 +75,7 @@ def import_checkpoint(
     exclude: Sequence[str] = (),
     verify: bool = True,
     is_buffer: Callable[[str], bool] | None = None,
+    is_excluded: Callable[[str], bool] | None = None,
     credentials: Credentials | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ImportResult:
@@ -99,6 +100,7 @@ def import_checkpoint(
         verify: whether all files are read and compared with their checksums first.
         is_buffer: tells by its name whether a tensor is a buffer, for formats that do not say so; None: integers and
             the statistics of batch norms are buffers.
+        is_excluded: tells by its name whether a tensor is left out, besides those of `exclude`.
         credentials: token and TLS files to connect with; None: those that the environment names, as for StoreClient.
         on_progress: called after each piece that was written.
 
@@ -114,7 +116,7 @@ def import_checkpoint(
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
     with local_source(source) as path:
-        checkpoint = _without(_open(path, tag, verify=verify), exclude)
+        checkpoint = _without(_open(path, tag, verify=verify), exclude, is_excluded)
         if weights_only:
             checkpoint = _weights_of(checkpoint)
         tensors, buffers = divide(checkpoint, is_buffer)
@@ -170,12 +172,13 @@ def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(format=checkpoint.format, tensors=tensors, aliases=checkpoint.aliases, buffers=checkpoint.buffers)
 
 
-def _without(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
-    """Return the checkpoint without the names that a pattern matches. Raises ConfigError for an idle pattern."""
-    if not patterns:
-        return checkpoint
+def _without(checkpoint: Checkpoint, patterns: Sequence[str], is_excluded: Callable[[str], bool] | None) -> Checkpoint:
+    """Return the checkpoint without the excluded names. Raises ConfigError for a pattern that matches none."""
     names = {*(tensor.name for tensor in checkpoint.tensors), *checkpoint.aliases, *checkpoint.buffers}
     dropped = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    if is_excluded is not None:
+        # A further name of a tensor that the checkpoint has once needs no exclusion.
+        dropped |= {tensor.name for tensor in checkpoint.tensors if is_excluded(tensor.name)}
     if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
         raise ConfigError(f"exclude {idle[0]!r} matches no name of the checkpoint")
     return replace(
