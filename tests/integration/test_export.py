@@ -53,7 +53,9 @@ from trainer_client.exchange.export import (
     begin_export,
     export_step,
 )
+from trainer_client.exchange.import_checkpoint import import_checkpoint
 from trainer_client.run import client_state
+from trainer_client.store_client.client_sync import StoreClientSync
 
 JOB, OTHER_JOB = "gpt2", "normalised"
 STEPS = 2
@@ -252,7 +254,7 @@ def test_dcp_loads_into_a_plain_model_and_into_fsdp2_with_the_optimizer(trained:
     plain.load_state_dict(state["model"])
     assert differing(dict(plain.state_dict()), trained.weights) == []
 
-    run_ranks("tests.integration.support.fsdp_ranks", 2, checkpoint, tmp_path / "loaded.pt")
+    run_ranks("tests.integration.support.fsdp_ranks", 2, checkpoint, tmp_path / "loaded.pt", tmp_path / "back")
 
     loaded = torch.load(tmp_path / "loaded.pt")
     assert differing(loaded["model"], trained.weights) == []
@@ -263,6 +265,16 @@ def test_dcp_loads_into_a_plain_model_and_into_fsdp2_with_the_optimizer(trained:
     (group,) = loaded["optimizer"]["param_groups"]
     assert group["lr"] == optimizer_of(plain).param_groups[0]["lr"]
     assert differing(loaded["trained"], trained.weights), "the step after the load changed nothing"
+
+    imported = import_checkpoint(trained.address, "from FSDP2", tmp_path / "back", exclude=["lm_head.weight"])
+    assert (imported.step, imported.states) == (STEPS + 1, ("exp_avg", "exp_avg_sq"))
+    with StoreClientSync.connect(trained.address) as client, client.read("from FSDP2") as reader:
+        names = [tensor.fqn for tensor in reader.tensors()]
+        expected = {name: value for name, value in loaded["trained"].items() if name != "lm_head.weight"}
+        assert differing({name: reader.get(name) for name in names}, expected) == []
+        for kind in imported.states:
+            states = {name: values[kind] for name, values in loaded["states"]["state"].items() if name in names}
+            assert differing({name: reader.get(name, kind=kind) for name in names}, states) == []
 
 
 def test_dcp_has_buffers_tied_and_frozen_parameters(trained: Trained, tmp_path: Path) -> None:

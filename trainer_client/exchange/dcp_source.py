@@ -8,7 +8,6 @@ a tensor; the writer has decided how large its chunks are.
 from __future__ import annotations
 
 import importlib
-import io
 import math
 import pickle
 import re
@@ -21,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from trainer_client.errors import ImportCheckpointError
+from trainer_client.exchange import torch_files
 from trainer_client.exchange.checkpoint import STATE_KINDS, Checkpoint, CheckpointTensor, ParameterGroup
 from trainer_client.exchange.source import name_within, verify_checksums
 from trainer_client.store_client.types import Kind
@@ -187,9 +187,16 @@ class _Chunks:
     dtype: torch.dtype
 
     def read(self, target: torch.Tensor, offset: int) -> None:
+        found = 0
         for chunk in self.files.chunks(self.key):
             for first, count, values in chunk.rows(self.shape, offset, offset + target.numel()):
                 target[first - offset : first - offset + count].copy_(values)
+                found += count
+        if found != target.numel():
+            raise ImportCheckpointError(
+                f"the chunks of {self.key!r} have {found} of the {target.numel()} elements from {offset} on: they "
+                "overlap, or leave out some"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +293,9 @@ class _Files:
                 f"{self._directory}: the chunk of {chunk.key!r} at {list(chunk.offsets)} is not a tensor of shape "
                 f"{list(chunk.sizes)}"
             )
+        # A stride of 0 lets a small file have a tensor of any size.
+        if values.layout is not torch.strided or values.nbytes > values.untyped_storage().nbytes():
+            raise ImportCheckpointError(f"{self._directory}: the chunk of {chunk.key!r} has fewer bytes than elements")
         flat = values.detach().contiguous().reshape(-1)
         self._last = chunk, flat
         return flat
@@ -341,10 +351,9 @@ class _Files:
             with path.open("rb") as file:
                 file.seek(info.offset)
                 content = file.read(info.length)
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, MemoryError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {reason}") from error
+        except (OSError, ValueError, TypeError) as error:
+            raise ImportCheckpointError(f"{path}: {index.fqn!r} cannot be read: {error}") from error
+        return torch_files.load_embedded(content, f"{path}: {index.fqn!r}")
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainer_client.errors import ConfigError, ImportCheckpointError
+from trainer_client.errors import ConfigError, ImportCheckpointError, TrainerClientError
 from trainer_client.exchange.checkpoint import Checkpoint
 from trainer_client.exchange.dcp_source import is_dcp, open_dcp
 from trainer_client.exchange.deepspeed_files import is_deepspeed
@@ -30,7 +30,7 @@ from trainer_client.exchange.weight_files import (
     open_safetensors,
     open_state_dict,
 )
-from trainer_client.store_client.types import Placement
+from trainer_client.store_client.types import Kind, Placement
 from trainer_client.transport.credentials import Credentials
 from trainer_client.transport.rank_store import RankStore
 
@@ -56,7 +56,7 @@ class ImportResult:
     format: str
     step: int
     tensors: int
-    states: tuple[str, ...]
+    states: tuple[Kind, ...]
     size_bytes: int
     left_out: tuple[str, ...]
     seconds: float
@@ -116,7 +116,7 @@ def import_checkpoint(
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
     with local_source(source) as path:
-        checkpoint = _without(_open(path, tag, verify=verify), exclude, is_excluded)
+        checkpoint = _without(_opened(path, tag, verify=verify), exclude, is_excluded)
         if weights_only:
             checkpoint = _weights_of(checkpoint)
         tensors, buffers = divide(checkpoint, is_buffer)
@@ -148,6 +148,16 @@ def import_checkpoint(
         left_out=(*checkpoint.left_out, *left_out),
         seconds=time.monotonic() - began,
     )
+
+
+def _opened(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
+    """Open a checkpoint, and give errors about records of an unexpected form one type. Raises ImportCheckpointError."""
+    try:
+        return _open(path, tag, verify=verify)
+    except TrainerClientError:
+        raise
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, OSError) as error:
+        raise ImportCheckpointError(f"{path} has a record that is not as its format has it: {error!r}") from error
 
 
 def _open(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:

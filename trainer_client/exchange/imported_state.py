@@ -6,7 +6,6 @@ what is not known is None there, and the trainer's own value counts.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,6 @@ from trainer_client.errors import ClientStateError
 from trainer_client.exchange.checkpoint import Checkpoint, CheckpointTensor
 from trainer_client.model.plain_state import MAX_BUFFER_BYTES
 from trainer_client.run import client_state
-
-log = logging.getLogger(__name__)
 
 
 def encode_state(
@@ -37,8 +34,9 @@ def encode_state(
     """
     names = {tensor.name: index for index, tensor in enumerate(tensors)}
     kept, left_out = _small(buffers)
-    scheduler = _storable(checkpoint.lr_scheduler)
-    if scheduler is None and checkpoint.lr_scheduler is not None:
+    scheduler = checkpoint.lr_scheduler
+    if not _is_storable(scheduler):
+        scheduler = None
         left_out.append("lr_scheduler")
     state = {
         "counters": {
@@ -84,14 +82,13 @@ def _small(buffers: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     return kept, left_out
 
 
-def _storable(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the state of a scheduler, or None if it has a value that a commit cannot carry."""
+def _is_storable(value: Any) -> bool:
+    """Return whether a commit can carry a value."""
     try:
-        client_state.encode({"lr_scheduler": state})
-    except ClientStateError as error:
-        log.warning("the state of the learning-rate scheduler is not imported: %s", error)
-        return None
-    return state
+        client_state.encode({"value": value})
+    except ClientStateError:
+        return False
+    return True
 
 
 def _groups(checkpoint: Checkpoint, names: Mapping[str, int]) -> list[dict[str, Any]] | None:
@@ -99,7 +96,7 @@ def _groups(checkpoint: Checkpoint, names: Mapping[str, int]) -> list[dict[str, 
     if checkpoint.groups is None:
         return None
     return [
-        {key: value for key, value in group.settings.items() if _storable({key: value}) is not None}
+        {key: value for key, value in group.settings.items() if _is_storable(value)}
         | {"params": _ranges(names[name] for name in group.names if name in names)}
         for group in checkpoint.groups
     ]

@@ -7,10 +7,11 @@ only functions that build tensors, and those that are given here as harmless. Mu
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -92,27 +93,59 @@ def verify(path: Path) -> None:
         raise _damaged(path, error) from error
 
 
-def _check_archive(path: Path) -> None:
-    """Refuse an archive that could take more memory than the file has bytes. Raises ImportCheckpointError."""
-    if not zipfile.is_zipfile(path):
-        raise ImportCheckpointError(
-            f"{path} is not a file of torch.save in its present format, a zip archive, or it is cut short"
-        )
-    size = path.stat().st_size
+def load_embedded(content: bytes, where: str) -> Any:
+    """Return what `torch.save` has written into a part of a file, after its checksums were compared.
+
+    Args:
+        content: the bytes.
+        where: names the part, for error texts.
+
+    Raises:
+        ImportCheckpointError: the bytes are damaged, or name a class that is not allowed.
+    """
+    file = io.BytesIO(content)
+    _check_entries(file, len(content), where)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise ImportCheckpointError(f"{where}: record {damaged!r} differs from its checksum")
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except ImportCheckpointError:
+        raise
+    except Exception as error:
+        # A damaged pickle raises errors of any kind.
+        raise _damaged(where, error) from error
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse a file that is no archive of torch.save, or one that grows. Raises ImportCheckpointError."""
+    with path.open("rb") as file:
+        _check_entries(file, path.stat().st_size, path)
+
+
+def _check_entries(file: IO[bytes], size: int, where: object) -> None:
+    """Refuse an archive that could take more memory than the file has bytes. Raises ImportCheckpointError."""
+    if not zipfile.is_zipfile(file):
+        raise ImportCheckpointError(
+            f"{where} is not a file of torch.save in its present format, a zip archive, or it is cut short"
+        )
+    try:
+        with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged(where, error) from error
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            raise ImportCheckpointError(f"{path}: record {entry.filename!r} is compressed, which torch.save never does")
+            raise ImportCheckpointError(
+                f"{where}: record {entry.filename!r} is compressed, which torch.save never does"
+            )
         if entry.filename.endswith("/data.pkl") and entry.file_size > _MAX_PICKLE_BYTES:
-            raise ImportCheckpointError(f"{path}: its pickle has {entry.file_size} bytes, above {_MAX_PICKLE_BYTES}")
+            raise ImportCheckpointError(f"{where}: its pickle has {entry.file_size} bytes, above {_MAX_PICKLE_BYTES}")
     if sum(entry.file_size for entry in entries) > size:
-        raise ImportCheckpointError(f"{path}: its records overlap, because together they are larger than the file")
+        raise ImportCheckpointError(f"{where}: its records overlap, because together they are larger than the file")
 
 
-def _damaged(path: Path, error: Exception) -> ImportCheckpointError:
+def _damaged(where: object, error: Exception) -> ImportCheckpointError:
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return ImportCheckpointError(f"{path} is damaged or not a file of torch.save: {reason}")
+    return ImportCheckpointError(f"{where} is damaged or not a file of torch.save: {reason}")

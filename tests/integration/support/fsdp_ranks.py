@@ -1,6 +1,7 @@
-"""One of two ranks that load an exported DCP checkpoint into FSDP2; run by test_export.py.
+"""One of two ranks that load an exported DCP checkpoint into FSDP2, and save another one; run by test_export.py.
 
-The arguments are the checkpoint's directory and the file for what rank 0 gathers from the ranks.
+The arguments are the checkpoint's directory, the file for what rank 0 gathers from the ranks, and the directory of the
+checkpoint that they save after a step.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 
 from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches
 
 
 def main() -> None:
-    checkpoint, result = map(Path, sys.argv[1:])
+    checkpoint, result, saved = map(Path, sys.argv[1:])
     dist.init_process_group("gloo")
     torch.manual_seed(11)
     model = build_model(Run())
@@ -42,7 +43,9 @@ def main() -> None:
     (batch,) = micro_batches(1, dist.get_rank(), dist.get_world_size())
     model(input_ids=batch, labels=batch).loss.backward()
     optimizer.step()
-    trained = get_model_state_dict(model, options=whole)
+    weights, states = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": states}, checkpoint_id=saved)
+    trained = get_state_dict(model, optimizer, options=whole)
     if dist.get_rank() == 0:
-        torch.save({"model": loaded[0], "optimizer": loaded[1], "trained": trained}, result)
+        torch.save({"model": loaded[0], "optimizer": loaded[1], "trained": trained[0], "states": trained[1]}, result)
     dist.destroy_process_group()

@@ -216,6 +216,9 @@ def test_a_hostile_dcp_checkpoint_is_refused(tmp_path: Path) -> None:
         read_all(open_dcp(changed("nowhere", lambda metadata: metadata.storage_data.clear()), verify=False))
     with pytest.raises(ImportCheckpointError, match="leave the file"):
         read_all(open_dcp(changed("past", past_the_end), verify=False))
+    flip(whole / "__0_0.distcp", struct.pack("<f", 17.0))
+    with pytest.raises(ImportCheckpointError, match="differs from its checksum"):
+        read_all(open_dcp(whole, verify=False))
     with (whole / "__0_0.distcp").open("r+b") as file:
         file.truncate(50)
     with pytest.raises(ImportCheckpointError, match="leave the file"):
