@@ -101,7 +101,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TensorValues:
-    """The elements of a tensor of torch, which is usually mapped from its file; `first` and `numel` choose a part."""
+    """The elements of a tensor of torch, which is mapped from its file."""
 
     tensor: torch.Tensor
 

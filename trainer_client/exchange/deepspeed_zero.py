@@ -15,7 +15,6 @@ Must never hold the elements of more than the piece that is asked for.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from trainer_client.exchange.checkpoint import (
     Values,
 )
 from trainer_client.exchange.deepspeed_files import Scaler, find_directory, find_files, load_dict
+from trainer_client.exchange.deepspeed_partitions import Joined, Striped
 from trainer_client.exchange.source import verify_checksums
 from trainer_client.store_client.types import Kind
 
@@ -69,54 +69,6 @@ def open_deepspeed(path: Path, tag: str | None, *, verify: bool) -> Checkpoint:
     states = [load_dict(file) for file in optimizers]
     reader = _Reader(directory, models, optimizers, states)
     return reader.read()
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """The elements of one parameter in partitions of a flattened group, which lie one after another.
-
-    `begins` has the first element of each partition; `first` is the parameter's first element.
-    """
-
-    partitions: Sequence[torch.Tensor]
-    begins: Sequence[int]
-    first: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.partitions[0].dtype
-
-    def read(self, target: torch.Tensor, offset: int) -> None:
-        done = 0
-        while done < target.numel():
-            position = self.first + offset + done
-            number = bisect.bisect_right(self.begins, position) - 1
-            start = position - self.begins[number]
-            count = min(target.numel() - done, self.partitions[number].numel() - start)
-            target[done : done + count].copy_(self.partitions[number][start : start + count])
-            done += count
-
-
-@dataclass(frozen=True, slots=True)
-class _Striped:
-    """The elements of one parameter that is cut into equal parts, one in each rank's tensor, from `first` on."""
-
-    tensors: Sequence[torch.Tensor]
-    first: int
-    part_numel: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensors[0].dtype
-
-    def read(self, target: torch.Tensor, offset: int) -> None:
-        done = 0
-        while done < target.numel():
-            rank, start = divmod(offset + done, self.part_numel)
-            count = min(target.numel() - done, self.part_numel - start)
-            begin = self.first + start
-            target[done : done + count].copy_(self.tensors[rank][begin : begin + count])
-            done += count
 
 
 # One group of parameters that are flattened together: names and shapes in their order.
@@ -253,7 +205,7 @@ class _Reader:
             values: dict[Kind, Values] = {}
             for kind, tensors in parts.items():
                 values[kind] = (
-                    _Striped(tensors, first, part_numel) if self._is_stage_3 else _Joined(tensors, begins[kind], first)
+                    Striped(tensors, first, part_numel) if self._is_stage_3 else Joined(tensors, begins[kind], first)
                 )
             yield name, values
             first += part_numel if self._is_stage_3 else numel
@@ -333,7 +285,7 @@ class _Reader:
                     f"{self._directory}: the parts of {name!r} have {[tensor.numel() for tensor in tensors]} elements, "
                     f"and each should have {part_numel}"
                 )
-            found[name] = _frozen(name, shape, _Striped(tensors, 0, part_numel))
+            found[name] = _frozen(name, shape, Striped(tensors, 0, part_numel))
         return found
 
     def _optimizer(self, rank: int) -> _Optimizer:

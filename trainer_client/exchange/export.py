@@ -70,7 +70,7 @@ class ExportResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far an export is: bytes of tensors that were read from the store, and those of the whole export."""
+    """How far an export or import is: bytes of tensors that were read, and those of the whole."""
 
     read_bytes: int
     total_bytes: int
