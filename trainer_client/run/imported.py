@@ -84,7 +84,9 @@ def _settings(
 
     Frozen parameters in a group do not count, because DeepSpeed drops them. None: no group is the same.
     """
-    found = {frozenset(names[index] for index in _indexes(group["params"])): group for group in stored}
+    found = {
+        frozenset(names[index] for index in _indexes(group["params"]) if index in names): group for group in stored
+    }
     trained = frozenset().union(*found) - set(fresh)
     settings = optimizer.settings()
     matched = 0
