@@ -1,4 +1,4 @@
-"""The `paramserver` command: runs a store daemon, makes its clients' certificates and tokens, and exports steps.
+"""The `paramserver` command: runs a store daemon, makes certificates and tokens, and calls the verbs of its clients.
 
 The verbs that are clients of a daemon belong to the package `trainer_client`, which lies above this one. This module
 knows their names and one line of help; the module with the verb is imported when the verb is called, so that neither
@@ -165,6 +165,12 @@ def export(context: typer.Context) -> None:
 def import_checkpoint(context: typer.Context) -> None:
     """Write safetensors, a state dict, torch's DCP, or a ZeRO checkpoint of DeepSpeed into the store as a new job."""
     _call_client_verb("trainer_client.exchange.import_cli", context.args)
+
+
+@app.command(add_help_option=False, context_settings=_UNPARSED)
+def launch(context: typer.Context) -> None:
+    """Start a training script on one or several ranks, with a store daemon if it needs one."""
+    _call_client_verb("trainer_client.launch.cli", context.args)
 
 
 def main() -> None:

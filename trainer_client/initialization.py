@@ -352,7 +352,7 @@ def _connect(
         failure: LocalDaemonError | None = None
         if local_rank == 0:
             try:
-                resources.callback(LocalDaemon(settings).stop)
+                resources.callback(LocalDaemon.of(settings).stop)
             except LocalDaemonError as error:
                 failure = error
         # The other ranks connect only after this collective, because the socket of an earlier daemon may have been

@@ -54,7 +54,7 @@ FLOORS = {
         "initial store_client store_optimizer",
         "step",
         "access report run",
-        "engine_getters exchange",
+        "engine_getters exchange launch",
         "engine",
         "assembly zero",
         "initialization runtime",

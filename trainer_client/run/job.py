@@ -8,32 +8,27 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 import grpc
-import torch
 from torch import nn
 
-from paramserver.contract.dtypes import WIRE_DTYPES
-from paramserver.contract.durability import parse_durability
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.errors import ConfigError, JobConflictError, OtherModelError, StoreNotFoundError
 from trainer_client.initial.initial_values import InitialValues
-from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.gather import CollectiveGather, Gather, OneSidedGather
-from trainer_client.model.parameters import ModelParameter
-from trainer_client.model.placement import GroupPlacement, PlacementPolicy
+from trainer_client.model.placement import PlacementPolicy
 from trainer_client.model.states import PlacedStates
-from trainer_client.model.unit_policy import UnitPolicy, UnitSpec, find_units
+from trainer_client.model.unit_policy import UnitPolicy, find_units
 from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
-from trainer_client.recorder import ROOT_NAME
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.imported import is_imported, load_buffers
+from trainer_client.run.declaration import assign, flat_groups, open_request
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.stored_step import StoredStep
@@ -90,9 +85,19 @@ class Job:
         placement = PlacementPolicy.of(settings)
         self.gather = self._choose_gather(placement)
         specs = find_units(user.module, user.parameters, unit_policy)
-        groups_of_units = [self._groups(spec) for spec in specs]
+        groups_of_units = [
+            flat_groups(
+                spec,
+                user.optimizer,
+                self._policy,
+                rank=collectives.rank,
+                world_size=collectives.world_size,
+                device=collectives.device,
+            )
+            for spec in specs
+        ]
         groups = list(chain.from_iterable(groups_of_units))
-        placed = self._assign(groups, placement)
+        placed = assign(groups, placement)
         self.states = [PlacedStates(group, placed[group.name], store, collectives) for group in groups]
         self.units = [
             Unit(
@@ -169,41 +174,6 @@ class Job:
             return OneSidedGather(self._store, ranks)
         return CollectiveGather(self._store, self._collectives)
 
-    def _groups(self, spec: UnitSpec) -> list[FlatGroup]:
-        """Return the flat groups of a unit: one for each dtype, trainable parameters and frozen ones apart."""
-        members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
-        for parameter in spec.parameters:
-            key = (not self._optimizer.has_states(parameter), self._policy.dtype_of(parameter))
-            members.setdefault(key, []).append(parameter)
-        usual = self._policy.compute_dtype or torch.float32
-        return [
-            FlatGroup(
-                unit=spec.fqn or ROOT_NAME,
-                parameters=members[frozen, dtype],
-                dtype=dtype,
-                gradient_dtype=self._policy.accumulation_dtype or dtype,
-                suffix="" if dtype is usual else f":{str(dtype).removeprefix('torch.')}",
-                trainable=not frozen,
-                state_kinds=self._optimizer.state_kinds,
-                rank=self._collectives.rank,
-                world_size=self._collectives.world_size,
-                device=self._collectives.device,
-            )
-            for frozen, dtype in sorted(members, key=str)
-        ]
-
-    def _assign(self, groups: Sequence[FlatGroup], policy: PlacementPolicy) -> dict[str, GroupPlacement]:
-        """Return the placement of each group, by the group's name.
-
-        Trainable and frozen groups are assigned separately, because frozen groups have no optimizer states.
-        """
-        placed: dict[str, GroupPlacement] = {}
-        for trainable in (True, False):
-            alike = [group for group in groups if group.trainable == trainable]
-            assigned = policy.assign([group.slot_table.partition_numel for group in alike])
-            placed |= {group.name: placement for group, placement in zip(alike, assigned, strict=True)}
-        return placed
-
     def _open(self, layout: str) -> pb.OpenJobResponse:
         """Attach to the job, and return the store's response, with what is committed of it.
 
@@ -212,22 +182,16 @@ class Job:
                 model, the message has the choices.
         """
         section = self._settings.paramserver
-        request = pb.OpenJobRequest(
+        request = open_request(
+            self._parameters,
+            self._optimizer,
+            self._policy,
             job=section.job,
             run_id=self._collectives.broadcast_id(secrets.token_bytes(_ID_BYTES)).hex(),
             rank=self._collectives.rank,
             world_size=self._collectives.world_size,
             attached_ranks=self.sharers,
-            parameters=[
-                pb.Parameter(
-                    fqn=p.fqn,
-                    shape=p.shape,
-                    dtype=WIRE_DTYPES[self._policy.dtype_of(p)],
-                    trainable=self._optimizer.has_states(p),
-                )
-                for p in self._parameters
-            ],
-            durability=parse_durability(section.durability),
+            durability=section.durability,
             resume=_RESUME_POLICIES[section.resume],
             layout=layout,
         )

@@ -1,4 +1,4 @@
-"""A store daemon of the job's own: one rank of the node starts it, and it stops when that rank's process ends.
+"""A store daemon that belongs to a process: a rank of the node, or `paramserver launch`. It stops when that ends.
 
 Owns the child process. Its stdin is a pipe from this process, and it shuts down cleanly when the pipe closes, however
 this process ends. Must never kill the child before it had time to finish what is being committed.
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def local_address(state_dir: Path) -> str:
     return check_address(f"unix:{state_dir.absolute() / SOCKET_NAME}")
 
 
+def serve_command(options: Sequence[str]) -> list[str]:
+    """Return the command that starts a daemon which stops when its standard input ends."""
+    return [sys.executable, _PATH_FLAG, str(_PROGRAM), "serve", "--exit-with-stdin", *options]
+
+
 class LocalDaemon:
     """A daemon process. The constructor starts it, and returns when the daemon serves.
 
@@ -62,28 +68,44 @@ class LocalDaemon:
         LocalDaemonError: the daemon stopped, or did not serve in time; the message has the end of its log.
     """
 
-    def __init__(self, config: TrainingConfig) -> None:
-        self._state_dir = config.state_dir().absolute()
-        self.address = local_address(self._state_dir)
+    def __init__(
+        self, state_dir: Path, options: Sequence[str], *, address: str | None = None, restarts: bool = True
+    ) -> None:
+        """Start a daemon.
+
+        Args:
+            state_dir: the daemon's state directory, which is made if it is not there.
+            options: the options of `paramserver serve`, the state directory among them.
+            address: the address of the socket that the options name; None: the socket in the state directory.
+            restarts: whether the daemon is started again each time that it has ended by itself.
+        """
+        self._state_dir = state_dir.absolute()
+        self.address = local_address(self._state_dir) if address is None else address
         try:
             self._state_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LocalDaemonError(
                 f"state directory {self._state_dir} cannot be made ({error.strerror}): "
-                "correct paramserver.state_dir or zero_optimization.*.nvme_path"
+                "correct paramserver.state_dir or zero_optimization.*.nvme_path, or the daemon's state_dir"
             ) from error
-        self._command = [
-            *(sys.executable, _PATH_FLAG, str(_PROGRAM), "serve", "--exit-with-stdin"),
-            *("--state-dir", str(self._state_dir)),
-            *("--host-budget", str(int(config.paramserver.host_budget))),
-            *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
-        ]
+        self._command = serve_command(options)
         self._stopping = False
         # The lock of `_process` and `_stopping`; held while the child is replaced.
         self._starting = threading.Lock()
         self._process = self._start()
-        if config.paramserver.reattach_timeout_seconds:
+        if restarts:
             threading.Thread(target=self._start_again, name="paramserver-daemon", daemon=True).start()
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> LocalDaemon:
+        """Start the daemon of a job whose config names no other one. Raises LocalDaemonError, as the constructor."""
+        state_dir = config.state_dir().absolute()
+        options = [
+            *("--state-dir", str(state_dir)),
+            *("--host-budget", str(int(config.paramserver.host_budget))),
+            *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
+        ]
+        return cls(state_dir, options, restarts=config.paramserver.reattach_timeout_seconds > 0)
 
     def _start_again(self) -> None:
         """Restart the daemon each time that it has ended by itself, for ranks that wait for the next one."""

@@ -1,0 +1,114 @@
+"""The store of a launch: a daemon that runs already, one that the launch starts, or one that the ranks start.
+
+Owns the choice. A daemon that was there before is never stopped.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paramserver.contract.address import ADDRESS_VARIABLE
+from trainer_client.errors import ConfigError, StoreUnavailableError
+from trainer_client.run.local_daemon import LocalDaemon, local_address
+from trainer_client.transport.channel import check_address, is_serving, open_channel, wait_until_serving
+from trainer_client.transport.credentials import Credentials
+
+# An operator's daemon that was started just before may still be checking its files.
+_SERVING_SECONDS = 30.0
+_PROBE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnDaemon:
+    """A daemon that the launch starts unless one serves at its socket.
+
+    Attributes:
+        state_dir: its state directory.
+        address: the address of its socket.
+        options: the options of `paramserver serve`.
+    """
+
+    state_dir: Path
+    address: str
+    options: Sequence[str]
+
+    @classmethod
+    def of(cls, config: Path | None, flags: Mapping[str, str | None]) -> OwnDaemon | None:
+        """Return the daemon that a TOML file and the flags of `paramserver serve` describe; None if neither is given.
+
+        Raises:
+            ConfigError: the file cannot be read, or no state directory is given.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        if config is None and not given:
+            return None
+        keys = {} if config is None else _read(config)
+        directory = given.get("state-dir", keys.get("state_dir"))
+        if not isinstance(directory, str):
+            where = "" if config is None else f", and {config} has no state_dir"
+            raise ConfigError(f"the daemon's state directory is not given{where}: give --state-dir DIRECTORY")
+        state_dir = Path(directory).absolute()
+        socket = keys.get("socket")
+        address = local_address(state_dir) if socket is None else check_address(f"unix:{Path(str(socket)).absolute()}")
+        options = [] if config is None else ["--config", str(config.absolute())]
+        options += [word for name, value in given.items() if name != "state-dir" for word in (f"--{name}", value)]
+        return cls(state_dir=state_dir, address=address, options=[*options, "--state-dir", str(state_dir)])
+
+    def is_serving(self) -> bool:
+        """Return whether a daemon serves at the socket."""
+        try:
+            with open_channel(self.address) as channel:
+                return is_serving(channel, timeout_seconds=_PROBE_SECONDS)
+        except StoreUnavailableError:
+            return False
+
+    @contextmanager
+    def running(self) -> Iterator[bool]:
+        """Start the daemon for a `with` block, unless one serves; yield whether it was started.
+
+        Raises:
+            LocalDaemonError: the daemon cannot be started.
+        """
+        if self.is_serving():
+            yield False
+            return
+        daemon = LocalDaemon(self.state_dir, self.options, address=self.address)
+        try:
+            yield True
+        finally:
+            daemon.stop()
+
+
+def check_operators_daemon(address: str, credentials: Credentials) -> None:
+    """Check that an operator's daemon serves.
+
+    Raises:
+        ConfigError: the address is malformed.
+        StoreUnavailableError: no daemon serves there; the message says what to do.
+    """
+    wait_until_serving(address, _SERVING_SECONDS, credentials)
+
+
+def refuse_two(address: str | None, own: OwnDaemon | None, *, is_from_environment: bool) -> None:
+    """Raise ConfigError if both a daemon to use and one to start are given."""
+    if address is not None and own is not None:
+        origin = f"${ADDRESS_VARIABLE}" if is_from_environment else "--address"
+        raise ConfigError(
+            f"{origin} = {address} names a daemon that runs, and there are options of a daemon to start: remove one"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the keys of a daemon's configuration, which the daemon itself checks when it starts."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--daemon-config {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--daemon-config {path} is not TOML: {error}") from error

@@ -1,0 +1,106 @@
+"""What a rank declares of a job: its flat groups, their placement, and the request that opens the job.
+
+Pure functions of the model, the config and the number of ranks, so that `paramserver plan` computes a job's bytes with
+the code that lays the job out. Must never contact a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paramserver.contract.dtypes import WIRE_DTYPES
+from paramserver.contract.durability import parse_durability
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.placement import GroupPlacement, PlacementPolicy
+from trainer_client.model.unit_policy import UnitSpec
+from trainer_client.recorder import ROOT_NAME
+from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.store_optimizer import StoreOptimizer
+
+
+def flat_groups(
+    spec: UnitSpec,
+    optimizer: StoreOptimizer,
+    policy: PrecisionPolicy,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> list[FlatGroup]:
+    """Return the flat groups of a unit: one for each dtype, trainable parameters and frozen ones apart.
+
+    On the meta device the groups take no memory.
+    """
+    members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
+    for parameter in spec.parameters:
+        key = (not optimizer.has_states(parameter), policy.dtype_of(parameter))
+        members.setdefault(key, []).append(parameter)
+    usual = policy.compute_dtype or torch.float32
+    return [
+        FlatGroup(
+            unit=spec.fqn or ROOT_NAME,
+            parameters=members[frozen, dtype],
+            dtype=dtype,
+            gradient_dtype=policy.accumulation_dtype or dtype,
+            suffix="" if dtype is usual else f":{str(dtype).removeprefix('torch.')}",
+            trainable=not frozen,
+            state_kinds=optimizer.state_kinds,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+        )
+        for frozen, dtype in sorted(members, key=str)
+    ]
+
+
+def assign(groups: Sequence[FlatGroup], policy: PlacementPolicy) -> dict[str, GroupPlacement]:
+    """Return the placement of each group, by the group's name.
+
+    Trainable and frozen groups are assigned separately, because frozen groups have no optimizer states.
+    """
+    placed: dict[str, GroupPlacement] = {}
+    for trainable in (True, False):
+        alike = [group for group in groups if group.trainable == trainable]
+        assigned = policy.assign([group.slot_table.partition_numel for group in alike])
+        placed |= {group.name: placement for group, placement in zip(alike, assigned, strict=True)}
+    return placed
+
+
+def open_request(
+    parameters: Sequence[ModelParameter],
+    optimizer: StoreOptimizer,
+    policy: PrecisionPolicy,
+    *,
+    job: str,
+    run_id: str,
+    rank: int,
+    world_size: int,
+    attached_ranks: int,
+    durability: str,
+    resume: pb.ResumePolicy,
+    layout: str,
+) -> pb.OpenJobRequest:
+    """Return the request that opens a job at a store, to which `attached_ranks` of its ranks attach."""
+    return pb.OpenJobRequest(
+        job=job,
+        run_id=run_id,
+        rank=rank,
+        world_size=world_size,
+        attached_ranks=attached_ranks,
+        parameters=[
+            pb.Parameter(
+                fqn=p.fqn,
+                shape=p.shape,
+                dtype=WIRE_DTYPES[policy.dtype_of(p)],
+                trainable=optimizer.has_states(p),
+            )
+            for p in parameters
+        ],
+        durability=parse_durability(durability),
+        resume=resume,
+        layout=layout,
+    )
