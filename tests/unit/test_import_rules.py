@@ -38,7 +38,7 @@ FLOORS = {
         "optimizer_kernel process",
         "security",
         "config rpc",
-        "admin sessions",
+        "admin sessions store_need",
         "dataplane",
         "services",
         "server",
@@ -54,14 +54,14 @@ FLOORS = {
         "initial store_client store_optimizer",
         "step",
         "access report run",
-        "engine_getters exchange launch",
+        "engine_getters exchange launch plan",
         "engine",
         "assembly zero",
         "initialization runtime",
         "utils",
         "__init__",
     ),
-    "benchmarks": ("__init__ common", "dataplane storage training"),
+    "benchmarks": ("__init__ common", "dataplane storage training", "planning"),
 }
 
 

@@ -22,6 +22,16 @@ from trainer_client.transport.planes import LeasedBytes
 from trainer_client.transport.rank_store import RankStore, Value
 
 
+class Placed(Protocol):
+    """A flat group that has a placement: its states, or what a plan has of them."""
+
+    @property
+    def group(self) -> FlatGroup: ...
+
+    @property
+    def placement(self) -> GroupPlacement: ...
+
+
 class GroupStates(Protocol):
     """The contract of a flat group's states; its kinds are `group.kinds`."""
 
@@ -152,7 +162,7 @@ class PlacedStates:
         )
 
 
-def placement_bytes(states: Iterable[PlacedStates]) -> dict[str, dict[str, int]]:
+def placement_bytes(states: Iterable[Placed]) -> dict[str, dict[str, int]]:
     """Return this rank's bytes by home, for each of parameters, gradients and optimizer."""
     totals: dict[str, Counter[str]] = {"parameters": Counter(), "gradients": Counter(), "optimizer": Counter()}
     for state in states:

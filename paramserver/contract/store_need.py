@@ -1,0 +1,49 @@
+"""What a job takes of a store: the figures that the daemon's side computes and a planner on the client's side uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paramserver.v1 import parameter_store_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreNeed:
+    """The bytes that a job takes of one store, all ranks of the node together. Slabs count in whole pages.
+
+    Attributes:
+        home_bytes: host memory for slabs that are placed there.
+        gradient_bytes: host memory for all gradients of a step.
+        units_bytes: host memory for the units that ranks have leased at once and that are placed elsewhere.
+        units: number of these units.
+        buffer_bytes: host memory for the optimizer's buffers, with the host budget that was asked about.
+        header_bytes: host memory for the arena's header.
+        passing_bytes: parameters that are placed elsewhere and pass through host memory.
+        least_host_budget: the smallest host budget with which the daemon admits the job.
+        version_bytes: bytes of one version of all slabs.
+        written_bytes: bytes of the slabs whose every version goes to NVMe.
+        nvme_bytes: bytes on NVMe that the daemon reserves for all versions of the job.
+    """
+
+    home_bytes: int
+    gradient_bytes: int
+    units_bytes: int
+    units: int
+    buffer_bytes: int
+    header_bytes: int
+    passing_bytes: int
+    least_host_budget: int
+    version_bytes: int
+    written_bytes: int
+    nvme_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that cannot be evicted at the worst moment of a step."""
+        return self.home_bytes + self.gradient_bytes + self.units_bytes + self.buffer_bytes + self.header_bytes
+
+
+FindNeed: TypeAlias = Callable[[pb.OpenJobRequest, Sequence[pb.ShardGroup], int], StoreNeed]
+"""A function of the request that opens a job, the groups of all ranks that share the store, and the host budget."""

@@ -1,0 +1,109 @@
+"""`paramserver plan` says whether a job fits and what would make it fit, and names options that cannot be honoured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paramserver.store_need import find_need
+from trainer_client.plan.cli import app
+
+MODEL: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 300,
+    "n_positions": 32,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MACHINE = (
+    "--no-probe --device cuda --hbm 8GiB --host-memory 16GiB --nvme-capacity 64GiB --nvme-read 4GB --nvme-write 2GB"
+)
+LINKS = "--device-link 20GB --flops 1e13"
+
+
+def plan(tmp_path: Path, options: str, config: dict[str, Any] | None = None) -> Result:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    arguments = [str(tmp_path), *options.split()]
+    if config is not None:
+        (tmp_path / "training.json").write_text(json.dumps(config))
+        arguments += ["--config", str(tmp_path / "training.json")]
+    return CliRunner().invoke(app, arguments, obj=find_need)
+
+
+def test_a_plan_for_another_machine_needs_no_probe(tmp_path: Path) -> None:
+    result = plan(tmp_path, f"{MACHINE} {LINKS} --tokens 16 --json")
+
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["fits"] and found["parameters"] == 121_344
+    assert found["step"]["resources"]["nvme_written"] == found["store"]["written_bytes"] / 2e9
+    assert found["step"]["seconds"] == max(found["step"]["resources"].values())
+    assert found["best"]["seconds"] <= found["step"]["seconds"]
+
+
+def test_what_does_not_fit_is_named_with_a_change_that_helps(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 1},
+        "paramserver": {"placement": {"optimizer": "nvme"}, "nvme_budget": "1MiB"},
+    }
+
+    found = json.loads(plan(tmp_path, f"{MACHINE} {LINKS} --no-search --json", config).stdout)
+    assert [one["key"] for one in found["shortages"]] == ["paramserver.nvme_budget"]
+    assert found["change"]["what"] == "set the budgets of the store"
+
+    small = MACHINE.replace("--hbm 8GiB", "--hbm 1MiB")
+    result = plan(tmp_path, f"{small} {LINKS} --no-search", config)
+    assert result.exit_code == 3
+    assert "It does not fit: memory of a device" in result.stdout
+    assert "No change that was tried makes it fit" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--no-probe --device cpu", "measures nothing: give --nvme-read, --nvme-write, --flops, too"),
+        ("--device tpu", "write cpu or cuda"),
+        (f"{MACHINE} {LINKS} --nproc-per-node 2", "give --collective, too"),
+        (f"{MACHINE} {LINKS} --inputs nowhere:batch", "--inputs nowhere:batch"),
+        (MACHINE.replace("8GiB", "much") + f" {LINKS}", "--device 'much' is not a size"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: str, message: str) -> None:
+    result = plan(tmp_path, options)
+
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt2", "'gpt2' is no model"),
+        ("nowhere:build", "No module named 'nowhere'"),
+        ("json:dumps", "the model cannot be built"),
+        ("collections:Counter", "not a torch.nn.Module"),
+        ("/missing.json", "there is no /missing.json"),
+    ],
+)
+def test_what_is_no_model_is_named(model: str, message: str) -> None:
+    result = CliRunner().invoke(app, [model, *f"{MACHINE} {LINKS}".split()], obj=find_need)
+
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_config_that_training_would_refuse_is_refused(tmp_path: Path) -> None:
+    result = plan(tmp_path, f"{MACHINE} {LINKS}", {"train_micro_batch_size_per_gpu": 1, "zero_optimisation": {}})
+
+    assert result.exit_code == 2
+    assert "zero_optimization" in result.stderr

@@ -1,0 +1,39 @@
+"""The probe measures in the directory that it is given, leaves nothing there, and says where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer_client.errors import ConfigError
+from trainer_client.plan.probe import Task, measure, probe_directory
+
+MIB = 1 << 20
+
+
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    rates = probe_directory(tmp_path / "state", file_bytes=8 * MIB)
+
+    assert all(rate > 0 for rate in rates)
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match=r"--dir .*file/state cannot be probed"):
+        probe_directory(tmp_path / "file" / "state")
+
+
+def test_a_rank_that_is_alone_has_no_collectives() -> None:
+    threads = torch.get_num_threads()
+    try:
+        measured = measure(Task(operations=[], threads=1, ranks=1, rank=0, port=0, device="cpu"))
+    finally:
+        torch.set_num_threads(threads)
+
+    assert measured.compute_seconds == 0.0
+    assert measured.collective is None
+    assert min(measured.copy, measured.link, measured.update) > 0

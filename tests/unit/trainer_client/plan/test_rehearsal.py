@@ -1,0 +1,101 @@
+"""The rehearsal counts what a pass computes and holds, and the heap keeps what malloc would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_client.plan.heap import Heap
+from trainer_client.plan.probe import seconds_of
+from trainer_client.plan.rehearsal import GradientRule, Rehearsal, rehearse
+
+WIDTH, SAMPLES = 256, 8
+MIB = 1 << 20
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.sum()
+
+
+def rehearsal(dtype: torch.dtype | None = None) -> Rehearsal:
+    return rehearse(Tower, lambda _: {"hidden": torch.zeros(SAMPLES, WIDTH, dtype=dtype)}, dtype)
+
+
+def rule(*, full: int, partition: int, at_once: bool) -> GradientRule:
+    names = [f"layers.{index}.weight" for index in range(3)]
+    return GradientRule(
+        group_of={name: name for name in names},
+        full_bytes=dict.fromkeys(names, full),
+        partition_bytes=dict.fromkeys(names, partition),
+        kept_bytes={},
+        is_reduced_at_once=at_once,
+    )
+
+
+def test_the_operations_are_those_of_forward_and_backward() -> None:
+    found = rehearsal()
+
+    # Each layer has one product forward, and two backward, but the first has no gradient of its input.
+    assert found.flops == 8 * 2 * SAMPLES * WIDTH * WIDTH
+    assert sum(count for one, count in found.operations.items() if one.name == "aten.mm.default") == 8
+    assert all(seconds_of(operation, "cpu") > 0 for operation in found.operations)
+
+
+def test_the_peak_follows_the_gradients_that_are_kept() -> None:
+    found, weight = rehearsal(), WIDTH * WIDTH * 4
+    bare = found.peak_bytes(rule(full=0, partition=0, at_once=True), in_heap=False)
+
+    assert weight < bare < 1.2 * weight
+    # The last gradient is there while the partitions of all three are.
+    assert found.peak_bytes(rule(full=0, partition=MIB, at_once=True), in_heap=False) - bare in range(
+        2 * MIB, 3 * MIB + 1
+    )
+    one_at_once = found.peak_bytes(rule(full=MIB, partition=0, at_once=True), in_heap=False)
+    all_until_the_end = found.peak_bytes(rule(full=MIB, partition=0, at_once=False), in_heap=False)
+    assert all_until_the_end - one_at_once == pytest.approx(2 * MIB, rel=0.05)
+
+
+def test_parameters_of_another_dtype_halve_the_bytes() -> None:
+    wide, narrow = (
+        rehearsal(dtype).peak_bytes(rule(full=0, partition=0, at_once=True), in_heap=False)
+        for dtype in (None, torch.bfloat16)
+    )
+
+    assert 0.45 * wide < narrow < 0.55 * wide
+
+
+def test_a_hole_stays_until_a_block_fits_into_it() -> None:
+    heap = Heap()
+    for name in ("a", "b", "c"):
+        heap.allocate(name, MIB)
+    heap.free("a")
+    heap.free("b")
+    before = heap.peak
+    heap.allocate("smaller", MIB // 2)
+    heap.allocate("equal", MIB)
+    assert heap.peak == before
+    heap.allocate("larger", MIB)
+    assert heap.peak > before
+
+
+def test_large_blocks_and_the_top_of_the_heap_go_back_to_the_kernel() -> None:
+    heap = Heap()
+    heap.allocate("mapped", 40 * MIB)
+    heap.free("mapped")
+    heap.allocate("again", 40 * MIB)
+    assert heap.peak < 41 * MIB
+    heap.free("again")
+    for index in range(4):
+        heap.allocate(index, 30 * MIB)
+    for index in range(4):
+        heap.free(index)
+    heap.allocate("after", 20 * MIB)
+    assert heap.peak < 121 * MIB

@@ -1,0 +1,312 @@
+"""The verb `paramserver plan`: its options, what is measured for it, and its result."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from torch import nn
+
+from paramserver.contract.printable import printable
+from paramserver.contract.store_need import FindNeed
+from trainer_client.config.config_file import read_config_file
+from trainer_client.errors import ConfigError, TrainerClientError
+from trainer_client.plan.layout import World
+from trainer_client.plan.machine import Capacities, Rates, capacities_here
+from trainer_client.plan.model import build, find_builder
+from trainer_client.plan.plan import Job, best_placement, plan, smallest_change
+from trainer_client.plan.printing import assumptions, show, to_dict
+from trainer_client.plan.probe import probe
+from trainer_client.plan.rehearsal import Rehearsal, rehearse
+
+DEFAULT_CONFIG: Mapping[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "paramserver-state"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "paramserver-state"},
+    },
+}
+_DEFAULT_TOKENS = 2048
+# A rank that is not probed copies and updates so much in a second (two server processors of 2020 and later).
+_COPY, _UPDATE = 10e9, 300e6
+
+# Keys about a daemon that an operator runs.
+_OPERATORS_KEYS = ("address", "token_file", "tls", "insecure")
+
+Batch = Callable[[int, int], Mapping[str, torch.Tensor]]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+_RATE = "bytes per second, as 5GB; without it, measured here"
+
+
+@app.command()
+def plan_job(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(help="A config.json of Hugging Face, a directory with one, or MODULE:CALLABLE."),
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="The training config. [bf16, AdamW, stage 3, everything on nvme]")
+    ] = None,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.", metavar="N")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="Nodes, each with a store.", metavar="N")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample. [2048, or as many as the model has positions]")
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="MODULE:CALLABLE of (samples, tokens) that returns the arguments of forward. [input_ids, labels]"
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [cuda if this machine has it]")] = None,
+    hbm: Annotated[str | None, typer.Option(help="Memory of one rank's device. [this machine's]")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory of a node. [this machine's]")] = None,
+    nvme_capacity: Annotated[str | None, typer.Option(help="NVMe of a node. [what is free around --dir]")] = None,
+    host_budget: Annotated[
+        str | None, typer.Option(help="Of the daemon, in place of the config's, as for one that an operator runs.")
+    ] = None,
+    nvme_budget: Annotated[str | None, typer.Option(help="Of the daemon, likewise.")] = None,
+    nvme_read: Annotated[str | None, typer.Option(help=f"Of a node, {_RATE}.")] = None,
+    nvme_write: Annotated[str | None, typer.Option(help=f"Of a node, {_RATE}.")] = None,
+    nvme_both: Annotated[
+        str | None, typer.Option(help="Each way while it does both. [half of the slower one, if both are given]")
+    ] = None,
+    device_link: Annotated[str | None, typer.Option(help=f"Between host memory and a device, {_RATE}.")] = None,
+    collective: Annotated[str | None, typer.Option(help=f"Of a buffer that all ranks gather, {_RATE}.")] = None,
+    flops: Annotated[
+        float | None, typer.Option(help="Floating-point operations per second of a rank. [the operations are timed]")
+    ] = None,
+    optimizer_threads: Annotated[int, typer.Option(min=1, help="The daemon's optimizer_threads.", metavar="N")] = 1,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where the state would be; it is probed, and left as it was.")
+    ] = Path("paramserver-state"),
+    with_probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Measure what is not given.")] = True,
+    search: Annotated[bool, typer.Option("--search/--no-search", help="Look for the best placement.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON for programs.")] = False,
+) -> None:
+    """Say how many bytes a job takes on each tier and rank, whether it fits, and what bounds its step.
+
+    Nothing is trained: the model is built without memory, laid out as `initialize` does it, and run once without
+    values. A probe of some seconds times the operations of a step, copies, collectives and the directory's NVMe.
+
+    Exit status: 0 if the job fits, 3 if it does not, 2 for wrong options or a config that would be refused.
+    """
+    try:
+        found = _plan(
+            find_need=context.obj,
+            source=model,
+            raw=_for_own_daemon(
+                dict(DEFAULT_CONFIG) if config is None else read_config_file(config),
+                {"host_budget": host_budget, "nvme_budget": nvme_budget},
+            ),
+            world=World(ranks=nproc_per_node, nodes=nnodes),
+            tokens=tokens,
+            inputs=inputs,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            sizes={"device": hbm, "host": host_memory, "nvme": nvme_capacity},
+            rates={
+                "nvme_read": nvme_read,
+                "nvme_write": nvme_write,
+                "nvme_both": nvme_both,
+                "device_link": device_link,
+                "collective": collective,
+            },
+            flops=flops,
+            optimizer_threads=optimizer_threads,
+            directory=directory,
+            with_probe=with_probe,
+            search=search,
+        )
+    except TrainerClientError as error:
+        typer.echo(f"paramserver: {printable(str(error))}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        show(Console(), found)
+    raise typer.Exit(0 if found["fits"] else 3)
+
+
+def main(arguments: list[str], find_need: FindNeed) -> None:
+    """Run the verb with these arguments, and end the process with its exit status.
+
+    Args:
+        find_need: computes what a job takes of a store.
+    """
+    app(arguments, prog_name="paramserver plan", obj=find_need)
+
+
+def _plan(
+    *,
+    find_need: FindNeed,
+    source: str,
+    raw: Mapping[str, Any],
+    world: World,
+    tokens: int | None,
+    inputs: str | None,
+    device: str,
+    sizes: Mapping[str, str | None],
+    rates: Mapping[str, str | None],
+    flops: float | None,
+    optimizer_threads: int,
+    directory: Path,
+    with_probe: bool,
+    search: bool,
+) -> dict[str, Any]:
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device}: write cpu or cuda")
+    builder = find_builder(source)
+    shape = build(builder)
+    sequence = tokens or _sequence(shape)
+    batch = _batch(shape, inputs)
+
+    @functools.cache
+    def rehearsed(samples: int, dtype: torch.dtype | None) -> Rehearsal:
+        return rehearse(builder, lambda _: batch(samples, sequence), dtype)
+
+    given = {name: _size(f"--{name.replace('_', '-')}", text) for name, text in rates.items() if text is not None}
+    here = capacities_here(directory, world.ranks)
+    job = Job(
+        # Laying a model out does not change it, so all plans use the same one.
+        build=lambda: shape,
+        rehearse=rehearsed,
+        compute_seconds=lambda rehearsal: 0.0,
+        world=world,
+        capacities=_capacities(here, sizes, device),
+        rates=_UNKNOWN,
+        find_need=find_need,
+        sequence=sequence,
+        device=device,
+        store_has_cores=device != "cpu",
+        optimizer_threads=optimizer_threads,
+    )
+    # The first plan checks the config before anything is measured, and says which operations a step has.
+    job, sources = _with_rates(job, plan(job, raw).rehearsal, given, flops, directory, with_probe=with_probe)
+    wanted = plan(job, raw)
+    change = None if wanted.fits else smallest_change(job, wanted)
+    best = best_placement(job, raw) if search else None
+    return to_dict(wanted, job.capacities, job.rates, assumptions(wanted, *sources), change, best)
+
+
+def _with_rates(
+    job: Job,
+    rehearsal: Rehearsal,
+    given: Mapping[str, int],
+    flops: float | None,
+    directory: Path,
+    *,
+    with_probe: bool,
+) -> tuple[Job, tuple[str, str]]:
+    """Return the job with the rates of its machine, and where rates and compute time are from, as phrases.
+
+    Raises:
+        ConfigError: a rate is neither given nor may be measured.
+    """
+    ranks, on_gpu = job.world.ranks, job.device == "cuda"
+    needed = {"nvme_read", "nvme_write", *(["device_link"] if on_gpu else [])}
+    needed |= {"collective"} if job.world.size > 1 else set()
+    measured, seconds, rates_from = _UNKNOWN, 0.0, "given"
+    if flops is None or not needed <= given.keys():
+        if not with_probe or (on_gpu and not torch.cuda.is_available()):
+            missing = [*sorted(needed - given.keys()), *([] if flops is not None else ["flops"])]
+            why = "this machine has no GPU to measure" if with_probe else "--no-probe measures nothing"
+            raise ConfigError(f"{why}: give {', '.join('--' + name.replace('_', '-') for name in missing)}, too")
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        operations = {} if flops is not None else rehearsal.operations
+        measured, seconds = probe(operations, ranks=ranks, threads=threads, directory=directory, device=job.device)
+        rates_from = "measured here, with all ranks of a node at once, where they are not given"
+
+    def compute_seconds(other: Rehearsal) -> float:
+        if flops is not None:
+            return other.flops / flops
+        # A micro-batch of another size or precision is taken to run as many operations in a second.
+        return seconds * (other.flops / rehearsal.flops if rehearsal.flops else 1.0)
+
+    compute_from = (
+        "the sum of its operations, each timed here" if flops is None else f"that of {flops:.3g} FLOPs a second"
+    )
+    with_them = replace(job, rates=_rates(measured, given), compute_seconds=compute_seconds)
+    return with_them, (rates_from, compute_from)
+
+
+def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the config as for a daemon with these budgets; None: as the config says, or by default.
+
+    The address of an operator's daemon is left out, because a config with one has no budgets.
+    """
+    given = {name: budget for name, budget in budgets.items() if budget is not None}
+    section = raw.get("paramserver", {})
+    if not isinstance(section, Mapping):
+        return raw
+    kept = {key: value for key, value in section.items() if key not in _OPERATORS_KEYS}
+    return {**raw, "paramserver": {**kept, **given}}
+
+
+_UNKNOWN = Rates(
+    copy=_COPY, device_link=_COPY, nvme_read=1.0, nvme_write=1.0, nvme_both=1.0, update=_UPDATE, collective=None
+)
+
+
+def _rates(measured: Rates, given: Mapping[str, int]) -> Rates:
+    values = {name: float(value) for name, value in given.items()}
+    if "nvme_both" not in values and {"nvme_read", "nvme_write"} <= values.keys():
+        values["nvme_both"] = min(values["nvme_read"], values["nvme_write"]) / 2
+    return replace(measured, **values)
+
+
+def _capacities(here: Capacities, sizes: Mapping[str, str | None], device: str) -> Capacities:
+    given = {name: _size(f"--{name}", text) for name, text in sizes.items() if text is not None}
+    if device != "cpu" and here.is_cpu and "device" not in given:
+        raise ConfigError("this machine has no GPU: give --hbm, the memory of one")
+    return replace(here, **given, is_cpu=device == "cpu")
+
+
+def _sequence(model: nn.Module) -> int:
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return min(_DEFAULT_TOKENS, positions) if isinstance(positions, int) else _DEFAULT_TOKENS
+
+
+def _batch(model: nn.Module, inputs: str | None) -> Batch:
+    """Return the function that makes the arguments of forward. Raises ConfigError."""
+    if inputs is not None:
+        module, _, name = inputs.partition(":")
+        try:
+            found: Batch = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"--inputs {inputs}: {error}; write MODULE:CALLABLE") from error
+        return found
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" not in names or "labels" not in names:
+        raise ConfigError(
+            f"the forward of {type(model).__name__} does not take input_ids and labels: give --inputs MODULE:CALLABLE, "
+            "a function of (samples, tokens) that returns its arguments by name"
+        )
+
+    def language(samples: int, tokens: int) -> Mapping[str, torch.Tensor]:
+        ids = torch.zeros(samples, tokens, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
+    return language
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise ConfigError(f"{option} {text!r} is not a size: write for example 80GiB, or 5GB for a second") from None

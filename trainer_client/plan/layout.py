@@ -1,0 +1,158 @@
+"""The layout of a planned job: units, flat groups and their placement, made on the meta device by the training code.
+
+Owns the bytes that follow from the layout alone, which are exact. Must never estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+
+from paramserver.contract.store_need import FindNeed, StoreNeed
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.config.home import Home
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.parameters import list_parameters
+from trainer_client.model.placement import GroupPlacement, PlacementPolicy, Residence
+from trainer_client.model.states import placement_bytes
+from trainer_client.model.unit_policy import choose_policy, find_units
+from trainer_client.run.declaration import assign, flat_groups, open_request
+from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.store_optimizer import make_optimizer
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The ranks of a job: `ranks` on each of `nodes` nodes, each of which has one store."""
+
+    ranks: int
+    nodes: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of all ranks."""
+        return self.ranks * self.nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroup:
+    """A flat group of rank 0 and its placement."""
+
+    group: FlatGroup
+    placement: GroupPlacement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedUnit:
+    """A unit: its name ("" is the root) and its groups."""
+
+    fqn: str
+    groups: tuple[PlannedGroup, ...]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the unit's flat buffers while it is gathered."""
+        return sum(planned.group.whole_bytes for planned in self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A job as it would be laid out.
+
+    Attributes:
+        parameters: number of elements of the model, without padding.
+        units: the units, the root first.
+        request: what a rank of the first node would send to open the job.
+        declared: the shard groups of all ranks of the first node.
+    """
+
+    world: World
+    parameters: int
+    units: tuple[PlannedUnit, ...]
+    request: pb.OpenJobRequest
+    declared: tuple[pb.ShardGroup, ...]
+
+    @property
+    def groups(self) -> list[PlannedGroup]:
+        """All groups, in forward order."""
+        return list(chain.from_iterable(unit.groups for unit in self.units))
+
+    @property
+    def residence(self) -> Residence:
+        """The part of each group that a rank keeps."""
+        return self.groups[0].placement.residence
+
+    def rank_bytes(self) -> dict[str, dict[str, int]]:
+        """Return one rank's bytes by home of parameters, gradients and optimizer, as `engine.placement()` does."""
+        return placement_bytes(self.groups)
+
+    def store_need(self, find_need: FindNeed, host_budget: int) -> StoreNeed:
+        """Return what the job takes of the first node's store, with this host budget in bytes."""
+        return find_need(self.request, self.declared, host_budget)
+
+
+def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
+    """Return the layout of a model whose parameters have no memory.
+
+    Raises:
+        ConfigError: `initialize` would refuse the model or the config, too.
+    """
+    parameters = list_parameters(model)
+    section = config.paramserver
+    optimizer = make_optimizer(None, config.optimizer, None, parameters, section.may_thaw)
+    precision = PrecisionPolicy.of(config)
+    policy = PlacementPolicy.of(config)
+    specs = find_units(model, parameters, choose_policy(section.units, None))
+
+    def groups_of(rank: int) -> list[list[FlatGroup]]:
+        size = world.size
+        return [flat_groups(s, optimizer, precision, rank=rank, world_size=size, device=META) for s in specs]
+
+    def placed(groups: Sequence[Sequence[FlatGroup]]) -> dict[str, GroupPlacement]:
+        return assign(list(chain.from_iterable(groups)), policy)
+
+    first = groups_of(0)
+    placement = placed(first)
+    declared = []
+    for rank in range(world.ranks):
+        groups = first if rank == 0 else groups_of(rank)
+        homes = placed(groups)
+        declared += [group.to_proto(homes[group.name]) for group in chain.from_iterable(groups)]
+    request = open_request(
+        parameters,
+        optimizer,
+        precision,
+        job=section.job,
+        run_id="plan",
+        rank=0,
+        world_size=world.size,
+        attached_ranks=world.ranks,
+        durability=section.durability,
+        resume=pb.RESUME_POLICY_AUTO,
+        layout="plan",
+    )
+    return Layout(
+        world=world,
+        parameters=sum(parameter.shape.numel() for parameter in parameters),
+        units=tuple(
+            PlannedUnit(
+                fqn=spec.fqn,
+                groups=tuple(PlannedGroup(group=group, placement=placement[group.name]) for group in groups),
+            )
+            for spec, groups in zip(specs, first, strict=True)
+        ),
+        request=request,
+        declared=tuple(declared),
+    )
+
+
+def optimizer_homes(layout: Layout) -> set[Home]:
+    """Return the homes of the optimizer states of the trainable groups."""
+    return {planned.placement.optimizer for planned in layout.groups if planned.group.trainable}

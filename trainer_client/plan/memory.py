@@ -1,0 +1,241 @@
+"""The memory and disk of a planned job: what each rank, the store and its tiers hold, and whether that fits.
+
+Each line says whether it is exact, because it follows from the layout, or estimated, and why. Must never print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paramserver.contract.store_need import FindNeed, StoreNeed
+from trainer_client.config.home import Home
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.model.placement import Residence
+from trainer_client.plan.layout import Layout
+from trainer_client.plan.machine import Capacities
+from trainer_client.plan.rehearsal import GradientRule, Rehearsal
+from trainer_client.step.gradients import ReductionSchedule
+
+MIB = 1 << 20
+# These are the bytes that a rank and a daemon take before there is a job. Those of the daemon are the limits that the
+# README states; those of a rank are an allowance for Python, torch and transformers.
+RANK_BYTES = {"cpu": 480 * MIB, "cuda": 1536 * MIB}
+DAEMON_BYTES = {"cpu": 240 * MIB, "cuda": 384 * MIB}
+# Buffers of gRPC, gloo and torch's libraries, and modules that are imported with the first step: a model of 120,000
+# parameters takes 92 to 102 MB, and larger ones some 35 MB more, which the threads of matrix products keep (measured).
+RANK_ALLOWANCE = 130 * MIB
+# gloo computes a collective on one of two threads, each with a heap of its own that keeps a copy of the input and one
+# of the result. That is set so that it fits three measured jobs of two ranks (benchmarks/planning).
+COLLECTIVE_COPIES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Bytes of one thing, and where the figure is from."""
+
+    what: str
+    nbytes: int
+    is_exact: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """A capacity or budget that is too small.
+
+    Attributes:
+        what: the capacity, as the tables name it.
+        needed, present: bytes.
+        key: the config key that has to be raised; None: it is the machine's.
+    """
+
+    what: str
+    needed: int
+    present: int
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The bytes of a job.
+
+    Attributes:
+        rank: what one rank's device holds at the worst moment of a step; on the CPU, its private memory.
+        store: what the store of one node takes.
+        host_budget, nvme_budget: the store's budgets.
+        rank_host_bytes: host memory of one rank that is not on its device.
+        device: "cpu" or "cuda".
+    """
+
+    rank: tuple[Line, ...]
+    store: StoreNeed
+    host_budget: int
+    nvme_budget: int
+    rank_host_bytes: int
+    device: str
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of one rank's device."""
+        return sum(line.nbytes for line in self.rank)
+
+    def node_host_bytes(self, ranks: int) -> int:
+        """Return the host memory of a node: its ranks and its store daemon."""
+        own = self.rank_host_bytes + (self.rank_bytes if self.device == "cpu" else 0)
+        return ranks * own + self.host_budget + DAEMON_BYTES[self.device]
+
+    def shortages(self, capacities: Capacities, ranks: int) -> list[Shortage]:
+        """Return what does not fit; empty if all does."""
+        host = self.node_host_bytes(ranks)
+        checks = [
+            Shortage(
+                what="host budget of the store",
+                needed=self.store.least_host_budget,
+                present=self.host_budget,
+                key="paramserver.host_budget",
+            ),
+            Shortage(
+                what="NVMe budget of the store",
+                needed=self.store.nvme_bytes,
+                present=self.nvme_budget,
+                key="paramserver.nvme_budget",
+            ),
+            Shortage(what="host memory of the node", needed=host, present=capacities.host),
+            Shortage(what="NVMe of the node", needed=self.store.nvme_bytes, present=capacities.nvme),
+        ]
+        if self.device != "cpu":
+            checks.insert(0, Shortage(what="memory of a device", needed=self.rank_bytes, present=capacities.device))
+        return [check for check in checks if check.needed > check.present]
+
+
+def plan_memory(
+    device: str, layout: Layout, config: TrainingConfig, rehearsal: Rehearsal, find_need: FindNeed
+) -> MemoryPlan:
+    """Return the bytes of a job whose ranks compute on `device`, "cpu" or "cuda"."""
+    homes = layout.rank_bytes()
+    on_device = Home.DEVICE.value
+    kept = _kept_gradients(layout, config)
+    rule = gradient_rule(layout, config, kept if device == "cpu" else {})
+    peak = rehearsal.peak_bytes(rule, in_heap=device == "cpu")
+    gathered, gathered_why = _gathered(layout, device)
+    lines = [
+        _exact("parameters", homes["parameters"].get(on_device, 0), "their home is the device"),
+        _exact("optimizer states", homes["optimizer"].get(on_device, 0), "their home is the device"),
+        Line(
+            what="activations and gradients",
+            nbytes=peak,
+            is_exact=False,
+            why="the most bytes of live tensors in a step that is run without values"
+            + ("; with kept gradients, and holes in malloc's heap" if device == "cpu" else ""),
+        ),
+        Line(what="gathered units", nbytes=gathered, is_exact=True, why=gathered_why),
+        Line(
+            what="update on the device",
+            nbytes=_scratch(layout),
+            is_exact=True,
+            why="the fp32 gradient of the largest group, whole where states are replicated",
+        ),
+        Line(
+            what="buffers of libraries",
+            nbytes=RANK_ALLOWANCE,
+            is_exact=False,
+            why="gRPC, matrix products and modules that are imported late: an allowance",
+        ),
+        Line(
+            what="collectives",
+            nbytes=_collective_buffers(layout) if device == "cpu" else 0,
+            is_exact=False,
+            why="what the threads of gloo keep of the largest group",
+        ),
+    ]
+    budget = int(config.paramserver.host_budget)
+    return MemoryPlan(
+        rank=tuple(line for line in lines if line.nbytes),
+        store=layout.store_need(find_need, budget),
+        host_budget=budget,
+        nvme_budget=int(config.paramserver.nvme_budget),
+        rank_host_bytes=RANK_BYTES[device] + (0 if device == "cpu" else sum(kept.values())),
+        device=device,
+    )
+
+
+def gradient_rule(layout: Layout, config: TrainingConfig, kept: Mapping[str, int]) -> GradientRule:
+    """Return what gradients take on a rank's device while backward goes on, as step/gradients.py has them."""
+    several = layout.world.size > 1
+    trained = [planned for planned in layout.groups if planned.group.trainable]
+    return GradientRule(
+        group_of={p.fqn: planned.group.name for planned in trained for p in planned.group.parameters},
+        full_bytes={
+            planned.group.name: planned.group.slot_table.numel * planned.group.gradient_dtype.itemsize if several else 0
+            for planned in trained
+        },
+        partition_bytes={
+            planned.group.name: (
+                planned.group.slot_table.partition_numel * planned.group.gradient_dtype.itemsize
+                if planned.placement.gradients is Home.DEVICE
+                else 0
+            )
+            for planned in trained
+        },
+        kept_bytes=kept,
+        is_reduced_at_once=ReductionSchedule.of(config) is ReductionSchedule.MICRO_BATCH or not several,
+    )
+
+
+def _kept_gradients(layout: Layout, config: TrainingConfig) -> dict[str, int]:
+    """Return the bytes of the copies that transport/journal.py keeps, by group."""
+    section = config.paramserver
+    copies = {
+        planned.group.name: planned.group.slot_table.partition_numel * planned.group.gradient_dtype.itemsize
+        for planned in layout.groups
+        if planned.group.trainable and planned.placement.optimizer is not Home.DEVICE
+    }
+    fits = sum(copies.values()) <= int(section.kept_gradients)
+    return copies if section.reattach_timeout_seconds and fits else {}
+
+
+def _gathered(layout: Layout, device: str) -> tuple[int, str]:
+    """Return the bytes of units that are gathered at once, and why."""
+    if layout.residence is not Residence.SHARDED:
+        return 0, ""
+    root, *others = layout.units
+    alone = layout.world.size == 1
+    if device == "cpu" and all(
+        planned.placement.parameters is Home.HOST or (alone and planned.placement.parameters is Home.NVME)
+        for planned in layout.groups
+    ):
+        return 0, "the store's own bytes are mapped"
+    return root.whole_bytes + max((unit.whole_bytes for unit in others), default=0), "the root and the largest unit"
+
+
+def _collective_buffers(layout: Layout) -> int:
+    """Return the bytes that gloo's threads keep: for reductions, and for gathers where these are collectives."""
+    if layout.world.size == 1:
+        return 0
+    trained = [planned.group for planned in layout.groups if planned.group.trainable]
+    gradient = max((group.slot_table.numel * group.gradient_dtype.itemsize for group in trained), default=0)
+    one_sided = layout.world.nodes == 1 and all(
+        planned.placement.residence is Residence.SHARDED and planned.placement.parameters is not Home.DEVICE
+        for planned in layout.groups
+    )
+    whole = 0 if one_sided else max(planned.group.whole_bytes for planned in layout.groups)
+    return COLLECTIVE_COPIES * (gradient + whole)
+
+
+def _scratch(layout: Layout) -> int:
+    """Return the bytes that the largest update on the device needs besides the states, as step/updates.py makes it."""
+    most = 0
+    for planned in layout.groups:
+        group, placement = planned.group, planned.placement
+        if not group.trainable or placement.optimizer is not Home.DEVICE:
+            continue
+        replicated = placement.residence is Residence.REPLICATED
+        numel = group.slot_table.numel if replicated else group.slot_table.partition_numel
+        wide = 0 if group.gradient_dtype.itemsize == 4 else 4 * numel
+        most = max(most, wide + (numel * group.gradient_dtype.itemsize if replicated else 0))
+    return most
+
+
+def _exact(what: str, nbytes: int, why: str) -> Line:
+    return Line(what=what, nbytes=nbytes, is_exact=True, why=why)

@@ -1,0 +1,91 @@
+"""The model of a plan, built without memory: from a Hugging Face config, or by a callable of the user's.
+
+Must never give a parameter memory, nor download anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_client.errors import ConfigError
+
+
+def find_builder(source: str) -> Callable[[], nn.Module]:
+    """Return a function that builds the model: on the meta device, or in whichever mode the caller is.
+
+    Args:
+        source: a config.json of Hugging Face, a directory with one, or MODULE:CALLABLE. The callable, which may be a
+            class, takes no arguments.
+
+    Raises:
+        ConfigError: there is no such file or callable, or a package that it needs is missing.
+    """
+    path = Path(source)
+    if path.is_dir() or path.suffix == ".json":
+        return _from_hugging_face(path)
+    module, separator, name = source.partition(":")
+    if not separator:
+        raise ConfigError(
+            f"{source!r} is no model: give a config.json, a directory with one, or MODULE:CALLABLE, as in train:build"
+        )
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{source} is a {type(found).__name__}: name a function or class that returns the model")
+    return lambda: _checked(found(), source)
+
+
+def build(builder: Callable[[], nn.Module], mode: AbstractContextManager[Any] | None = None) -> nn.Module:
+    """Return the model, on the meta device unless `mode` says otherwise.
+
+    Raises:
+        ConfigError: the builder fails.
+    """
+    try:
+        with torch.device("meta") if mode is None else mode:
+            return builder()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the model cannot be built without memory: {type(error).__name__}: {error}") from error
+
+
+def _from_hugging_face(path: Path) -> Callable[[], nn.Module]:
+    try:
+        import transformers  # noqa: PLC0415 - an optional package, which only such models need
+    except ImportError:
+        raise ConfigError(f"{path}: pip install transformers, or give MODULE:CALLABLE") from None
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"there is no {file}: give a config.json, a directory with one, or MODULE:CALLABLE")
+    try:
+        config = transformers.AutoConfig.from_pretrained(file, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file} is no config that transformers {transformers.__version__} knows: {error}") from error
+    config.use_cache = False
+    names = getattr(config, "architectures", None) or ()
+    architecture = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if architecture is not None:
+        return lambda: _checked(architecture(config), str(file))
+    causal: Any = transformers.AutoModelForCausalLM
+    return lambda: _checked(causal.from_config(config), str(file))
+
+
+def _checked(model: Any, source: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{source} returns a {type(model).__name__}, not a torch.nn.Module")
+    return model

@@ -1,0 +1,234 @@
+"""A plan of a job: its layout, memory and step time for one config, and the configs around it that fit or are faster.
+
+Owns the order of these. Must never measure or print.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paramserver.contract.durability import durable_every_steps, parse_durability
+from paramserver.contract.store_need import FindNeed
+from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
+from trainer_client.config.loading import load_config
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.errors import ConfigError
+from trainer_client.plan.layout import Layout, World, lay_out
+from trainer_client.plan.machine import Capacities, Rates
+from trainer_client.plan.memory import MIB, MemoryPlan, Shortage, plan_memory
+from trainer_client.plan.rehearsal import Rehearsal
+from trainer_client.plan.step_time import StepTime, find_traffic, predict
+
+Raw = Mapping[str, Any]
+# A budget leaves room for what a job does not need in each step.
+_SPARE = 1.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is planned, and for which machine.
+
+    Attributes:
+        build: returns the model without memory.
+        rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own).
+        compute_seconds: returns the seconds of a rehearsed micro-batch on one rank.
+        sequence: tokens of one sample.
+        device: "cpu" or "cuda".
+        store_has_cores: whether the store has processors that the ranks do not use.
+        optimizer_threads: the daemon's key of this name.
+    """
+
+    build: Callable[[], nn.Module]
+    rehearse: Callable[[int, torch.dtype | None], Rehearsal]
+    compute_seconds: Callable[[Rehearsal], float]
+    world: World
+    capacities: Capacities
+    rates: Rates
+    find_need: FindNeed
+    sequence: int
+    device: str
+    store_has_cores: bool
+    optimizer_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One config and what follows from it."""
+
+    config: Raw
+    world: World
+    batch: BatchSizes
+    layout: Layout
+    rehearsal: Rehearsal
+    memory: MemoryPlan
+    time: StepTime
+    shortages: tuple[Shortage, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine and the budgets have room."""
+        return not self.shortages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of a config with which it fits."""
+
+    what: str
+    plan: Plan
+
+
+def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
+    """Return the plan of a config.
+
+    Raises:
+        ConfigError: the config or the model would be refused.
+    """
+    world = job.world if world is None else world
+    model = job.build()
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    config = load_config(raw, {}, dtypes)
+    batch = resolve_batch_sizes(config, world.size)
+    layout = lay_out(model, config, world)
+    rehearsal = job.rehearse(batch.micro, _compute_dtype(config))
+    memory = plan_memory(job.device, layout, config, rehearsal, job.find_need)
+    every = durable_every_steps(parse_durability(config.paramserver.durability))
+    is_cpu = job.device == "cpu"
+    traffic = find_traffic(layout, memory, batch.accumulation, 1 / every if every else 0.0, is_cpu=is_cpu)
+    time = predict(
+        layout,
+        traffic,
+        job.rates,
+        compute_seconds=batch.accumulation * job.compute_seconds(rehearsal),
+        tokens=batch.train * job.sequence,
+        is_cpu=is_cpu,
+        store_has_cores=job.store_has_cores,
+        optimizer_threads=job.optimizer_threads,
+    )
+    return Plan(
+        config=raw,
+        world=world,
+        batch=batch,
+        layout=layout,
+        rehearsal=rehearsal,
+        memory=memory,
+        time=time,
+        shortages=tuple(memory.shortages(job.capacities, world.ranks)),
+    )
+
+
+def smallest_change(job: Job, failing: Plan) -> Change | None:
+    """Return the first change of a config with which it fits; None if there is none among those that are tried.
+
+    Fewer changed keys come first: budgets, then one placement, then the stage, smaller micro-batches, more ranks.
+    """
+    for what, raw, world in _changes(failing):
+        try:
+            tried = with_budgets(job, plan(job, raw, world))
+        except ConfigError:
+            continue
+        if tried.fits:
+            return Change(what=what, plan=tried)
+    return None
+
+
+def best_placement(job: Job, raw: Raw) -> Plan | None:
+    """Return the plan of the placement with the shortest step that fits, of those at all stages; None if none fits.
+
+    Where steps take equally long, the one with less host memory comes first.
+    """
+    fitting = []
+    for stage, parameters, optimizer in _placements():
+        try:
+            tried = with_budgets(job, plan(job, placed(raw, stage, parameters, optimizer)))
+        except ConfigError:
+            continue
+        if tried.fits:
+            fitting.append(tried)
+
+    def cost(tried: Plan) -> tuple[float, int]:
+        return round(tried.time.seconds, 3), tried.memory.node_host_bytes(tried.world.ranks)
+
+    return min(fitting, key=cost, default=None)
+
+
+def with_budgets(job: Job, tried: Plan) -> Plan:
+    """Return the plan with budgets of the store that the job needs, as far as the machine has them.
+
+    The host budget has room for all parameters that pass through, if the machine does.
+    """
+    need, memory = tried.memory.store, tried.memory
+    ranks = tried.world.ranks
+    left = job.capacities.host - (memory.node_host_bytes(ranks) - memory.host_budget)
+    wanted = _mebibytes(need.least_host_budget + need.passing_bytes)
+    host = max(_mebibytes(need.least_host_budget), min(wanted, left // MIB * MIB))
+    raw = copy.deepcopy(dict(tried.config))
+    section = raw.setdefault("paramserver", {})
+    section["host_budget"] = f"{host // MIB}MiB"
+    section["nvme_budget"] = f"{max(256, _mebibytes(int(need.nvme_bytes * _SPARE)) // MIB)}MiB"
+    return plan(job, raw, tried.world)
+
+
+def placed(raw: Raw, stage: int, parameters: str, optimizer: str) -> dict[str, Any]:
+    """Return a config with another stage and other homes, written as `paramserver.placement`."""
+    changed = copy.deepcopy(dict(raw))
+    zero = dict(changed.get("zero_optimization", {}))
+    paths = [zero.pop(key, {}).get("nvme_path") for key in ("offload_param", "offload_optimizer") if zero.get(key)]
+    zero.pop("offload_param", None)
+    zero.pop("offload_optimizer", None)
+    changed["zero_optimization"] = zero | {"stage": stage}
+    section = changed.setdefault("paramserver", {})
+    section["placement"] = {"parameters": parameters, "optimizer": optimizer}
+    if (path := next(filter(None, paths), None)) is not None:
+        section.setdefault("state_dir", path)
+    return changed
+
+
+def _placements() -> Iterator[tuple[int, str, str]]:
+    yield 0, "device", "device"
+    for stage in (1, 2, 3):
+        for parameters in ("device", "host", "nvme") if stage == 3 else ("device",):
+            for optimizer in ("device", "host", "nvme"):
+                yield stage, parameters, optimizer
+
+
+def _changes(failing: Plan) -> Iterator[tuple[str, Raw, World]]:
+    raw, world = failing.config, failing.world
+    present = failing.layout.groups[0].placement
+    stage = int(dict(raw.get("zero_optimization", {})).get("stage", 0))
+    parameters, optimizer = present.parameters.value, present.optimizer.value
+    yield "set the budgets of the store", raw, world
+    for home in ("host", "nvme"):
+        if stage and home != optimizer:
+            yield f"place the optimizer states on {home}", placed(raw, stage, parameters, home), world
+    for home in ("host", "nvme"):
+        if stage == 3 and home != parameters:
+            yield f"place the parameters on {home}", placed(raw, stage, home, optimizer), world
+    for home in ("host", "nvme"):
+        yield f"stage 3 with optimizer states on {home}", placed(raw, 3, "device", home), world
+        yield f"stage 3 with everything on {home}", placed(raw, 3, home, home), world
+    if failing.batch.micro > 1:
+        smaller = {**placed(raw, 3, "nvme", "nvme"), "train_micro_batch_size_per_gpu": 1}
+        smaller["gradient_accumulation_steps"] = failing.batch.micro * failing.batch.accumulation
+        smaller.pop("train_batch_size", None)
+        yield "stage 3 with everything on nvme, and micro-batches of one sample", smaller, world
+    for factor in (2, 4, 8, 16):
+        more = World(ranks=world.ranks, nodes=world.nodes * factor)
+        fewer = {key: value for key, value in raw.items() if key != "train_batch_size"}
+        yield f"{more.nodes} nodes, with this config", fewer, more
+        yield f"{more.nodes} nodes, stage 3 with everything on nvme", placed(fewer, 3, "nvme", "nvme"), more
+
+
+def _compute_dtype(config: TrainingConfig) -> torch.dtype | None:
+    return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+
+
+def _mebibytes(nbytes: int) -> int:
+    """Return the bytes rounded up to whole MiB."""
+    return -(-nbytes // MIB) * MIB

@@ -1,0 +1,177 @@
+"""A plan as JSON and as tables for a terminal. Owns the words. Must never compute a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer_client.plan.machine import Capacities, Rates
+from trainer_client.plan.memory import DAEMON_BYTES, RANK_ALLOWANCE, RANK_BYTES
+from trainer_client.plan.plan import Change, Plan
+from trainer_client.plan.step_time import MAPPED_BYTES_PER_SECOND, STORE_SECONDS_PER_BYTE
+
+GIB = float(1 << 30)
+GB = 1e9
+
+
+def assumptions(plan: Plan, rates_from: str, compute_from: str) -> list[str]:
+    """Return the assumptions behind the estimated figures, as sentences."""
+    device = plan.memory.device
+    lines = [
+        f"The rates are {rates_from}; the time of forward and backward is {compute_from}.",
+        "Activations are those of one micro-batch of the model as it is built here, in train mode, without "
+        "fragmentation of the allocator.",
+        f"A rank's buffers of libraries take {RANK_ALLOWANCE >> 20} MiB; the process itself "
+        f"{RANK_BYTES[device] >> 20} MiB of host memory, the daemon {DAEMON_BYTES[device] >> 20} MiB besides its "
+        "budget.",
+        f"The store takes {STORE_SECONDS_PER_BYTE * GB:.2f} CPU seconds for each GB that it reads or writes.",
+        f"{plan.time.traffic.hit:.0%} of the parameters that pass through host memory are still there at their next "
+        "use.",
+        "The step neither evaluates, nor logs, nor waits for data.",
+    ]
+    if device == "cpu":
+        lines.append(
+            "Ranks on the CPU copy, communicate and compute one after the other, and mapping costs "
+            f"{1e9 / MAPPED_BYTES_PER_SECOND:.2f} s for each GB; without spare processors the store's work adds to it."
+        )
+    else:
+        lines.append("Compute, transfers, NVMe and collectives overlap completely: the longest one is the step.")
+    return lines
+
+
+def to_dict(
+    plan: Plan,
+    capacities: Capacities,
+    rates: Rates,
+    notes: list[str],
+    change: Change | None,
+    best: Plan | None,
+) -> dict[str, Any]:
+    """Return all figures of a plan as types that JSON has."""
+    memory, ranks = plan.memory, plan.world.ranks
+    return {
+        "parameters": plan.layout.parameters,
+        "world": {"ranks_per_node": ranks, "nodes": plan.world.nodes},
+        "batch": asdict(plan.batch),
+        "device": memory.device,
+        "rank": {
+            "lines": [asdict(line) for line in memory.rank],
+            "bytes": memory.rank_bytes,
+            "state_bytes": plan.layout.rank_bytes(),
+        },
+        "store": asdict(memory.store)
+        | {
+            "host_bytes": memory.store.host_bytes,
+            "host_budget": memory.host_budget,
+            "nvme_budget": memory.nvme_budget,
+        },
+        "node": {"host_bytes": memory.node_host_bytes(ranks), "nvme_bytes": memory.store.nvme_bytes},
+        "capacities": asdict(capacities),
+        "rates": asdict(rates),
+        "fits": plan.fits,
+        "shortages": [asdict(shortage) for shortage in plan.shortages],
+        "change": None if change is None else {"what": change.what, "config": dict(change.plan.config)},
+        "step": {
+            "seconds": plan.time.seconds,
+            "resources": dict(plan.time.resources),
+            "binding": plan.time.binding,
+            "roofline_fraction": plan.time.roofline_fraction,
+            "tokens": plan.time.tokens,
+            "hiding_tokens": plan.time.hiding_tokens,
+            "traffic": asdict(plan.time.traffic),
+            "flops": plan.rehearsal.flops,
+        },
+        "best": None if best is None else {"seconds": best.time.seconds, "config": dict(best.config)},
+        "assumptions": notes,
+    }
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    """Print a plan, which is the object that `to_dict` returns."""
+    world, step = found["world"], found["step"]
+    console.print(
+        f"{found['parameters'] / 1e6:,.1f} M parameters; {world['ranks_per_node']} ranks on each of {world['nodes']} "
+        f"nodes, {found['batch']['micro']} x {found['batch']['accumulation']} samples each"
+    )
+    console.print(_rank_table(found))
+    console.print(_node_table(found))
+    if found["fits"]:
+        console.print("It fits.", style="bold")
+    for shortage in found["shortages"]:
+        key = f" ({shortage['key']})" if shortage["key"] else ""
+        console.print(
+            f"It does not fit: {shortage['what']}{key} is {_gib(shortage['present'])}, needed are "
+            f"{_gib(shortage['needed'])}.",
+            style="bold",
+        )
+    if not found["fits"]:
+        change = found["change"]
+        console.print("No change that was tried makes it fit." if change is None else f"It fits with: {change['what']}")
+        if change is not None:
+            _print_config(console, change["config"])
+    console.print(_time_table(found))
+    hiding = step["hiding_tokens"]
+    if hiding is not None:
+        console.print(
+            f"NVMe, links and the store's work are hidden behind compute from {hiding:,} tokens a step on; this step "
+            f"has {step['tokens']:,}."
+        )
+    if found["best"] is not None:
+        console.print(f"The best placement that was found takes {found['best']['seconds']:.3f} s a step:")
+        _print_config(console, found["best"]["config"])
+    console.print("Assumptions:")
+    for note in found["assumptions"]:
+        console.print(f"- {note}")
+
+
+def _rank_table(found: Mapping[str, Any]) -> Table:
+    where = "private memory" if found["device"] == "cpu" else "device memory"
+    table = Table("one rank", "GiB", "figure", "because", title=f"A rank's {where} at the worst moment of a step")
+    for line in found["rank"]["lines"]:
+        table.add_row(line["what"], _gib(line["nbytes"]), "exact" if line["is_exact"] else "estimate", line["why"])
+    table.add_row("all", _gib(found["rank"]["bytes"]), "", "", style="bold")
+    return table
+
+
+def _node_table(found: Mapping[str, Any]) -> Table:
+    store = found["store"]
+    table = Table("one node", "GiB", "because", title="The store of a node, exact but for other jobs")
+    rows = (
+        ("host: placed there", "home_bytes", "copies that are never evicted"),
+        ("host: gradients", "gradient_bytes", "of all ranks, until their updates"),
+        ("host: units in use", "units_bytes", f"the {store['units']} largest that are leased at once"),
+        ("host: buffers", "buffer_bytes", "of the optimizer"),
+        ("host budget, at least", "least_host_budget", "with it the daemon admits the job"),
+        ("host budget", "host_budget", "taken in full; what is left holds parameters that pass through"),
+        ("nvme: one version", "version_bytes", "of all states"),
+        ("nvme: reserved", "nvme_bytes", "the committed and the pending version of what is written each step"),
+        ("nvme budget", "nvme_budget", ""),
+    )
+    for what, key, why in rows:
+        table.add_row(what, _gib(store[key]), why)
+    host, disk = found["node"]["host_bytes"], found["capacities"]["nvme"]
+    table.add_row("host memory, all", f"{_gib(host)} of {_gib(found['capacities']['host'])}", "ranks, store and daemon")
+    table.add_row("nvme, all", f"{_gib(store['nvme_bytes'])} of {_gib(disk)}", "")
+    return table
+
+
+def _time_table(found: Mapping[str, Any]) -> Table:
+    step = found["step"]
+    table = Table("resource", "seconds", title=f"A step: {step['seconds']:.3f} s, bound by {step['binding']}")
+    for name, seconds in sorted(step["resources"].items(), key=lambda item: -item[1]):
+        if seconds:
+            table.add_row(name, f"{seconds:.4f}")
+    return table
+
+
+def _print_config(console: Console, config: Mapping[str, Any]) -> None:
+    console.print_json(json.dumps(config))
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:,.3f}" if nbytes < 100 * GIB else f"{nbytes / GIB:,.0f}"

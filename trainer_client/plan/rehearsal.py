@@ -1,0 +1,321 @@
+"""The rehearsal of a step: forward and backward over tensors without memory, which yields the operations and the peak.
+
+The model, its hooks and autograd are the real ones; only values are missing. Owns the count of live bytes. Must never
+run an operation on real values: probe.py times the operations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer_client.errors import ConfigError
+from trainer_client.plan.heap import Heap
+from trainer_client.plan.model import build
+
+# After so many steps the heap has the holes that it keeps.
+_STEPS_OF_A_HEAP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of an operation: its shape, strides and dtype."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One call of an operator, without values.
+
+    Attributes:
+        name: the operator and its overload, as `aten.addmm.default`.
+        text: name and arguments as text; calls with the same text are equal.
+        arguments: the positional and the named arguments, in which a TensorSpec stands for a tensor.
+    """
+
+    name: str = field(compare=False)
+    text: str
+    arguments: Any = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change of memory in a pass, or a gradient.
+
+    Attributes:
+        block: number of the block that is allocated or freed; -1: the gradient of `fqn` is there.
+        nbytes: size of the block; 0: it is freed.
+        fqn: the parameter whose gradient is there, or "".
+    """
+
+    block: int
+    nbytes: int = 0
+    fqn: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What one micro-batch of a rank takes.
+
+    Attributes:
+        operations: how often each operation is called in forward and backward.
+        flops: floating-point operations of the products of matrices, forward and backward.
+        events: the changes of memory, in their order.
+        tokens: elements of the input ids.
+    """
+
+    operations: Mapping[Operation, int]
+    flops: int
+    events: Sequence[Event]
+    tokens: int
+
+    def peak_bytes(self, rule: GradientRule, *, in_heap: bool) -> int:
+        """Return the most bytes of activations, temporary results and gradients at once.
+
+        Args:
+            rule: what gradients take.
+            in_heap: with what malloc keeps (heap.py), after three steps; else the live tensors alone.
+        """
+        memory = Heap() if in_heap else LiveBytes()
+        for step in range(_STEPS_OF_A_HEAP if in_heap else 1):
+            self._replay(rule, memory, is_first=step == 0)
+        return memory.peak
+
+    def _replay(self, rule: GradientRule, memory: Heap | LiveBytes, *, is_first: bool) -> None:
+        """Make a step: a pass, and then the hand-over of the gradients."""
+        gradients = _Gradients(rule, memory)
+        live: set[int] = set()
+        for event in self.events:
+            if event.block < 0:
+                gradients.take(event.fqn)
+            elif event.nbytes:
+                memory.allocate(event.block, event.nbytes)
+                live.add(event.block)
+            else:
+                memory.free(event.block)
+                live.discard(event.block)
+        for block in live:
+            memory.free(block)
+        gradients.hand_over(keep=is_first)
+
+
+class _Gradients:
+    """The gradients of one step, in the memory that a rule gives them."""
+
+    def __init__(self, rule: GradientRule, memory: Heap | LiveBytes) -> None:
+        self._rule = rule
+        self._memory = memory
+        self._waiting: dict[str, set[str]] = {}
+        for fqn, group in rule.group_of.items():
+            self._waiting.setdefault(group, set()).add(fqn)
+        self._full: set[str] = set()
+        self._partitions: set[str] = set()
+
+    def take(self, fqn: str) -> None:
+        """Put the gradient of a parameter to those of its group."""
+        group = self._rule.group_of.get(fqn)
+        if group is None:
+            return
+        if group not in self._partitions:
+            self._partitions.add(group)
+            self._full.add(group)
+            self._memory.allocate(("partition", group), self._rule.partition_bytes[group])
+            self._memory.allocate(("full", group), self._rule.full_bytes[group])
+        self._waiting[group].discard(fqn)
+        if not self._waiting[group] and self._rule.is_reduced_at_once:
+            self._full.discard(group)
+            self._memory.free(("full", group))
+
+    def hand_over(self, *, keep: bool) -> None:
+        """Free all gradients, after copies of them were made if `keep` is true."""
+        for group in self._full:
+            self._memory.free(("full", group))
+        for group, nbytes in self._rule.kept_bytes.items() if keep else ():
+            self._memory.allocate(("kept", group), nbytes)
+        for group in self._partitions:
+            self._memory.free(("partition", group))
+
+
+class LiveBytes:
+    """The sum of blocks that are allocated, with the methods of Heap."""
+
+    def __init__(self) -> None:
+        self.peak = self._now = 0
+        self._blocks: dict[Hashable, int] = {}
+
+    def allocate(self, name: Hashable, nbytes: int) -> None:
+        """Count a block."""
+        self._blocks[name] = nbytes
+        self._now += nbytes
+        self.peak = max(self.peak, self._now)
+
+    def free(self, name: Hashable) -> None:
+        """Do not count a block any more."""
+        self._now -= self._blocks.pop(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRule:
+    """What a rank's gradients take on its device while a backward pass goes on.
+
+    Attributes:
+        group_of: for the FQN of each trained parameter, the name of its flat group.
+        full_bytes: for each group, bytes of the buffer for whole gradients, until the group is reduced; 0: none.
+        partition_bytes: for each group, bytes that stay until the step ends.
+        kept_bytes: for each group, bytes of the copy that is kept for a daemon that is restarted, from the first step.
+        is_reduced_at_once: whether a group's buffer is free as soon as all its gradients are there.
+    """
+
+    group_of: Mapping[str, str]
+    full_bytes: Mapping[str, int]
+    partition_bytes: Mapping[str, int]
+    kept_bytes: Mapping[str, int]
+    is_reduced_at_once: bool
+
+
+class _Live(TorchDispatchMode):
+    """Records the storages that come and go, and the calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.operations: Counter[Operation] = Counter()
+        self._seen: set[int] = set()
+        self._numbers = itertools.count()
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """Take note of a tensor whose bytes do not count."""
+        self._seen.add(tensor.untyped_storage()._cdata)
+
+    def note_gradient(self, fqn: str) -> None:
+        """Note that a parameter's gradient is there."""
+        self.events.append(Event(-1, fqn=fqn))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view and func.namespace != "prim":
+            self.operations[_operation(func, args, kwargs)] += 1
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._follow(leaf.untyped_storage())
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._seen or not nbytes:
+            return
+        self._seen.add(key)
+        block = next(self._numbers)
+        self.events.append(Event(block, nbytes))
+        weakref.finalize(storage, self._forget, key, block)
+
+    def _forget(self, key: int, block: int) -> None:
+        self._seen.discard(key)
+        self.events.append(Event(block))
+
+
+def rehearse(
+    builder: Callable[[], nn.Module],
+    batch: Callable[[nn.Module], Mapping[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+) -> Rehearsal:
+    """Run forward and backward of one micro-batch without memory.
+
+    Args:
+        builder: builds the model.
+        batch: returns the arguments of the model's forward.
+        dtype: the dtype of the parameters; None: their own.
+
+    Raises:
+        ConfigError: the model cannot be run without values, or returns no loss.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build(builder, torch.device("cpu"))
+        if dtype is not None:
+            _convert(model, dtype)
+        model.train()
+        inputs = batch(model)
+        live = _Live()
+        for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
+            live.know(tensor)
+        _install(model, live)
+        try:
+            with FlopCounterMode(display=False) as flops, live:
+                loss = _loss(model(**inputs))
+                loss.backward()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the model's forward and backward cannot be run without values ({type(error).__name__}: {error}); "
+                "give --activations and --compute-seconds"
+            ) from error
+        del loss
+    return Rehearsal(
+        operations=dict(live.operations),
+        flops=int(flops.get_total_flops()),
+        events=tuple(live.events),
+        tokens=max((t.numel() for t in inputs.values() if not t.is_floating_point()), default=0),
+    )
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace all parameters by ones of `dtype`; ties stay. `Module.to` cannot do it with tensors without memory."""
+    converted: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in converted:
+                values = torch.empty_like(parameter, dtype=dtype)
+                converted[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            setattr(module, name, converted[id(parameter)])
+
+
+def _install(model: nn.Module, live: _Live) -> None:
+    """Have each gradient leave as soon as it is there, as the engine takes it."""
+
+    def taken(fqn: str) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+            live.note_gradient(fqn)
+
+        return take
+
+    for fqn, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(taken(fqn))
+
+
+def _loss(output: Any) -> torch.Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise ConfigError(f"the model returns a {type(output).__name__} without a loss: give --inputs with labels")
+    return loss if loss.dim() == 0 else loss.float().mean()
+
+
+def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
+    def describe(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorSpec(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype)
+        return value
+
+    described = tree_map(describe, (args, kwargs))
+    return Operation(name=str(function), text=f"{function}{described!r}", arguments=described)

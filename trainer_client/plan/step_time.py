@@ -1,0 +1,206 @@
+"""The time of a planned step: the bytes that it moves on each link, and the seconds of each resource.
+
+The links and resources have the names of the step report, so that a plan and a measured step can be compared. Must
+never measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer_client.config.home import Home
+from trainer_client.model.placement import Residence
+from trainer_client.plan.layout import Layout
+from trainer_client.plan.machine import Rates
+from trainer_client.plan.memory import MemoryPlan
+from trainer_client.recorder import Link
+from trainer_client.report.step_report import COMPUTE, NVME_READ, NVME_WRITTEN
+
+STORE_LINK = "store_link"
+COLLECTIVES = Link.COLLECTIVES.value
+STORE_PROCESSOR = "store_processor"
+TRAINER_COPIES = "trainer_copies"
+DEVICE_UPDATE = "device_update"
+# CPU seconds of the daemon for each byte that it reads or writes: checksums and system calls
+# (benchmarks/RESULTS.md, "NVMe tier and engine": 0.13 to 0.17 s/GB in requests of 1 to 4 MiB).
+STORE_SECONDS_PER_BYTE = 0.15e-9
+# The threads of a daemon with one data file that read and write.
+_IO_THREADS = 6
+# Page faults of mapped parameters: 3 ms for 25 MB (model/flat_memory.py).
+MAPPED_BYTES_PER_SECOND = 25e6 / 3e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The bytes that a step moves.
+
+    Attributes:
+        to_rank, from_rank: between one rank and its store.
+        collectives: of whole buffers that one rank gathers or reduces.
+        nvme_read, nvme_written: of the node.
+        updated: elements that the node's store updates; `updated_on_device` those of one rank's device.
+        hit: the part of passing parameters that is expected to stay in host memory between two uses.
+    """
+
+    to_rank: int
+    from_rank: int
+    collectives: int
+    nvme_read: int
+    nvme_written: int
+    updated: int
+    updated_on_device: int
+    hit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The predicted time of a step.
+
+    Attributes:
+        seconds: of the step.
+        resources: the least seconds that each resource needs.
+        binding: the resource that needs most.
+        tokens: of one step on all ranks.
+        hiding_tokens: tokens of a step from which on NVMe and links are hidden behind compute; None: nothing is moved.
+        traffic: the bytes.
+    """
+
+    seconds: float
+    resources: Mapping[str, float]
+    binding: str
+    tokens: int
+    hiding_tokens: int | None
+    traffic: Traffic
+
+    @property
+    def roofline_fraction(self) -> float:
+        """The time of the binding resource over that of the step."""
+        return self.resources[self.binding] / self.seconds if self.seconds else 0.0
+
+
+def find_traffic(
+    layout: Layout, memory: MemoryPlan, micro_batches: int, commits_per_step: float, *, is_cpu: bool
+) -> Traffic:
+    """Return the bytes that a step of `micro_batches` moves.
+
+    Args:
+        commits_per_step: the part of the steps whose states on the device are handed to the store.
+    """
+    ranks, several = layout.world.ranks, layout.world.size > 1
+    # On the CPU, ranks of one node read all partitions in their store's memory (Job._choose_gather).
+    one_sided = is_cpu and layout.world.nodes == 1
+    to_rank = from_rank = collectives = read = put = updated = on_device = 0
+    need = memory.store
+    free = memory.host_budget - need.host_bytes
+    hit = 1.0 if not need.passing_bytes else max(0.0, min(1.0, free / need.passing_bytes))
+    for planned in layout.groups:
+        group, placement = planned.group, planned.placement
+        part, whole = group.slot_table.partition_numel, group.slot_table.numel
+        in_store = placement.optimizer is not Home.DEVICE
+        if placement.residence is Residence.SHARDED:
+            uses = (2 if group.trainable else 1) * micro_batches
+            reads_all = one_sided and placement.parameters is not Home.DEVICE
+            if placement.parameters is not Home.DEVICE:
+                to_rank += uses * (group.whole_bytes if reads_all else group.partition_bytes)
+            collectives += uses * group.whole_bytes if several and not reads_all else 0
+        if not group.trainable:
+            continue
+        gradient = group.gradient_dtype.itemsize
+        collectives += whole * gradient if several else 0
+        if in_store:
+            updated += part
+            from_rank += part * gradient
+            if placement.parameters is Home.DEVICE:
+                to_rank += group.partition_bytes
+                collectives += group.whole_bytes if several else 0
+            if placement.optimizer is Home.NVME:
+                kept = len(group.state_kinds) + (1 if group.has_master or placement.parameters is Home.DEVICE else 0)
+                read += 4 * kept * part
+        else:
+            replicated = placement.residence is Residence.REPLICATED
+            on_device += whole if replicated else part
+            if several and not replicated:
+                collectives += group.whole_bytes
+            put += sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part
+    uses = 2 * micro_batches
+    passing = int(uses * need.passing_bytes * (1.0 - hit)) if layout.residence is Residence.SHARDED else 0
+    stored = any(p.group.trainable and p.placement.optimizer is not Home.DEVICE for p in layout.groups)
+    return Traffic(
+        to_rank=to_rank,
+        from_rank=from_rank + int(put * commits_per_step),
+        collectives=collectives,
+        nvme_read=read * ranks + passing,
+        nvme_written=need.written_bytes if stored else int(put * ranks * commits_per_step),
+        updated=updated * ranks,
+        updated_on_device=on_device,
+        hit=hit,
+    )
+
+
+def predict(
+    layout: Layout,
+    traffic: Traffic,
+    rates: Rates,
+    *,
+    compute_seconds: float,
+    tokens: int,
+    is_cpu: bool,
+    store_has_cores: bool,
+    optimizer_threads: int,
+) -> StepTime:
+    """Return the time of a step.
+
+    On a GPU all resources work at the same time. On the CPU the ranks copy and communicate themselves, one after the
+    other with their computation, and so does the store where the ranks use all processors.
+
+    Args:
+        compute_seconds: forward and backward of all micro-batches of the step on one rank.
+        tokens: of all ranks and micro-batches of the step.
+        store_has_cores: whether the store has processors of its own, so that its threads work at the same time.
+        optimizer_threads: the daemon's key of this name.
+    """
+    gradient_passes = 3 * traffic.from_rank
+    mapped = traffic.to_rank if is_cpu else 0
+    link = (traffic.to_rank + traffic.from_rank) / (rates.copy if is_cpu else rates.device_link)
+    moved = traffic.nvme_read + traffic.nvme_written
+    updating, serving = traffic.updated / rates.update, moved * STORE_SECONDS_PER_BYTE
+    resources = {
+        COMPUTE: compute_seconds,
+        COLLECTIVES: traffic.collectives / rates.collective if rates.collective else 0.0,
+        NVME_READ: traffic.nvme_read / rates.nvme_read,
+        NVME_WRITTEN: traffic.nvme_written / rates.nvme_write,
+        "nvme": _nvme_seconds(traffic, rates),
+        STORE_PROCESSOR: (
+            max(updating / optimizer_threads, serving / _IO_THREADS) if store_has_cores else updating + serving
+        ),
+        DEVICE_UPDATE: traffic.updated_on_device / rates.update if is_cpu else 0.0,
+    }
+    if is_cpu:
+        resources[TRAINER_COPIES] = gradient_passes / rates.copy + mapped / MAPPED_BYTES_PER_SECOND
+    else:
+        resources[STORE_LINK] = link
+    own = [COMPUTE, COLLECTIVES, DEVICE_UPDATE, *([TRAINER_COPIES] if is_cpu else [])]
+    if is_cpu and not store_has_cores:
+        own.append(STORE_PROCESSOR)
+    serial = sum(resources[name] for name in own) if is_cpu else 0.0
+    seconds = max(serial, *resources.values())
+    hidden = max(resources["nvme"], resources.get(STORE_LINK, 0.0), resources[STORE_PROCESSOR])
+    return StepTime(
+        seconds=seconds,
+        resources=resources,
+        binding=max(resources, key=lambda name: resources[name]),
+        tokens=tokens,
+        hiding_tokens=int(tokens * hidden / compute_seconds) if hidden and compute_seconds else None,
+        traffic=traffic,
+    )
+
+
+def _nvme_seconds(traffic: Traffic, rates: Rates) -> float:
+    """Return the seconds of all reads and writes: as many of both at once as there are, then the rest."""
+    both = min(traffic.nvme_read, traffic.nvme_written)
+    return (
+        both / rates.nvme_both
+        + (traffic.nvme_read - both) / rates.nvme_read
+        + (traffic.nvme_written - both) / rates.nvme_write
+    )
