@@ -15,8 +15,9 @@ CODE := paramserver storage trainer_client benchmarks
 # for bit with torch's own fused kernels, with the new version.
 TORCH := 2.13.0
 
-.PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults fuzz readers \
-  restarts matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small proto lock \
+.PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
+  fuzz readers restarts matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small \
+  bench-plan proto lock \
   clean distclean
 
 help: ## List the targets
@@ -128,6 +129,9 @@ bench-moe: venv ## Measure how often prefetching hits, for predictable and unpre
 
 bench-small: venv ## Measure 20,000 and 200,000 small tensors, and the daemon's event loop; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.dataplane.small_tensors --results
+
+bench-plan: venv ## Compare the plan of eight small jobs with what they take; updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.planning.plan --results
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \

@@ -1,0 +1,1 @@
+"""Predictions of `paramserver plan` beside measurements, for eight small jobs on CPUs."""

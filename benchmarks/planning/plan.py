@@ -1,0 +1,202 @@
+"""Compares `paramserver plan` with what jobs take: memory of a rank, bytes of the store's tiers, seconds of a step.
+
+Each of eight jobs (cases.py) is planned, run by `paramserver launch` on the CPU, and planned again, so that the rates
+of the plan are those of before and after the run. The result is one JSON object:
+
+- `machine`, `provenance`
+- `load`: the machine's load average over a minute, at the beginning and at the end; what is above the benchmark's own 1
+  to 2 is that of other processes
+- `jobs`: by name, for each of `rank_bytes` (peak of a rank's private memory, without that of the bare process),
+  `host_bytes` and `nvme_bytes` (used bytes of the store's tiers after the last step) and `step_seconds` (median without
+  the first two steps): `planned`, `measured` and `ratio`
+- `worst`: the ratio that is farthest from 1, by figure
+
+Run as a module from the root of the repository: `python -m benchmarks.planning.plan`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.common import machine, report
+from benchmarks.common.measure import BenchmarkError, Progress
+from benchmarks.planning.cases import JOBS, Job
+
+DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "bench-plan"
+RANK_SECONDS = 900.0
+FIGURES = ("rank_bytes", "host_bytes", "nvme_bytes", "step_seconds")
+# The rates of a plan whose seconds are not looked at.
+UNMEASURED = "--no-probe --flops 1e12 --nvme-read 1GB --nvme-write 1GB --collective 1GB"
+MIB = 1 << 20
+# The numbers of the tiers in the contract (enum Tier).
+HOST, NVME = "2", "3"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+def measure(jobs: Sequence[Job], directory: Path, progress: Progress, *, with_time: bool) -> dict[str, Any]:
+    """Plan and run all jobs, one after the other, and return the result. Raises BenchmarkError.
+
+    Args:
+        with_time: whether the seconds of a step are compared, too.
+    """
+    began = os.getloadavg()[0]
+    found = {}
+    for job in jobs:
+        progress(job.name)
+        found[job.name] = compare(job, directory, with_time=with_time)
+    return {
+        "machine": machine.describe(directory),
+        "provenance": machine.provenance(),
+        "load": [round(began, 2), round(os.getloadavg()[0], 2)],
+        "jobs": found,
+        "worst": {
+            figure: max((one[figure]["ratio"] for one in found.values()), key=lambda ratio: abs(math.log(ratio)))
+            for figure in FIGURES[: None if with_time else -1]
+        },
+    }
+
+
+def compare(job: Job, directory: Path, *, with_time: bool) -> dict[str, Any]:
+    """Return the figures of one job, planned and measured."""
+    place = directory / "job"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(job.model()))
+    (place / "training.json").write_text(json.dumps(job.config(place / "state")))
+    (place / "spec.json").write_text(json.dumps(job.spec(place)))
+    before = _plan(job, place, with_probe=with_time)
+    run = [*("--nproc-per-node", str(job.ranks)), str(Path(__file__).with_name("measured_rank.py"))]
+    _run(["launch", *run, str(place / "spec.json")])
+    after = _plan(job, place, with_probe=True) if with_time else before
+    ranks = [json.loads((place / f"result.{rank}").read_text()) for rank in range(job.ranks)]
+    seconds = max(statistics.median(rank["seconds"][2:]) for rank in ranks)
+    accounts = ranks[0]["accounts"]
+    step = statistics.mean(plan["step"]["seconds"] for plan in (before, after))
+    planned = {
+        "rank_bytes": before["rank"]["bytes"],
+        "host_bytes": before["store"]["home_bytes"] + before["store"]["buffer_bytes"] + before["store"]["header_bytes"],
+        "nvme_bytes": before["store"]["written_bytes"],
+        "step_seconds": step,
+    }
+    measured = {
+        "rank_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "host_bytes": accounts[HOST]["fixed"] + (before["store"]["home_bytes"] and accounts[HOST]["jobs"]),
+        "nvme_bytes": accounts[NVME]["jobs"],
+        "step_seconds": seconds,
+    }
+    shutil.rmtree(place, ignore_errors=True)
+    figures = {
+        name: {
+            "planned": planned[name],
+            "measured": measured[name],
+            "ratio": round(_ratio(planned[name], measured[name]), 4),
+        }
+        for name in FIGURES[: None if with_time else -1]
+    }
+    return figures | {
+        "resources": before["step"]["resources"],
+        "seconds": [rank["seconds"] for rank in ranks],
+        "report": ranks[0]["report"],
+        "lines": before["rank"]["lines"],
+    }
+
+
+def _ratio(planned: float, measured: float) -> float:
+    return 1.0 if planned == measured else planned / measured if measured else math.inf
+
+
+def _plan(job: Job, place: Path, *, with_probe: bool) -> dict[str, Any]:
+    options = ["--config", str(place / "training.json"), "--nproc-per-node", str(job.ranks), "--device", "cpu"]
+    options += ["--tokens", str(job.tokens), "--dir", str(place / "probe"), "--no-search", "--json"]
+    options += [] if with_probe else UNMEASURED.split()
+    found: dict[str, Any] = json.loads(_run(["plan", str(place / "config.json"), *options]))
+    return found
+
+
+def _run(arguments: list[str]) -> str:
+    """Run a verb of `paramserver` and return its output. Raises BenchmarkError."""
+    removed = ("PARAMSERVER_ADDRESS", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
+    ended = subprocess.run(
+        [sys.executable, "-m", "paramserver", *arguments],
+        cwd=machine.ROOT,
+        env=environment | {"PYTHONPATH": str(machine.ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=RANK_SECONDS,
+        check=False,
+    )
+    if ended.returncode:
+        lines = [line for line in ended.stderr.splitlines() if line.strip()]
+        raise BenchmarkError(f"paramserver {arguments[0]} ended with {ended.returncode}: {' | '.join(lines[-8:])}")
+    return ended.stdout
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the result as a Markdown table."""
+    rows = []
+    for name, job in result["jobs"].items():
+        cells = [name]
+        for figure in filter(job.__contains__, FIGURES):
+            one = job[figure]
+            unit = 1.0 if figure == "step_seconds" else MIB
+            digits = 3 if figure == "step_seconds" else 1
+            cells += [
+                f"{one['planned'] / unit:.{digits}f}",
+                f"{one['measured'] / unit:.{digits}f}",
+                f"{one['ratio']:.3f}",
+            ]
+        rows.append(cells)
+    header = ["job"]
+    for title in ("rank, MiB", "host tier, MiB", "NVMe, MiB", "step, s")[: len(result["worst"])]:
+        header += [f"{title}: planned", "measured", "ratio"]
+    load = result["load"]
+    return "\n\n".join(
+        (
+            "Planned beside measured. `rank`: peak of a rank's private memory, without that of the bare process. `host "
+            "tier`: what is placed there, buffers and header. `NVMe`: the committed versions. `step`: the median; the "
+            f"plan is the mean of one before and one after. The load average was {load[0]} at the beginning and "
+            f"{load[1]} at the end.",
+            report.table(header, rows),
+        )
+    )
+
+
+@app.command(help=__doc__)
+def main(
+    directory: Annotated[Path, typer.Option("--dir", help="Where states go; they are removed.")] = DEFAULT_DIRECTORY,
+    jobs: Annotated[str, typer.Option(help="Numbers of the jobs, from 0, with commas; empty: all.")] = "",
+    with_time: Annotated[
+        bool, typer.Option("--time/--no-time", help="Compare seconds, too; not on a machine that others use.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object, not a table.")] = False,
+    results: Annotated[bool, typer.Option("--results", help="Update benchmarks/RESULTS.md and results/.")] = False,
+) -> None:
+    """Run the benchmark, and print its result or the error that ended it."""
+    chosen = [JOBS[int(number)] for number in jobs.split(",")] if jobs else list(JOBS)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        result = measure(chosen, directory, Console(stderr=True).print, with_time=with_time)
+    except (BenchmarkError, OSError, subprocess.TimeoutExpired) as error:
+        typer.echo(f"bench-plan: {error}", err=True)
+        raise typer.Exit(1) from None
+    if results:
+        report.store("plan", "The plan of a job", result, markdown(result), "make bench-plan")
+    typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
+
+
+if __name__ == "__main__":
+    app()
