@@ -27,8 +27,8 @@ from trainer_client.model.units import Unit
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
-from trainer_client.run.imported import is_imported, load_buffers
 from trainer_client.run.declaration import assign, flat_groups, open_request
+from trainer_client.run.imported import is_imported, load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.stored_step import StoredStep
