@@ -35,6 +35,9 @@ class Holder(enum.StrEnum):
     READERS = "readers"
     """Versions that a reader holds and that belong to no job any more."""
 
+    KEPT = "kept steps"
+    """Versions that a kept step holds and that its job does not need any more."""
+
     LEASES = "leases"
     """Ranges that a session has leased."""
 
@@ -103,27 +106,29 @@ def host_account(
 
 
 def backing_accounts(
-    backing: BackingTiers, slabs: Sequence[Slab], readers: Collection[StepReader]
+    backing: BackingTiers, slabs: Sequence[Slab], kept: Sequence[Slab], readers: Collection[StepReader]
 ) -> Iterator[TierAccount]:
-    """Yield the account of each backing tier, fastest first."""
+    """Yield the account of each backing tier, fastest first; `kept` are the slabs of kept steps."""
     for tier in backing:
         damaged_bytes = backing.durable.damaged_bytes if tier is backing.durable else None
-        yield _backing_account(tier, slabs, readers, damaged_bytes)
+        yield _backing_account(tier, slabs, kept, readers, damaged_bytes)
 
 
 def _backing_account(
     tier: BackingTier[Any],
     slabs: Iterable[Slab],
+    kept: Iterable[Slab],
     readers: Iterable[StepReader],
     damaged_bytes: Callable[[Iterable[Region]], int] | None,
 ) -> TierAccount:
     """Return the account of a tier.
 
-    A region that has several holders counts for the first of them: jobs, readers, operations under way.
+    A region that has several holders counts for the first of them: jobs, kept steps, readers, operations under way.
     """
     holders: dict[Region, Holder] = {}
     for regions, holder in (
         ((region for slab in slabs for region in slab.versions.values()), Holder.JOBS),
+        ((region for slab in kept for region in slab.versions.values()), Holder.KEPT),
         ((region for reader in readers for region in reader.regions.values() if region is not None), Holder.READERS),
         (tier.new_regions, Holder.UNDER_WAY),
     ):

@@ -6,7 +6,7 @@ a job's tally says what its slabs need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -15,7 +15,7 @@ from storage.errors import BudgetExceededError
 from storage.job_table import JobTable
 from storage.reader import StepReader
 from storage.tiers.backing import BackingTiers
-from storage.tiers.contract import BackingTier
+from storage.tiers.contract import BackingTier, Region
 from storage.tiers.host import HostTier
 from storage.transform import host_budget_for
 from storage.versions import Job
@@ -110,43 +110,64 @@ class Admission:
     def _need(self, tier: BackingTier[Any]) -> int:
         """Return the bytes that the next steps of all jobs need on a tier besides the bytes in use.
 
-        The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader
-        shares with a slab of a job with ranks count as well: the next steps replace them in the slab, and then only the
-        reader holds them.
+        The needs are added, because all jobs use the same free space, each at its own time. Versions that a reader or
+        a kept step shares with a slab of a job with ranks count as well: the next steps replace them in the slab, and
+        then only the reader or the kept step holds them.
         """
         active = [job for job in self._jobs if job.spec.local_ranks]
-        shared = [
-            region.nbytes
+        shared = {
+            region
             for reader in self.readers
             if reader.job.spec.local_ranks
             for slab, region in reader.regions.items()
             if region is not None and region.tier is tier and region in slab.versions.values()
-        ]
-        return sum(shared) + sum(_need(job, tier) for job in active)
+        }
+        for job in active:
+            if kept := self.kept_regions([job.spec.name]):
+                shared |= kept & {r for slab in job.slabs() for r in slab.versions.values() if r.tier is tier}
+        return sum(region.nbytes for region in shared) + sum(_need(job, tier) for job in active)
 
-    def check_limit(self, job: Job, limit: Limit) -> None:
+    def kept_regions(self, names: Iterable[str]) -> set[Region]:
+        """Return the regions that the kept steps of some jobs hold, each once."""
+        kept = (kept for name in names for kept in self._jobs.kept_steps(name).values())
+        return {region for job in kept for slab in job.slabs() for region in slab.versions.values()}
+
+    def check_kept(self, reader: StepReader, limits: Sequence[Limit]) -> None:
+        """Raise BudgetExceededError if the budget or a limit does not allow that the step of a reader is kept."""
+        more = {region for region in reader.regions.values() if region is not None}
+        if moved := sum(region.nbytes for region in more if region.doubtful or not region.tier.is_durable):
+            # These bytes are copied, because a kept step is durable.
+            self._backing.durable.reserve(self._need(self._backing.durable) + moved)
+        for limit in limits:
+            self.check_limit(reader.job, limit, kept=more)
+
+    def check_limit(self, job: Job, limit: Limit, *, kept: Collection[Region] = ()) -> None:
         """Raise BudgetExceededError if the next steps of the jobs that a limit covers need more than it allows.
 
-        `job` is one of these jobs, and counts even if it has no ranks yet.
+        `job` is one of these jobs, and counts even if it has no ranks yet. All versions of kept steps count besides,
+        because the next steps replace them in the slabs of the job, and those in `kept`, which are about to be kept.
         """
         if limit.host_bytes is None and limit.nvme_bytes is None:
             return
-        names = [name for name in self._jobs.by_name if limit.covers(name)]
-        layouts = [layout for name in names for layout in self._jobs.layouts(name)]
+        names = [name for name in self._jobs.by_name.keys() | self._jobs.kept.keys() if limit.covers(name)]
+        layouts = [layout for name in names if name in self._jobs.by_name for layout in self._jobs.layouts(name)]
         active = [layout for layout in layouts if layout is job or layout.spec.local_ranks]
         host = self._host_need([layout for layout in layouts if layout in active or _has_copies(layout)])
         durable = self._backing.durable
         nvme = sum(_need(layout, durable) for layout in active)
         nvme += sum(layout.tally.version_bytes(durable.name) for layout in layouts)
+        all_kept = self.kept_regions(names).union(kept)
+        nvme += sum(region.nbytes for region in all_kept)
         if limit.counts_readers:
-            nvme += self._held_by_readers_alone(limit, layouts)
+            nvme += self._held_by_readers_alone(limit, layouts, all_kept)
         steps, them = "its steps need", ""
         if len(names) > 1:
             steps, them = f"the steps of its {len(names)} jobs need", "delete jobs, "
+        forget = "forget kept steps, " if all_kept else ""
         if limit.nvme_bytes is not None and nvme > limit.nvme_bytes:
             raise BudgetExceededError(
-                f"{limit.what}, nvme_bytes = {limit.nvme_bytes}, is too small: {steps} {nvme} bytes; {them}raise it, "
-                "choose durability 'none', or place less on nvme"
+                f"{limit.what}, nvme_bytes = {limit.nvme_bytes}, is too small: {steps} {nvme} bytes; {them}{forget}"
+                "raise it, choose durability 'none', or place less on nvme"
             )
         if limit.host_bytes is not None and host.total > limit.host_bytes:
             step = "a step needs" if len(names) == 1 else f"steps of its {len(names)} jobs need"
@@ -155,8 +176,8 @@ class Admission:
                 f"({host}); {them}raise it, or place less on the host"
             )
 
-    def _held_by_readers_alone(self, limit: Limit, layouts: Sequence[Job]) -> int:
-        """Return the bytes on NVMe that would be free if no reader held them, each range once."""
+    def _held_by_readers_alone(self, limit: Limit, layouts: Sequence[Job], kept: Collection[Region]) -> int:
+        """Return the bytes on NVMe that would be free if no reader held them, each region once; `kept` are not."""
         held = {
             region: region.nbytes
             for reader in self.readers
@@ -164,6 +185,7 @@ class Admission:
             for slab, region in reader.regions.items()
             if region is not None
             and region.tier is self._backing.durable
+            and region not in kept
             and not (reader.job in layouts and region in slab.versions.values())
         }
         return sum(held.values())

@@ -109,13 +109,16 @@ class Committer:
         job.settled = min(job.settled, step)
         self._restore(job, step)
 
-    async def hold(self, job: Job, step: int, held: MutableMapping[Slab, Region | None]) -> None:
+    async def hold(self, job: Job, step: int, held: MutableMapping[Slab, Region | None]) -> dict[Slab, int | None]:
         """Hold the regions that a reader of a committed step sees, and enter each region into `held`.
 
         A slab that was never written is entered with None. Before this waits for anything, it holds what is on NVMe and
         claims what is only in host memory. So the step stays whole even if later steps are trained, committed or pruned
         meanwhile. Then the claimed copies are written to NVMe; the update of a slab waits until its copy is written. If
         this raises, the caller frees the regions that were entered.
+
+        Returns:
+            The version of each slab that the step sees, which is None for a slab that was never written.
 
         Raises:
             NotFoundError: the step is not retained.
@@ -138,6 +141,7 @@ class Committer:
         finally:
             for claim in claims:
                 claim.release()
+        return versions
 
     def _held(self, region: Region) -> Region:
         """Hold a region, and return it."""

@@ -29,10 +29,11 @@ from storage.copy_writes import CopyWrites
 from storage.damage_log import DamageLog
 from storage.demand_reads import DemandReads
 from storage.directories import CATALOG, LOCK
-from storage.errors import ConflictError, StepAbortedError, StorageError
+from storage.errors import BudgetExceededError, ConflictError, StepAbortedError, StorageError
 from storage.host_cache import HostCache
 from storage.job_registry import JobRegistry
 from storage.job_table import JobTable
+from storage.kept_steps import KeptSize, KeptSteps
 from storage.pending_steps import PendingSteps
 from storage.prefetch import PrefetchQueue
 from storage.reader import RangeReader, StepReader
@@ -113,6 +114,9 @@ class Engine:
         self._pending_steps = PendingSteps(
             self.host, self.backing, self.host_cache, tracer, transformer, self._committer
         )
+        self._kept_steps = KeptSteps(
+            jobs, self._job_registry, self.backing, self._committer, catalog, catalog_thread.run
+        )
         self.scratch = ScratchRanges(self.host)
         self.scrubber = Scrubber(self.nvme, self._durable_versions, config.scrub_bytes_per_second)
 
@@ -138,7 +142,9 @@ class Engine:
             catalog = Catalog(config.state_dir / CATALOG)
             undo.callback(catalog.close)
             stored = catalog.load()
-            used = [e for job in stored for steps in job.versions.values() for v in steps.values() for e in v.extents]
+            versions = (v for job in stored for steps in job.versions.values() for v in steps.values())
+            # Each extent once, because a kept step shares versions with its job.
+            used = list(dict.fromkeys(extent for version in versions for extent in version.extents))
             jobs, tracer, catalog_thread = JobTable(), Tracer(), CatalogThread()
             damage_log = DamageLog(jobs, catalog, catalog_thread)
             tiers = await open_tiers(config, catalog, used, volatile=volatile, tracer=tracer, on_damage=damage_log.note)
@@ -160,6 +166,7 @@ class Engine:
                 # The engine is not used after this, so a step that could not be abandoned does no harm: a restart
                 # discards it.
                 log.error("the unfinished step of job %s could not be abandoned: %s", job.spec.name, error)
+        await self._kept_steps.close()
         await self.queue.close()
         await self.backing.close()
         await self._damage_log.close()
@@ -183,7 +190,8 @@ class Engine:
 
     def _durable_versions(self) -> Iterator[Region]:
         """Return the regions of all versions on the durable tier."""
-        versions = (region for job in self._jobs for slab in job.slabs() for region in slab.versions.values())
+        jobs = (*self._jobs, *self._jobs.all_kept())
+        versions = dict.fromkeys(region for job in jobs for slab in job.slabs() for region in slab.versions.values())
         return (region for region in versions if region.tier is self.backing.durable)
 
     def accounts(
@@ -205,7 +213,8 @@ class Engine:
             leased=leased,
             quarantined=quarantined,
         )
-        return [host, *backing_accounts(self.backing, slabs, self._job_registry.admission.readers)]
+        kept = [slab for job in self._jobs.all_kept() for slab in job.slabs()]
+        return [host, *backing_accounts(self.backing, slabs, kept, self._job_registry.admission.readers)]
 
     # --- jobs
 
@@ -267,7 +276,7 @@ class Engine:
         return await self._job_registry.lay_out(job, spec, first_step)
 
     async def delete_job(self, name: str) -> None:
-        """Delete a job with all its layouts, and free its bytes in all tiers.
+        """Delete a job with all its layouts and kept steps, and free its bytes in all tiers.
 
         Raises:
             NotFoundError: the store has no job of this name.
@@ -275,14 +284,90 @@ class Engine:
             DeviceStuckError: a device does not answer; the job remains.
         """
         with self._job_registry.deleting(name) as job:
-            await self.backing.watch.unless_stuck(self._quiesce_all(job))
-            await self._delete(self._jobs.layouts(name))
+            if job is not None:
+                await self.backing.watch.unless_stuck(self._quiesce_all(job))
+            layouts = [] if job is None else self._jobs.layouts(name)
+            await self._kept_steps.delete_job(name, [layout.spec.identity for layout in layouts if layout.durable])
+            for layout in layouts:
+                await self._job_registry.free(layout)
 
     async def _delete(self, jobs: Sequence[Job]) -> None:
         if stored := [job.spec.identity for job in jobs if job.durable]:
             await self._catalog_thread.run(lambda: self._catalog.delete_jobs(stored))
         for job in jobs:
             await self._job_registry.free(job)
+
+    # --- kept steps
+
+    def kept_steps(self, name: str) -> Mapping[str, Job]:
+        """Return the kept steps of a job by their names, each as a job without ranks that has one commit."""
+        return self._jobs.kept_steps(name)
+
+    @property
+    def jobs_with_kept_steps(self) -> Iterable[str]:
+        """The names of the jobs of which steps are kept. Such a job may have nothing else."""
+        return list(self._jobs.kept)
+
+    async def kept_sizes(self, name: str) -> Mapping[str, KeptSize]:
+        """Return the size of each kept step of a job, by its name. This visits all slabs of the job."""
+        return await self._kept_steps.sizes(name)
+
+    def kept_step(self, name: str, kept: str) -> Job:
+        """Return one kept step of a job. Raise NotFoundError if the job keeps no step under that name."""
+        return self._kept_steps.find(name, kept)
+
+    async def keep(self, job: Job, step: int | None, name: str, *, note: str = "", limits: Sequence[Limit] = ()) -> Job:
+        """Keep a committed step under a name until `forget`, whatever is trained, rolled back or laid out meanwhile.
+
+        The step is durable when this returns, also if no commit of the job is. Bytes that are only in host memory are
+        written to NVMe first; what is there already is not copied. A repeated call has no effect.
+
+        Args:
+            step: the step; None: the newest one.
+            note: what the caller says about the step, for operators.
+            limits: the most bytes that the jobs of some names may use.
+
+        Returns:
+            The kept step, as a job without ranks whose only commit is the step.
+
+        Raises:
+            NotFoundError: the step is not retained.
+            AlreadyExistsError: another step of the job has the name.
+            DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
+            BudgetExceededError: nvme_budget or a limit has no room to keep the step beside the steps to come.
+            ConflictError: the job was deleted meanwhile, or has no committed step.
+            DeviceStuckError: a device does not answer; the step is kept as soon as it does.
+        """
+        return await self.backing.watch.unless_stuck(self._keep(job, step, name, note, limits))
+
+    async def _keep(self, job: Job, step: int | None, name: str, note: str, limits: Sequence[Limit]) -> Job:
+        wanted = job.newest if step is None else step
+        if wanted is None:
+            raise ConflictError(f"job {job.spec.name!r} has no committed step to keep yet")
+        if (known := self._kept_steps.known(job, wanted, name)) is not None:
+            return known
+        try:
+            reader = await self._open_reader(job, wanted)
+            try:
+                self._job_registry.admission.check_kept(reader, limits)
+            except BaseException:
+                reader.close()
+                raise
+        except BudgetExceededError as error:
+            raise BudgetExceededError(
+                f"step {wanted} of job {job.spec.name!r} cannot be kept: {error}; or forget kept steps "
+                "(`paramserver-admin forget`)"
+            ) from error
+        return await self._kept_steps.keep(reader, name, note)
+
+    async def forget(self, name: str, kept: str) -> None:
+        """Forget a kept step of a job, and free the bytes that neither the job nor another kept step needs.
+
+        Raises:
+            NotFoundError: the job keeps no step under that name.
+            DeviceStuckError: a device does not answer; the step is forgotten as soon as it does.
+        """
+        await self.backing.watch.unless_stuck(self._kept_steps.forget(name, kept))
 
     async def register(self, job: Job, specs: Sequence[GroupSpec], limits: Sequence[Limit] = ()) -> None:
         """Register groups of a job, and reserve the room that the job's next step needs. Each rank calls this once.
@@ -541,7 +626,7 @@ class Engine:
         # From here on the admission counts the regions that the reader holds, and `close` frees them.
         self._job_registry.admission.readers.add(reader)
         try:
-            await self._committer.hold(job, wanted, reader.regions)
+            reader.versions = await self._committer.hold(job, wanted, reader.regions)
         except BaseException:
             reader.close()
             raise

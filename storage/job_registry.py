@@ -13,7 +13,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from storage.admission import Admission, Limit
-from storage.catalog.records import StoredJob
+from storage.catalog.records import StoredJob, StoredVersion
 from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, InvalidRequestError, NotFoundError
 from storage.host_cache import HostCache
 from storage.job_table import JobTable
@@ -21,6 +21,8 @@ from storage.shard import GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
 from storage.slab import Group, HostCopy, Slab
 from storage.slices import in_slices
 from storage.tiers.backing import BackingTiers
+from storage.tiers.contract import Region
+from storage.tiers.extents import Extent
 from storage.tiers.host import HostTier
 from storage.versions import Job, check_group, check_layout, check_model
 
@@ -46,8 +48,17 @@ class JobRegistry:
         self._deleting: set[str] = set()
 
     def restore(self, stored: Iterable[StoredJob]) -> None:
-        """Restore all jobs as their last durable commits left them. Of one job, `stored` has older layouts first."""
-        for job in map(self._restored, stored):
+        """Restore all jobs as their last durable commits left them, and all kept steps.
+
+        Of one job, `stored` has older layouts first.
+        """
+        # A version may belong to a job and to several kept steps. It is one region, which all of them hold.
+        regions: dict[tuple[Extent, ...], Region] = {}
+        for record in stored:
+            job = self._restored(record, regions)
+            if job.spec.kept:
+                self._jobs.add_kept(job)
+                continue
             if job.spec.name in self._jobs.by_name:
                 self._replace(self._jobs.by_name[job.spec.name], job)
             self._jobs.by_name[job.spec.name] = job
@@ -57,7 +68,7 @@ class JobRegistry:
 
         A caller that names a layout gets the job in any layout, if the models agree.
         """
-        self._check_not_deleting(spec.name)
+        self.check_not_deleting(spec.name)
         job = self._jobs.by_name.get(spec.name)
         if job is None or job.newest is None:
             if must_exist:
@@ -73,7 +84,7 @@ class JobRegistry:
 
     def attach(self, spec: JobSpec) -> Job:
         """Return the job for a new run: as it was committed, or a new one if it has no committed step."""
-        self._check_not_deleting(spec.name)
+        self.check_not_deleting(spec.name)
         job = self._jobs.by_name.get(spec.name)
         if job is not None and job.newest is None:
             # The engine has freed what an earlier run left, so another client opened this job since then, and it has
@@ -91,7 +102,7 @@ class JobRegistry:
     async def lay_out(self, job: Job, spec: JobSpec, first_step: int) -> Job:
         """Return the job in a new layout (see `Engine.lay_out`). It has no other new layout and no pending step."""
         name = spec.name
-        self._check_not_deleting(name)
+        self.check_not_deleting(name)
         if self._jobs.by_name.get(name) is not job:
             raise ConflictError(f"job {name!r} was deleted; open it again")
         if job.newest is None:
@@ -127,20 +138,22 @@ class JobRegistry:
                 self._host_cache.free_copy(slab)
 
     @contextmanager
-    def deleting(self, name: str) -> Iterator[Job]:
+    def deleting(self, name: str) -> Iterator[Job | None]:
         """Return the job, and keep clients from opening or deleting it within the context.
 
-        Otherwise a run that began during the deletion would lose its job.
+        Otherwise a run that began during the deletion would lose its job. None is returned if nothing but kept steps is
+        left of the job, as after a restart if no commit of it was durable.
         """
-        job = self._jobs.job(name)
-        self._check_not_deleting(name)
+        job = self._jobs.by_name.get(name) if name in self._jobs.kept else self._jobs.job(name)
+        self.check_not_deleting(name)
         self._deleting.add(name)
         try:
             yield job
         finally:
             self._deleting.remove(name)
 
-    def _check_not_deleting(self, name: str) -> None:
+    def check_not_deleting(self, name: str) -> None:
+        """Raise ConflictError while a job is being deleted."""
         if name in self._deleting:
             raise ConflictError(f"job {name!r} is being deleted; try again when it is gone")
 
@@ -151,13 +164,17 @@ class JobRegistry:
         """
         if self._jobs.has(job):
             self._remove(job)
-            walk = self._freeing(list(job.slabs()))
-            try:
-                async for _ in in_slices(walk):
-                    pass
-            finally:
-                # If this is cancelled, free the rest at once, because no registry entry leads to these slabs any more.
-                deque(walk, maxlen=0)
+            await self.free_slabs(list(job.slabs()))
+
+    async def free_slabs(self, slabs: Iterable[Slab]) -> None:
+        """Free the bytes of slabs in all tiers, in slices. No table leads to these slabs any more."""
+        walk = self._freeing(slabs)
+        try:
+            async for _ in in_slices(walk):
+                pass
+        finally:
+            # If this is cancelled, free the rest at once, because it could not be found again.
+            deque(walk, maxlen=0)
 
     def _remove(self, job: Job) -> None:
         """Take one layout of a job out of the registry. Its bytes stay."""
@@ -247,9 +264,7 @@ class JobRegistry:
                 f"job {job.spec.name!r} has no shard group {spec.name!r}: it was stored with another partition; "
                 "resume with the same number of ranks, units and precision, or lay the job out anew (BeginLayout)"
             )
-        group = job.groups[spec.name] = self._new_group(job, spec)
-        job.tally.add(group)
-        return group
+        return self.new_group(job, spec)
 
     def _update_placements(self, job: Job, group: Group, wanted: GroupSpec, undo: ExitStack) -> dict[SlabKey, TierName]:
         """Move the slabs of a stored group to the placements that the client wants; `undo` moves them back."""
@@ -298,19 +313,22 @@ class JobRegistry:
         )
         return Group(spec, slabs)
 
-    def _restored(self, stored: StoredJob) -> Job:
-        """Return a job as the catalog has it."""
+    def new_group(self, job: Job, spec: GroupSpec) -> Group:
+        """Return a group of a job, whose slabs have no bytes, and count it in the job's tally."""
+        group = job.groups[spec.name] = self._new_group(job, spec)
+        job.tally.add(group)
+        return group
+
+    def _restored(self, stored: StoredJob, regions: dict[tuple[Extent, ...], Region]) -> Job:
+        """Return a job as the catalog has it. `regions` has the regions that were restored before, and gets the new."""
         job = Job(stored.spec, stored.created_at)
         job.retained = {commit.step: commit for commit in stored.commits}
         job.durable = set(job.retained)
         job.first_step = min(job.retained, default=0)
         for spec in stored.groups:
-            group = job.groups[spec.name] = self._new_group(job, spec)
-            job.tally.add(group)
-            for slab in group.slabs:
+            for slab in self.new_group(job, spec).slabs:
                 for step, v in stored.versions.get(slab.key, {}).items():
-                    label, nbytes = slab.label(step), slab.paged_bytes
-                    slab.add_version(step, self._backing.durable.restored(v.extents, v.checksums, label, nbytes))
+                    slab.add_version(step, self._region(v, slab.label(step), slab.paged_bytes, regions))
                 slab.recorded.update(slab.versions)
                 slab.latest = max(slab.versions, default=None)
                 job.tally.remove_if_clean(slab, min(job.durable, default=None), recorded=True)
@@ -319,6 +337,18 @@ class JobRegistry:
         # that opens the job, and all other clients, wait.
         _ = job.spec.model.digest, job.spec.model.by_name
         return job
+
+    def _region(
+        self, version: StoredVersion, label: str, nbytes: int, regions: dict[tuple[Extent, ...], Region]
+    ) -> Region:
+        """Return the region of a stored version, with one holder more if it was restored before."""
+        known = regions.get(version.extents)
+        if known is not None and known.label == label:
+            self._backing.hold(known)
+            return known
+        region: Region = self._backing.durable.restored(version.extents, version.checksums, label, nbytes)
+        regions[version.extents] = region
+        return region
 
 
 def _check_groups(known: Mapping[str, GroupSpec], specs: Iterable[GroupSpec], backing: BackingTiers) -> None:

@@ -14,10 +14,14 @@ from storage.versions import Job
 
 
 class JobTable:
-    """The jobs of one store. `by_name` has their newest committed layouts; `layouts` also returns the other ones."""
+    """The jobs of one store. `by_name` has their newest committed layouts; `layouts` also returns the other ones.
+
+    `kept` has the kept steps by job and name. Each is a `Job` without ranks, whose only step is the kept one.
+    """
 
     def __init__(self) -> None:
         self.by_name: dict[str, Job] = {}
+        self.kept: dict[str, dict[str, Job]] = {}
 
     def job(self, name: str) -> Job:
         """Return a job by its name. Raise NotFoundError if the store has no such job."""
@@ -32,8 +36,27 @@ class JobTable:
         filling = job.unfinished_successor
         return [*job.older, job, *([] if filling is None else [filling])]
 
+    def kept_steps(self, name: str) -> dict[str, Job]:
+        """Return the kept steps of a job by their names."""
+        return self.kept.get(name, {})
+
+    def add_kept(self, kept: Job) -> None:
+        """Enter a kept step."""
+        self.kept.setdefault(kept.spec.name, {})[kept.spec.kept] = kept
+
+    def remove_kept(self, kept: Job) -> None:
+        """Take a kept step out of the table."""
+        steps = self.kept[kept.spec.name]
+        del steps[kept.spec.kept]
+        if not steps:
+            del self.kept[kept.spec.name]
+
+    def all_kept(self) -> Iterator[Job]:
+        """Return the kept steps of all jobs."""
+        return (kept for steps in list(self.kept.values()) for kept in list(steps.values()))
+
     def __iter__(self) -> Iterator[Job]:
-        """Return all jobs in all their layouts."""
+        """Return all jobs in all their layouts, without the kept steps."""
         return (layout for name in list(self.by_name) for layout in self.layouts(name))
 
     def has(self, job: Job) -> bool:
@@ -54,7 +77,7 @@ class JobTable:
         Args:
             label: the name of the version, see `Slab.label`.
         """
-        for job in self:
+        for job in (*self, *self.all_kept()):
             for group in job.groups.values():
                 for slab in group.slabs:
                     if any(slab.label(version) == label for version in slab.versions):

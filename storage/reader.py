@@ -126,7 +126,9 @@ class StepReader:
         # The region of each slab's bytes, held until `close` frees it. None: the slab was never written, and reads as
         # zeros.
         self.regions: dict[Slab, Region | None] = {}
-        self._client_states = record.client_states
+        # The step that wrote these bytes of each slab.
+        self.versions: dict[Slab, int | None] = {}
+        self.record = record
         self._ranges = ranges
         self._backing = backing
 
@@ -141,11 +143,11 @@ class StepReader:
         Raises:
             NotFoundError: no rank of this number stored a state on this node.
         """
-        if rank not in self._client_states:
+        if rank not in self.record.client_states:
             raise NotFoundError(
                 f"step {self.step} of job {self.job.spec.name!r} has no client state of rank {rank} on this node"
             )
-        return self._client_states[rank]
+        return self.record.client_states[rank]
 
     async def describe(self, fqn: str, kind: Kind, offset: int, numel: int) -> DType:
         """Return the element type of elements `[offset, offset + numel)` of one tensor.

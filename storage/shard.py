@@ -21,7 +21,8 @@ from storage.errors import InvalidRequestError
 # 16 elements of their parameter give every partition the bits of the unsharded parameter.
 ELEMENT_ALIGNMENT = 16
 
-# A job's identity is its name, or its name and its layout's name with this between them.
+# A job's identity is its name, or its name and its layout's name with this between them. The catalog's name of a kept
+# step has four parts: the job, the layout, the step's own name, and its note.
 LAYOUT_SEPARATOR = "\n"
 
 
@@ -233,6 +234,8 @@ class JobSpec:
         local_ranks: the number of the `world_size` ranks that are attached to this store now.
         layout: the client's name for the partition of the model into groups. A job that is continued with another
             partition gets another layout.
+        kept: the name under which a step of the job is kept, for the record of that step; "" for the job itself.
+        note: what the client who had the step kept says about it; "" for the job itself.
     """
 
     name: str
@@ -241,12 +244,17 @@ class JobSpec:
     parameters: tuple[ParameterSpec, ...]
     durability: Durability
     layout: str = ""
+    kept: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.parameters, Parameters):
             object.__setattr__(self, "parameters", Parameters(self.parameters))
-        if LAYOUT_SEPARATOR in self.name + self.layout:
-            raise InvalidRequestError(f"job {self.name!r}, layout {self.layout!r}: a name has no line feed")
+        if LAYOUT_SEPARATOR in self.name + self.layout + self.kept + self.note:
+            raise InvalidRequestError(
+                f"job {self.name!r}, layout {self.layout!r}, kept step {self.kept!r}, note {self.note!r}: none of them "
+                "can have a line feed"
+            )
 
     @property
     def model(self) -> Parameters:
@@ -256,8 +264,15 @@ class JobSpec:
 
     @property
     def identity(self) -> str:
-        """The unique name of this layout of the job, in memory and in the catalog."""
+        """The unique name of this layout of the job. A kept step has that of the layout in which it was made."""
         return f"{self.name}{LAYOUT_SEPARATOR}{self.layout}" if self.layout else self.name
+
+    @property
+    def stored_as(self) -> str:
+        """The unique name in the catalog: the identity, or for a kept step its four parts."""
+        if not self.kept:
+            return self.identity
+        return LAYOUT_SEPARATOR.join((self.name, self.layout, self.kept, self.note))
 
     def without_ranks(self) -> JobSpec:
         """Return the spec of the same job with no rank attached."""

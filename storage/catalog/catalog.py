@@ -105,9 +105,13 @@ class Catalog:
         return self._ledger.bad_extents.extents
 
     def create_job(self, spec: JobSpec, groups: Sequence[GroupSpec], created_at: float) -> None:
-        """Record a job and its layout. Call this inside `transaction`, as a part of the job's first durable commit."""
+        """Record a job and its layout, or a step that is kept of it. Call this inside `transaction`.
+
+        For a job it is a part of its first durable commit. The catalog keeps a step as a job of its own with one
+        commit, which later commits of the job it was taken of do not change.
+        """
         parameters = parameters_to_text(spec.parameters)
-        row = (spec.identity, spec.world_size, spec.durability.every_steps, parameters, float(created_at))
+        row = (spec.stored_as, spec.world_size, spec.durability.every_steps, parameters, float(created_at))
         job = self._next_id("jobs")
         numbered = list(enumerate(groups, self._next_id("groups")))
         slabs = [(number, slab) for number, group in numbered for slab in group.slabs]
@@ -129,7 +133,7 @@ class Catalog:
         """Record a committed step. Call this inside `transaction`.
 
         Args:
-            job: the identity of the job.
+            job: the catalog's name of the job or of the kept step (`JobSpec.stored_as`).
             commit: the step, with its time and its client states.
             written: for each slab whose bytes the catalog does not know yet, the step that wrote them and their place.
         """
@@ -193,7 +197,7 @@ class Catalog:
                 self._put(replace(entry, layout=LayoutEntry(entry.layout.groups, slabs)))
 
     def delete_jobs(self, jobs: Iterable[str]) -> None:
-        """Delete jobs, given by their identities, in a transaction of its own."""
+        """Delete jobs and kept steps, given by the catalog's names, in a transaction of its own."""
         with self.transaction():
             for job in jobs:
                 self._delete(job)
@@ -279,8 +283,9 @@ class Catalog:
         else:
             self._ledger = read_ledger(self._db, self.path)
             with self.transaction():
-                # Formats 2 and 3 have the same tables as the present one. In format 2 no job has a layout. In formats
-                # 2 and 3 the blocks of regions are smaller, and `Checksums` derives their size from their number.
+                # Formats 2 to 4 have the same tables as the present one. In format 2 no job has a layout. In formats
+                # 2 and 3 the blocks of regions are smaller, and `Checksums` derives their size from their number. In
+                # formats 2 to 4 there are no kept steps.
                 self._put_version()
         log.info("%s was of format %d and is of format %d now", self.path, version, FORMAT_VERSION)
 

@@ -39,10 +39,13 @@ class VerifiedJob:
             LookupError, TypeError, ValueError: the rows are as they were written, but do not describe a valid job.
         """
         identity, world_size, every_steps, parameters, created_at = self.entry.row
-        name, _, layout = identity.partition(LAYOUT_SEPARATOR)
+        # A name without the later parts is that of a job, which is no kept step.
+        name, layout, kept, note = (*identity.split(LAYOUT_SEPARATOR), "", "", "")[:4]
         spec = JobSpec(
             name=name,
             layout=layout,
+            kept=kept,
+            note=note,
             world_size=world_size,
             local_ranks=0,
             durability=Durability(every_steps=every_steps),
@@ -53,7 +56,11 @@ class VerifiedJob:
             for step, commit in self.entry.commits.items()
         )
         return StoredJob(
-            spec=spec, created_at=created_at, groups=self._groups(), commits=commits, versions=self._versions()
+            spec=spec,
+            created_at=created_at,
+            groups=self._groups(),
+            commits=commits,
+            versions=self._versions(spec.identity),
         )
 
     def _groups(self) -> tuple[GroupSpec, ...]:
@@ -67,12 +74,12 @@ class VerifiedJob:
             for group, name, numel, shards in self.entry.layout.groups
         )
 
-    def _versions(self) -> dict[SlabKey, dict[int, StoredVersion]]:
-        """Return the versions that some commit needs, by slab and step.
+    def _versions(self, identity: str) -> dict[SlabKey, dict[int, StoredVersion]]:
+        """Return the versions that some commit needs, by slab and step; the slabs are those of the layout `identity`.
 
         Other entries of the manifests are skipped, because their extents are free or hold other versions by now.
         """
-        keys = {slab: SlabKey(self.entry.name, *names) for names, slab in self.entry.layout.slab_ids.items()}
+        keys = {slab: SlabKey(identity, *names) for names, slab in self.entry.layout.slab_ids.items()}
         slabs = {step: manifest.slabs for step, manifest in self.entry.manifests.items()}
         versions: dict[SlabKey, dict[int, StoredVersion]] = {}
         for step, mask in visible_entries(slabs, self.entry.commits).items():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from storage.errors import ConflictError, DataLossError, DeviceError, DiskFullError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 REMEDY = "restore the whole state directory from a backup, or use another one"
 
 # SQLite truncates its log to this size after a large commit.
@@ -70,8 +70,9 @@ _TABLES = {
     found_at REAL NOT NULL, PRIMARY KEY (file, offset)) STRICT""",
     ),
 }
-# Format 3 changed the names of jobs and format 4 the size of a region's blocks. The tables are those of format 2.
-_TABLES[3] = _TABLES[4] = _TABLES[2]
+# Format 3 changed the names of jobs, format 4 the size of a region's blocks, and format 5 added kept steps, which are
+# rows of `jobs` with names of four parts. The tables are those of format 2.
+_TABLES[3] = _TABLES[4] = _TABLES[5] = _TABLES[2]
 
 
 # SQLite opens files whose paths, with "-journal" appended, have at most 512 bytes. A symbolic link to a long path does

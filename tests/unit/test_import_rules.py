@@ -29,6 +29,7 @@ FLOORS = {
         "damage_log pending_steps reader",
         "accounts admission",
         "job_registry",
+        "kept_steps",
         "engine",
     ),
     "paramserver": (

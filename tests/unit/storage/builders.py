@@ -404,8 +404,10 @@ async def quiesce(engine: Engine) -> None:
 
 def assert_nothing_leaked(engine: Engine, host_base_bytes: int) -> None:
     """Check that a slab's version or copy explains every used byte, no extents overlap, and no allocation waits."""
-    slabs = [slab for name in engine.jobs for layout in engine.layouts(name) for slab in layout.slabs()]
-    regions = [region for slab in slabs for region in slab.versions.values()]
+    jobs = [layout for name in engine.jobs for layout in engine.layouts(name)]
+    jobs += [kept for name in engine.jobs_with_kept_steps for kept in engine.kept_steps(name).values()]
+    # Each region once, because a kept step shares regions with its job.
+    regions = dict.fromkeys(region for job in jobs for slab in job.slabs() for region in slab.versions.values())
     extents = [extent for r in regions if r.tier is engine.nvme for extent in on_nvme(r).extents]
     for file in engine.nvme.files:
         unused_runs(file.size_bytes, [extent for extent in extents if extent.file == file.number])

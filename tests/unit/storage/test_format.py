@@ -8,7 +8,7 @@ import sqlite3
 import struct
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class StrangersReader:
         with closing(sqlite3.connect(f"file:{self.directory}/catalog.sqlite?mode=ro", uri=True)) as self.db:
             meta = dict(self.db.execute("SELECT key, value FROM meta ORDER BY key"))
             written = meta.pop("digest")
-            assert meta["format_version"] == "4"
+            assert meta["format_version"] == "5"
             files = self.db.execute("SELECT id, directory FROM files ORDER BY id").fetchall()
             self.files = {n: (self.directory / name / f"data.{n}").read_bytes() for n, name in files}
             bad = self.db.execute(
@@ -102,7 +102,8 @@ class StrangersReader:
                 if kind != "grad":
                     version = max((s for s in places.get(slab, {}) if s <= step), default=None)
                     place = None if version is None else places[slab][version]
-                    label = f"{name}/{by_id[group][1]}/{kind} at step {version}"
+                    holder = "\n".join(filter(None, name.split("\n")[:2]))
+                    label = f"{holder}/{by_id[group][1]}/{kind} at step {version}"
                     tensor = self.read_slab(label, place, by_id[group][2], TORCH[dtype])
                     self.slabs[name, step, by_id[group][1], kind] = tensor
         assert written == d([row, layout, d(flat(commits)), d(flat(checksums))])
@@ -205,6 +206,28 @@ async def test_a_reader_written_from_the_page_finds_every_retained_step(
     assert set(reader.block_sizes.values()) == {BLOCK}
 
 
+async def test_a_reader_written_from_the_page_finds_kept_steps(tmp_path: Path) -> None:
+    layout = Layout(groups=("trained", "idle"))
+    async with opened(tmp_path, nvme_budget_bytes=32 << 20) as engine:
+        training = await Training(engine, layout).begin()
+        for step in (1, 2, 3):
+            await training.hand_over(["trained"])
+            await training.commit(step)
+            await engine.keep(training.job, step, f"the {step}.", note="for people")
+        await engine.forget(layout.name, "the 2.")
+    reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
+    await asyncio.to_thread(assert_reads, reader, layout, [3], idle=["idle"])
+    names = {name: f"{layout.name}\n\nthe {name}.\nfor people" for name in (1, 3)}
+    assert {name for name, *_ in reader.slabs} == {layout.name, *names.values()}
+    for step, name in names.items():
+        for group in layout.groups:
+            for shard in layout.group(group).shards:
+                for kind in layout.kinds:
+                    expected = reference_of(layout).states(0 if group == "idle" else step)[group, shard.fqn, kind]
+                    stored = reader.slabs[name, step, group, kind.value][shard.group_offset :][: shard.numel]
+                    assert torch.equal(stored, expected), (step, shard.fqn, kind)
+
+
 # The layouts of the jobs in format_1.tar.gz, which the last engine that wrote format 1 has made.
 OLD_STEPS = Layout(name="steps", numels=(203, 17), groups=("block.0", "idle"), world_size=2)
 OLD_SNAPSHOTS = Layout(
@@ -246,7 +269,7 @@ def test_format_1_is_migrated_and_every_byte_of_every_step_is_there(
     data = (format_1 / "data.0").read_bytes()
     with caplog.at_level("INFO"):
         migrate(format_1)
-    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 4 now" in caplog.text
+    assert f"{format_1}/catalog.sqlite was of format 1 and is of format 5 now" in caplog.text
     reader = StrangersReader(format_1).read()
     assert_reads(reader, OLD_STEPS, [2, 3], idle=["idle"])
     assert_reads(reader, OLD_SNAPSHOTS, [2])
@@ -287,7 +310,7 @@ def test_a_crash_during_the_migration_leaves_format_1(format_1: Path, tmp_path: 
         migrate(format_1)
     finally:
         failpoints.install(None)
-    assert (version_of(format_1), version_of(image)) == ("4", "1")
+    assert (version_of(format_1), version_of(image)) == ("5", "1")
     migrate(image)
     assert_reads(StrangersReader(image).read(), OLD_STEPS, [2, 3], idle=["idle"])
 
@@ -348,21 +371,22 @@ def old_blocks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("version", [2, 3])
-async def test_formats_2_and_3_are_migrated_where_they_are(tmp_path: Path, version: int) -> None:
-    with old_blocks():
+@pytest.mark.parametrize("version", [2, 3, 4])
+async def test_formats_2_to_4_are_migrated_where_they_are(tmp_path: Path, version: int) -> None:
+    with old_blocks() if version < 4 else nullcontext():
         async with opened(tmp_path) as engine:
             training = await Training(engine, Layout()).begin()
             await training.step()
     set_version(tmp_path, version)
     migrate(tmp_path)
-    assert version_of(tmp_path) == "4"
+    assert version_of(tmp_path) == "5"
     reader = await asyncio.to_thread(StrangersReader(tmp_path).read)
     await asyncio.to_thread(assert_reads, reader, Layout(), [1])
-    assert set(reader.block_sizes.values()) == {OLD_BLOCK}
+    assert set(reader.block_sizes.values()) == {OLD_BLOCK if version < 4 else BLOCK}
     async with opened(tmp_path) as engine:
         training = await Training(engine, Layout()).open()
         await training.assert_at(1)
+        await engine.keep(training.job, 1, "first")
 
 
 # The states of each group have several blocks, even of the larger size.

@@ -1,0 +1,236 @@
+"""Kept steps: committed steps that a client has named, and that stay whole until a client has them forgotten.
+
+A kept step shares the regions of the versions that it sees with its job, so keeping a step copies nothing that is on
+NVMe already. In memory and in the catalog it is a job of its own with one commit: what the job does later (commits,
+roll-backs, new layouts) does not concern it. Owns the order of the changes: the regions are held and synced before the
+catalog names the kept step, and freed after the catalog has forgotten it. Must never leave a kept step of a job that is
+deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from storage.catalog.catalog import Catalog
+from storage.catalog.records import StoredVersion
+from storage.commit import Committer, InCatalogThread
+from storage.errors import AlreadyExistsError, BudgetExceededError, ConflictError, NotFoundError, StorageError
+from storage.job_registry import JobRegistry
+from storage.job_table import JobTable
+from storage.reader import StepReader
+from storage.shard import SlabKey
+from storage.slices import in_slices
+from storage.tiers.backing import BackingTiers
+from storage.tiers.contract import Region
+from storage.versions import Job
+from storage.waiting import unlogged
+
+log = logging.getLogger(__name__)
+
+# The most steps that are kept of one job, so that a list of them fits into one message.
+MOST_KEPT = 1000
+
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSize:
+    """The bytes of a kept step on NVMe, and those among them that nothing else needs: the price of keeping it."""
+
+    nbytes: int
+    alone_bytes: int
+
+
+class KeptSteps:
+    """Keeps steps and forgets them. The engine's methods of the same names say what each method raises."""
+
+    def __init__(
+        self,
+        jobs: JobTable,
+        registry: JobRegistry,
+        backing: BackingTiers,
+        committer: Committer,
+        catalog: Catalog,
+        in_catalog_thread: InCatalogThread,
+    ) -> None:
+        self._jobs = jobs
+        self._registry = registry
+        self._backing = backing
+        self._committer = committer
+        self._catalog = catalog
+        self._in_catalog_thread = in_catalog_thread
+        # Held while the catalog and the table of kept steps change, so that both always have the same kept steps.
+        self._changing = asyncio.Lock()
+        # Readers whose steps a failed transaction may have kept after all. Their regions are freed when a later
+        # transaction has made sure that it has not.
+        self._in_doubt: list[StepReader] = []
+        self._under_way: set[asyncio.Task[Any]] = set()
+
+    def find(self, job: str, name: str) -> Job:
+        """Return a kept step of a job. Raise NotFoundError if there is none of that name."""
+        steps = self._jobs.kept_steps(job)
+        if name not in steps:
+            raise NotFoundError(f"job {job!r} keeps no step under the name {name!r}")
+        return steps[name]
+
+    def known(self, job: Job, step: int, name: str) -> Job | None:
+        """Return the kept step of this name if it is the wanted step; None if the name is free.
+
+        Raises:
+            AlreadyExistsError: the name belongs to another step of the job.
+            BudgetExceededError: the job has as many kept steps as a job can have.
+        """
+        steps = self._jobs.kept_steps(job.spec.name)
+        known = steps.get(name)
+        if known is None:
+            if len(steps) >= MOST_KEPT:
+                raise BudgetExceededError(
+                    f"job {job.spec.name!r} has {MOST_KEPT} kept steps, and no job can have more: forget some "
+                    "(`paramserver-admin forget`)"
+                )
+            return None
+        if (known.newest, known.spec.layout) != (step, job.spec.layout):
+            raise AlreadyExistsError(
+                f"job {job.spec.name!r} keeps step {known.newest} under the name {name!r}: choose another name for "
+                f"step {step}, or forget that one"
+            )
+        return known
+
+    async def keep(self, reader: StepReader, name: str, note: str) -> Job:
+        """Make the step that a reader holds a kept step, and return it. The reader is closed in any case.
+
+        A cancellation does not stop this once it has begun, because a transaction comes to a known end.
+        """
+        return await self._finished(self._keep(reader, name, note))
+
+    async def _keep(self, reader: StepReader, name: str, note: str) -> Job:
+        try:
+            await self._make_durable(reader)
+            kept = await self._new_job(reader, name, note)
+            async with self._changing:
+                await self._resolve_doubt()
+                self._registry.check_not_deleting(kept.spec.name)
+                if not self._jobs.has(reader.job):
+                    raise ConflictError(f"job {kept.spec.name!r} was deleted while its step was being kept")
+                known = self.known(reader.job, reader.step, name)
+                if known is not None:
+                    return known
+                await self._in_catalog_thread(lambda: self._record(kept))
+                # From here on the kept step holds the regions.
+                reader.regions = {}
+                self._jobs.add_kept(kept)
+        finally:
+            await self._close(reader)
+        log.info("step %d of job %s is kept as %s", reader.step, kept.spec.name, name)
+        return kept
+
+    async def _make_durable(self, reader: StepReader) -> None:
+        """Bring the bytes of a reader's step onto the durable tier, and sync them."""
+        for slab, region in list(reader.regions.items()):
+            if region is not None and (region.doubtful or not region.tier.is_durable):
+                reader.regions[slab] = await self._backing.copy_to_durable(region)
+                self._backing.free(region)
+        await self._backing.durable.sync()
+
+    async def _new_job(self, reader: StepReader, name: str, note: str) -> Job:
+        """Return the job that stands for the kept step. It names the regions of the reader, but does not hold them."""
+        spec = replace(reader.job.spec.without_ranks(), kept=name, note=note)
+        kept = Job(spec, created_at=time.time(), first_step=reader.step)
+        kept.retained, kept.durable = {reader.step: reader.record}, {reader.step}
+        regions = {slab.key: (reader.versions[slab], region) for slab, region in reader.regions.items()}
+        async for group in in_slices(list(reader.job.groups.values())):
+            for slab in self._registry.new_group(kept, group.spec).slabs:
+                version, region = regions[slab.key]
+                if version is not None and region is not None:
+                    slab.add_version(version, region)
+                    slab.latest = version
+        await kept.index.add(list(kept.groups.values()))
+        return kept
+
+    def _record(self, kept: Job) -> None:
+        """Enter a kept step into the catalog. This runs in the catalog's thread."""
+        stored_as = self._backing.durable.stored
+        written: dict[SlabKey, tuple[int, StoredVersion]] = {
+            slab.key: (version, StoredVersion(*stored_as(region)))
+            for slab in kept.slabs()
+            for version, region in slab.versions.items()
+        }
+        (record,) = kept.retained.values()
+        with self._catalog.transaction():
+            self._catalog.create_job(kept.spec, [group.spec for group in kept.groups.values()], kept.created_at)
+            self._catalog.add_commit(kept.spec.stored_as, record, written)
+
+    async def _close(self, reader: StepReader) -> None:
+        """Free what a reader still holds, as soon as no transaction can make it a kept step any more."""
+        self._in_doubt.append(reader)
+        try:
+            await self._resolve_doubt()
+        except StorageError as error:
+            log.warning("the space of a step that was not kept is not free yet: %s", error)
+
+    async def _resolve_doubt(self) -> None:
+        await self._committer.resolve_doubt()
+        readers, self._in_doubt = self._in_doubt, []
+        for reader in readers:
+            reader.close()
+
+    async def forget(self, job: str, name: str) -> None:
+        """Forget a kept step, and free the bytes that nothing else needs. A cancellation does not stop this."""
+        await self._finished(self._forget(job, name))
+
+    async def _forget(self, job: str, name: str) -> None:
+        async with self._changing:
+            kept = self.find(job, name)
+            await self._delete([kept.spec.stored_as], [kept])
+        log.info("step %d of job %s is not kept as %s any more", kept.first_step, job, name)
+
+    async def delete_job(self, job: str, stored: Iterable[str]) -> None:
+        """Delete a job, whose layouts the catalog has as `stored`, and all its kept steps from the catalog.
+
+        The kept steps are freed here; the caller frees the layouts.
+        """
+        async with self._changing:
+            kept = list(self._jobs.kept_steps(job).values())
+            await self._delete([*stored, *(step.spec.stored_as for step in kept)], kept)
+
+    async def _delete(self, stored: list[str], kept: Iterable[Job]) -> None:
+        if stored:
+            await self._in_catalog_thread(lambda: self._catalog.delete_jobs(stored))
+        for step in kept:
+            self._jobs.remove_kept(step)
+        for step in kept:
+            await self._registry.free_slabs(list(step.slabs()))
+
+    async def sizes(self, job: str) -> dict[str, KeptSize]:
+        """Return the size of each kept step of a job, by its name."""
+        steps = self._jobs.kept_steps(job)
+        layouts = self._jobs.layouts(job) if job in self._jobs.by_name else []
+        holders: Counter[Region] = Counter()
+        async for slab in in_slices([slab for one in (*layouts, *steps.values()) for slab in one.slabs()]):
+            holders.update(slab.versions.values())
+        return {name: _size(kept, holders) for name, kept in steps.items()}
+
+    async def close(self) -> None:
+        """Wait until no change is under way."""
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+
+    async def _finished(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Wait for a change, and return its result. It goes on if the caller is cancelled."""
+        task = unlogged(asyncio.ensure_future(work))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+
+def _size(kept: Job, holders: Mapping[Region, int]) -> KeptSize:
+    regions = [region for slab in kept.slabs() for region in slab.versions.values()]
+    alone = sum(region.nbytes for region in regions if holders[region] <= 1)
+    return KeptSize(nbytes=sum(region.nbytes for region in regions), alone_bytes=alone)
