@@ -189,7 +189,8 @@ async def _serve(
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
     checked = CheckedServer(server, access.admission, lambda: describe_waits(engine))
     checked.add(STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, access, quotas, traces))
-    checked.add(ADMIN_SERVICE, StoreAdmin(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir, gate))
+    store_admin = StoreAdmin(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir, gate, quotas)
+    checked.add(ADMIN_SERVICE, store_admin)
     checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
     # Reflection describes the services, so it answers only callers who hold a token.
     described = reflection.aio.ReflectionServicer([service.full_name for service in services])

@@ -11,6 +11,7 @@ from paramserver.admin.accounts import accounts
 from paramserver.admin.connection import CREDENTIALS, Credentials
 from paramserver.admin.delete_job import delete_job
 from paramserver.admin.jobs import jobs
+from paramserver.admin.kept import forget, keep, kept
 from paramserver.admin.sessions import sessions
 from paramserver.admin.shards import shards
 from paramserver.admin.tiers import tiers
@@ -48,6 +49,9 @@ app.command()(accounts)
 app.command()(jobs)
 app.command()(shards)
 app.command()(sessions)
+app.command()(kept)
+app.command()(keep)
+app.command()(forget)
 app.command("delete-job")(delete_job)
 
 

@@ -22,6 +22,8 @@ from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 DEADLINE_SECONDS = 10.0
 # A deletion waits for the commit under way, which may wait for a device until device_timeout_seconds.
 DELETION_DEADLINE_SECONDS = 600.0
+# Bytes of a step that are in host memory only are written to NVMe before the step is kept.
+KEEPING_DEADLINE_SECONDS = 600.0
 
 Address = Annotated[
     str | None,

@@ -94,7 +94,7 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
     """Return a table of the progress and size of each job."""
     # A job names every tier of its store; without jobs, those that every store has.
     tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for job in jobs for entry in job.bytes})
-    columns = ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age"]
+    columns = ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "kept"]
     table = _table("Jobs", [*columns, *map(tier_name, tiers)], left=("job", "durability"))
     for job in jobs:
         size = {entry.tier: entry.bytes for entry in job.bytes}
@@ -109,7 +109,26 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
             str(job.committed_step) if job.HasField("committed_step") else "-",
             str(job.durable_step) if job.HasField("durable_step") else "-",
             f"{max(0.0, time.time() - committed_at):.0f} s" if job.HasField("committed_at_unix_seconds") else "-",
+            str(job.kept_steps),
             *(decimal(size.get(tier, 0)) for tier in tiers),
+        )
+    return table
+
+
+def kept_table(job: str, response: admin_pb.ListKeptStepsResponse) -> Table:
+    """Return a table of the kept steps of `job`; "alone" is what forgetting one step would free."""
+    columns = ["name", "step", "ranks", "kept", "bytes", "alone", "note"]
+    table = _table(f"Kept steps of {job} in {response.state_dir}", columns, left=("name", "note"))
+    for kept in response.kept:
+        _add_row(
+            table,
+            kept.name,
+            str(kept.step),
+            str(kept.world_size),
+            f"{max(0.0, time.time() - kept.kept_at_unix_seconds):.0f} s ago",
+            decimal(kept.bytes),
+            decimal(kept.alone_bytes),
+            kept.note or "-",
         )
     return table
 

@@ -61,11 +61,16 @@ class Readers:
         return pb.OpenReaderResponse(reader_id=self._sessions.add_reader(session, reader), step=reader.step)
 
     def layout(self, request: pb.OpenReaderRequest | pb.ListStoredTensorsRequest) -> Job:
-        """Return the job in the layout that the request names, or in the newest committed one.
+        """Return the job in the layout that the request names, or in the newest committed one, or the kept step.
 
         Raises:
-            NotFoundError: there is no such job, or it has no such layout with committed steps.
+            InvalidRequestError: the request names a kept step, and a layout or another step as well.
+            NotFoundError: there is no such job, or it has no such kept step, or no such layout with committed steps.
         """
+        if request.HasField("kept"):
+            if request.HasField("layout") or (isinstance(request, pb.OpenReaderRequest) and request.HasField("step")):
+                raise InvalidRequestError("a kept step has one layout and one step: name neither beside it")
+            return self._engine.kept_step(request.job, request.kept)
         job = self._engine.job(request.job)
         if not request.HasField("layout"):
             return job

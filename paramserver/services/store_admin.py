@@ -1,4 +1,4 @@
-"""The StoreAdmin service: shows operators the tiers, jobs, shards and sessions, and deletes jobs.
+"""The StoreAdmin service: shows operators the tiers, jobs, shards and sessions, keeps steps, and deletes jobs.
 
 Owns nothing. Must never touch a job that has sessions attached.
 """
@@ -17,8 +17,10 @@ from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
 from paramserver.rpc.rights import Right, needs
 from paramserver.rpc.status import finished
-from paramserver.security.gate import Context, Gate, check_deletion
+from paramserver.security.gate import Context, Gate, check_deletion, check_job
 from paramserver.security.principals import Principal, Role
+from paramserver.security.quotas import Quotas
+from paramserver.sessions.host_quota import limits_of
 from paramserver.sessions.session import Session, SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
@@ -27,6 +29,7 @@ from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
 from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError
+from storage.kept_steps import KeptSize
 from storage.shard import Kind, Shard, TierName
 from storage.slab import Slab
 from storage.slices import in_slices
@@ -50,6 +53,7 @@ class StoreAdmin:
         epoch: str,
         state_dir: Path,
         gate: Gate,
+        quotas: Quotas,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
@@ -58,6 +62,7 @@ class StoreAdmin:
         self._epoch = epoch
         self._state_dir = state_dir
         self._gate = gate
+        self._quotas = quotas
 
     @needs(Right.ADMIN)
     async def GetTiers(self, _: admin_pb.GetTiersRequest) -> admin_pb.GetTiersResponse:
@@ -87,8 +92,8 @@ class StoreAdmin:
 
     @needs(Right.ADMIN)
     async def ListJobs(self, _: admin_pb.ListJobsRequest) -> admin_pb.ListJobsResponse:
-        jobs = sorted(self._engine.jobs.values(), key=lambda job: job.spec.name)
-        return admin_pb.ListJobsResponse(jobs=[self._describe_job(job) async for job in in_slices(jobs)])
+        names = sorted({*self._engine.jobs, *self._engine.jobs_with_kept_steps})
+        return admin_pb.ListJobsResponse(jobs=[self._describe_job(name) async for name in in_slices(names)])
 
     @needs(Right.ADMIN)
     async def ListShards(self, request: admin_pb.ListShardsRequest) -> admin_pb.ListShardsResponse:
@@ -111,9 +116,10 @@ class StoreAdmin:
     @needs(Right.TOKEN)
     async def DeleteJob(self, request: admin_pb.DeleteJobRequest, principal: Principal) -> admin_pb.DeleteJobResponse:
         check_deletion(principal, request.job)
-        if principal.role is not Role.ADMIN and request.job not in self._engine.jobs:
-            # Only an operator may learn which jobs there are, so this text does not list them as `_job` does.
-            raise NotFoundError(f"there is no job {request.job!r}")
+        convert.name(request.job, "job")
+        if request.job not in self._engine.jobs and not self._engine.kept_steps(request.job):
+            # Only an operator may learn which jobs there are, so the text for others does not list them.
+            raise self._no_job(request.job) if principal.role is Role.ADMIN else _no_job(request.job)
         # This is finished even if the client goes, because a half-deleted job could not be used any more.
         await finished(self._delete(request.job))
         return admin_pb.DeleteJobResponse()
@@ -122,7 +128,44 @@ class StoreAdmin:
         # There must be no wait between this check and the deletion, because a session could join the job meanwhile.
         if attached := self._sessions.attached(name):
             raise ConflictError(f"job {name!r} has {attached} sessions attached; stop its trainers first")
-        await self._engine.delete_job(self._job(name).spec.name)
+        await self._engine.delete_job(name)
+
+    @needs(Right.TOKEN)
+    async def KeepStep(self, request: admin_pb.KeepStepRequest, principal: Principal) -> admin_pb.KeepStepResponse:
+        check_job(principal, request.job)
+        name, note = convert.name(request.name, "name"), convert.name(request.note or "-", "note")
+        step = convert.step(request.step, "step") if request.HasField("step") else None
+        job = self._engine.job(convert.name(request.job, "job"))
+        limits = limits_of(self._quotas, principal, request.job)
+        # This is finished even if the client goes, because the client may then ask which steps are kept.
+        kept = await finished(self._engine.keep(job, step, name, note=note if request.note else "", limits=limits))
+        return admin_pb.KeepStepResponse(kept=_describe_kept(kept, None), state_dir=str(self._state_dir.absolute()))
+
+    @needs(Right.TOKEN)
+    async def ForgetStep(
+        self, request: admin_pb.ForgetStepRequest, principal: Principal
+    ) -> admin_pb.ForgetStepResponse:
+        check_job(principal, request.job)
+        name = convert.name(request.name, "name")
+        await finished(self._engine.forget(convert.name(request.job, "job"), name))
+        return admin_pb.ForgetStepResponse()
+
+    @needs(Right.TOKEN)
+    async def ListKeptSteps(
+        self, request: admin_pb.ListKeptStepsRequest, principal: Principal
+    ) -> admin_pb.ListKeptStepsResponse:
+        check_job(principal, request.job)
+        name = convert.name(request.job, "job")
+        sizes = await self._engine.kept_sizes(name)
+        # A step that was kept or forgotten since has no size here.
+        kept = sorted(
+            (kept for key, kept in self._engine.kept_steps(name).items() if key in sizes),
+            key=lambda kept: (kept.first_step, kept.spec.kept),
+        )
+        return admin_pb.ListKeptStepsResponse(
+            kept=[_describe_kept(step, sizes[step.spec.kept]) for step in kept],
+            state_dir=str(self._state_dir.absolute()),
+        )
 
     def _job(self, name: str) -> Job:
         """Return the job of a name.
@@ -132,9 +175,13 @@ class StoreAdmin:
         """
         convert.name(name, "job")
         if name not in self._engine.jobs:
-            known = ", ".join(sorted(self._engine.jobs)) or "none"
-            raise NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+            raise self._no_job(name)
         return self._engine.job(name)
+
+    def _no_job(self, name: str) -> NotFoundError:
+        """Return the error for an operator who names a job that is not there. Its text lists the jobs that are."""
+        known = ", ".join(sorted({*self._engine.jobs, *self._engine.jobs_with_kept_steps})) or "none"
+        return NotFoundError(f"there is no job {name!r}; known jobs: {known}")
 
     def _read_tiers(self) -> admin_pb.GetTiersResponse:
         return admin_pb.GetTiersResponse(
@@ -191,10 +238,17 @@ class StoreAdmin:
             detached=session.state is SessionState.DETACHED,
         )
 
-    def _describe_job(self, job: Job) -> admin_pb.JobInfo:
+    def _describe_job(self, name: str) -> admin_pb.JobInfo:
+        kept = self._engine.kept_steps(name)
+        if name not in self._engine.jobs:
+            # Nothing but kept steps is left of the job, because none of its commits was durable before a restart.
+            spec = next(iter(kept.values())).spec
+            durability = convert.durability_to_wire(spec.durability)
+            return admin_pb.JobInfo(name=name, world_size=spec.world_size, durability=durability, kept_steps=len(kept))
+        job = self._engine.job(name)
         newest, durable = job.newest, max(job.durable, default=None)
         # All layouts count, because the store has two of them while one replaces the other.
-        tallies = [layout.tally for layout in self._engine.layouts(job.spec.name)]
+        tallies = [layout.tally for layout in self._engine.layouts(name)]
         size = {TierName.HOST: sum(tally.copied_bytes for tally in tallies)}
         size |= {tier.name: sum(t.version_bytes(tier.name) for t in tallies) for tier in self._engine.backing}
         return admin_pb.JobInfo(
@@ -208,7 +262,28 @@ class StoreAdmin:
             bytes=[admin_pb.JobInfo.TierBytes(tier=TIER_TO_WIRE[tier], bytes=nbytes) for tier, nbytes in size.items()],
             created_at_unix_seconds=job.created_at,
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
+            kept_steps=len(kept),
         )
+
+
+def _no_job(name: str) -> NotFoundError:
+    return NotFoundError(f"there is no job {name!r}")
+
+
+def _describe_kept(kept: Job, size: KeptSize | None) -> admin_pb.KeptStep:
+    """Return the message for a kept step; without a size, its bytes are left out."""
+    ((step, record),) = kept.retained.items()
+    return admin_pb.KeptStep(
+        name=kept.spec.kept,
+        note=kept.spec.note,
+        step=step,
+        layout=kept.spec.layout,
+        world_size=kept.spec.world_size,
+        kept_at_unix_seconds=kept.created_at,
+        committed_at_unix_seconds=record.committed_at,
+        bytes=0 if size is None else size.nbytes,
+        alone_bytes=0 if size is None else size.alone_bytes,
+    )
 
 
 def _describe_account(account: TierAccount) -> admin_pb.TierAccount:

@@ -260,16 +260,18 @@ class CommittedStep(_message.Message):
     def __init__(self, step: _Optional[int] = ..., client_state: _Optional[bytes] = ...) -> None: ...
 
 class OpenReaderRequest(_message.Message):
-    __slots__ = ("session_id", "job", "step", "layout")
+    __slots__ = ("session_id", "job", "step", "layout", "kept")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     step: int
     layout: str
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
+    kept: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ..., kept: _Optional[str] = ...) -> None: ...
 
 class OpenReaderResponse(_message.Message):
     __slots__ = ("reader_id", "step")
@@ -768,20 +770,22 @@ class StoredJob(_message.Message):
     def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_step: _Optional[int] = ..., durable: _Optional[bool] = ..., layouts: _Optional[_Iterable[_Union[StoredLayout, _Mapping]]] = ...) -> None: ...
 
 class ListStoredTensorsRequest(_message.Message):
-    __slots__ = ("session_id", "job", "fqn_prefix", "page_size", "page_token", "layout")
+    __slots__ = ("session_id", "job", "fqn_prefix", "page_size", "page_token", "layout", "kept")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     FQN_PREFIX_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     fqn_prefix: str
     page_size: int
     page_token: str
     layout: str
-    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., fqn_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+    kept: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., fqn_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., layout: _Optional[str] = ..., kept: _Optional[str] = ...) -> None: ...
 
 class ListStoredTensorsResponse(_message.Message):
     __slots__ = ("tensors", "next_page_token")

@@ -7,6 +7,74 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class KeepStepRequest(_message.Message):
+    __slots__ = ("job", "step", "name", "note")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    step: int
+    name: str
+    note: str
+    def __init__(self, job: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+
+class KeepStepResponse(_message.Message):
+    __slots__ = ("kept", "state_dir")
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIR_FIELD_NUMBER: _ClassVar[int]
+    kept: KeptStep
+    state_dir: str
+    def __init__(self, kept: _Optional[_Union[KeptStep, _Mapping]] = ..., state_dir: _Optional[str] = ...) -> None: ...
+
+class ForgetStepRequest(_message.Message):
+    __slots__ = ("job", "name")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    name: str
+    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class ForgetStepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListKeptStepsRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class ListKeptStepsResponse(_message.Message):
+    __slots__ = ("kept", "state_dir")
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIR_FIELD_NUMBER: _ClassVar[int]
+    kept: _containers.RepeatedCompositeFieldContainer[KeptStep]
+    state_dir: str
+    def __init__(self, kept: _Optional[_Iterable[_Union[KeptStep, _Mapping]]] = ..., state_dir: _Optional[str] = ...) -> None: ...
+
+class KeptStep(_message.Message):
+    __slots__ = ("name", "note", "step", "layout", "world_size", "kept_at_unix_seconds", "committed_at_unix_seconds", "bytes", "alone_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    note: str
+    step: int
+    layout: str
+    world_size: int
+    kept_at_unix_seconds: float
+    committed_at_unix_seconds: float
+    bytes: int
+    alone_bytes: int
+    def __init__(self, name: _Optional[str] = ..., note: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ..., world_size: _Optional[int] = ..., kept_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ..., bytes: _Optional[int] = ..., alone_bytes: _Optional[int] = ...) -> None: ...
+
 class GetAccountsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -150,7 +218,7 @@ class ListJobsResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobInfo, _Mapping]]] = ...) -> None: ...
 
 class JobInfo(_message.Message):
-    __slots__ = ("name", "world_size", "sessions", "parameters", "durability", "committed_step", "durable_step", "bytes", "created_at_unix_seconds", "committed_at_unix_seconds")
+    __slots__ = ("name", "world_size", "sessions", "parameters", "durability", "committed_step", "durable_step", "bytes", "created_at_unix_seconds", "committed_at_unix_seconds", "kept_steps")
     class TierBytes(_message.Message):
         __slots__ = ("tier", "bytes")
         TIER_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +236,7 @@ class JobInfo(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CREATED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_STEPS_FIELD_NUMBER: _ClassVar[int]
     name: str
     world_size: int
     sessions: int
@@ -178,7 +247,8 @@ class JobInfo(_message.Message):
     bytes: _containers.RepeatedCompositeFieldContainer[JobInfo.TierBytes]
     created_at_unix_seconds: float
     committed_at_unix_seconds: float
-    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., durability: _Optional[_Union[_parameter_store_pb2.Durability, _Mapping]] = ..., committed_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., created_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ...) -> None: ...
+    kept_steps: int
+    def __init__(self, name: _Optional[str] = ..., world_size: _Optional[int] = ..., sessions: _Optional[int] = ..., parameters: _Optional[int] = ..., durability: _Optional[_Union[_parameter_store_pb2.Durability, _Mapping]] = ..., committed_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., created_at_unix_seconds: _Optional[float] = ..., committed_at_unix_seconds: _Optional[float] = ..., kept_steps: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ()

@@ -69,6 +69,21 @@ class StoreAdminStub:
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.DeleteJobRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.DeleteJobResponse.FromString,
                 _registered_method=True)
+        self.KeepStep = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/KeepStep',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.KeepStepRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.KeepStepResponse.FromString,
+                _registered_method=True)
+        self.ForgetStep = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/ForgetStep',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ForgetStepRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ForgetStepResponse.FromString,
+                _registered_method=True)
+        self.ListKeptSteps = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/ListKeptSteps',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsResponse.FromString,
+                _registered_method=True)
 
 
 class StoreAdminServicer:
@@ -117,7 +132,30 @@ class StoreAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteJob(self, request, context):
-        """Deletes a job and all its versions. FAILED_PRECONDITION while a session is attached to it.
+        """Deletes a job with all its versions and kept steps. FAILED_PRECONDITION while a session is attached to it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepStep(self, request, context):
+        """Keeps a committed step under a name until ForgetStep or DeleteJob, whatever the job does later. The step is durable
+        when this returns. Nothing that is on NVMe already is copied. A repeated call has no effect. ALREADY_EXISTS: another
+        step of the job has the name. RESOURCE_EXHAUSTED: nvme_budget or a quota cannot carry the step beside those to come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetStep(self, request, context):
+        """Forgets a kept step, and frees the bytes that neither the job nor another kept step needs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListKeptSteps(self, request, context):
+        """Returns the kept steps of a job, by step and name. A job that the store does not know has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +198,21 @@ def add_StoreAdminServicer_to_server(servicer, server):
                     servicer.DeleteJob,
                     request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.DeleteJobRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_store__admin__pb2.DeleteJobResponse.SerializeToString,
+            ),
+            'KeepStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepStep,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.KeepStepRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.KeepStepResponse.SerializeToString,
+            ),
+            'ForgetStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetStep,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ForgetStepRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ForgetStepResponse.SerializeToString,
+            ),
+            'ListKeptSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKeptSteps,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +404,87 @@ class StoreAdmin:
             '/paramserver.v1.StoreAdmin/DeleteJob',
             paramserver_dot_v1_dot_store__admin__pb2.DeleteJobRequest.SerializeToString,
             paramserver_dot_v1_dot_store__admin__pb2.DeleteJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/KeepStep',
+            paramserver_dot_v1_dot_store__admin__pb2.KeepStepRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.KeepStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/ForgetStep',
+            paramserver_dot_v1_dot_store__admin__pb2.ForgetStepRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.ForgetStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKeptSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/ListKeptSteps',
+            paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -205,6 +205,10 @@ class StoreClientSync:
         """Open a reader of a step in a given layout, which may not be the job's newest. Raises as `read`."""
         return StoreReaderSync(self._connection, job, step, Call(timeout, CONTROL_DEADLINE_SECONDS), layout)
 
+    def read_kept(self, job: str, kept: str, *, timeout: Timeout = None) -> StoreReaderSync:
+        """Open a reader of a kept step of a job, by its name. Raises as `read`."""
+        return StoreReaderSync(self._connection, job, None, Call(timeout, CONTROL_DEADLINE_SECONDS), kept=kept)
+
     def watch(self, job: str, *, timeout: Timeout = None) -> Iterator[Commit]:
         """Yield the newest committed step of a job, if there is one, then each step as it is committed.
 

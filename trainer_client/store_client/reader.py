@@ -111,11 +111,23 @@ class StoreReaderSync:
     """A reader of one committed step; StoreClientSync.read opens it. Several threads may use it."""
 
     def __init__(
-        self, connection: Connection, job: str, step: int | None, call: Call, layout: str | None = None
+        self,
+        connection: Connection,
+        job: str,
+        step: int | None,
+        call: Call,
+        layout: str | None = None,
+        kept: str | None = None,
     ) -> None:
-        """Open the reader; `layout` names the layout of the step, None is the job's newest."""
+        """Open the reader.
+
+        Args:
+            layout: the name of the layout of the step; None: the job's newest.
+            kept: the name of a kept step, instead of `step` and `layout`.
+        """
         self._connection = connection
         self._layout = layout
+        self._kept = kept
         self._lock = threading.Lock()
         self._held: _Held | None = None
         self._tensors: dict[str, StoredTensor] = {}
@@ -162,7 +174,7 @@ class StoreReaderSync:
     def tensors_within(self, call: Call, prefix: str) -> list[StoredTensor]:
         """List tensors within the deadline of `call`; see `tensors`. `get` needs no description of these any more."""
         found = self._connection.resume(
-            call, lambda session: list_tensors(session, self.job, prefix, call, self._layout)
+            call, lambda session: list_tensors(session, self.job, prefix, call, self._layout, self._kept)
         )
         self._tensors |= {tensor.fqn: tensor for tensor in found}
         return found
@@ -307,7 +319,8 @@ class StoreReaderSync:
                 return self._held
             again = self._held is not None
             try:
-                request = pb.OpenReaderRequest(job=self.job, step=self._step, layout=self._layout)
+                step = self._step if self._kept is None else None
+                request = pb.OpenReaderRequest(job=self.job, step=step, layout=self._layout, kept=self._kept)
                 opened = session.call("OpenReader", request, call)
             except StoreNotFoundError as error:
                 if not again:
@@ -333,7 +346,7 @@ class StoreReaderSync:
         first, last = min(unknown), max(unknown)
         prefix = first[: next((i for i, c in enumerate(first) if last[i : i + 1] != c), len(first))]
         found = self._connection.resume(
-            call, lambda session: list_tensors(session, self.job, prefix, call, self._layout, limit)
+            call, lambda session: list_tensors(session, self.job, prefix, call, self._layout, self._kept, limit)
         )
         self._tensors |= {tensor.fqn: tensor for tensor in found}
 
@@ -357,17 +370,23 @@ class StoreReaderSync:
 
 
 def list_tensors(
-    session: StoreSession, job: str, prefix: str, call: Call, layout: str | None = None, limit: int | None = None
+    session: StoreSession,
+    job: str,
+    prefix: str,
+    call: Call,
+    layout: str | None = None,
+    kept: str | None = None,
+    limit: int | None = None,
 ) -> list[StoredTensor]:
     """Return the tensors of a job whose names begin with `prefix`, sorted by name: all, or the first `limit`.
 
-    `layout` names the layout; None is the job's newest. Raises StoreError.
+    `kept` names a kept step and `layout` a layout; without both it is the job's newest layout. Raises StoreError.
     """
     tensors: list[StoredTensor] = []
     token = ""
     while True:
         request = pb.ListStoredTensorsRequest(
-            job=job, fqn_prefix=prefix, page_size=limit or _PAGE, page_token=token, layout=layout
+            job=job, fqn_prefix=prefix, page_size=limit or _PAGE, page_token=token, layout=layout, kept=kept
         )
         response = session.call("ListStoredTensors", request, call)
         tensors += [StoredTensor.from_proto(tensor) for tensor in response.tensors]
