@@ -17,6 +17,7 @@ from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import RankPlace
 from trainer_client.report.step_trace import StepTrace
 from trainer_client.run.backward_passes import BackwardPasses
+from trainer_client.run.checkpoints import Checkpoints
 from trainer_client.run.commits import Commits
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.job import Job
@@ -125,6 +126,7 @@ def _make_parts(
         commits=commits,
         passes=passes,
         run_state=_make_run_state(user, rank, made_with, micro_batches, step, scaler, clock),
+        checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
         reporter=_make_reporter(user, rank, job, residency, trace),
     )
 

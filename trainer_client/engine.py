@@ -14,7 +14,7 @@ from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
 
 import torch
@@ -30,6 +30,7 @@ from trainer_client.model.states import PlacedStates, placement_bytes
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.backward_passes import BackwardPasses
+from trainer_client.run.checkpoints import Checkpoints
 from trainer_client.run.commits import Commits
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.micro_batches import MicroBatches
@@ -65,6 +66,7 @@ class EngineParts:
     commits: Commits
     passes: BackwardPasses
     run_state: RunState
+    checkpoints: Checkpoints
     reporter: Reporter
 
 
@@ -123,6 +125,7 @@ class Engine(EngineGetters):
         self._passes = parts.passes
         self._scaler = parts.scaler
         self._run_state = parts.run_state
+        self._checkpoints = parts.checkpoints
         self._micro_batches = parts.micro_batches
         self._reporter = parts.reporter
         self._resources = resources
@@ -522,6 +525,118 @@ class Engine(EngineGetters):
             raise failure or RuntimeError("save_16bit_model(): rank 0 could not write the file; see its message")
         return True
 
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        metric: float | None = None,
+    ) -> bool:
+        """Keep the present step in the store, and write a manifest of it to `save_dir/tag`. A collective.
+
+        Nothing is copied: the store keeps the bytes that it has of the step, until the checkpoint is removed by the
+        retention of the config (`paramserver.checkpoints`), or forgotten. The manifest appears when it is complete.
+
+        Args:
+            save_dir: directory of the checkpoints, made if need be. Rank 0 writes there.
+            tag: name of the checkpoint's directory; None: `global_step` and the number of the step. A checkpoint of the
+                same tag is replaced.
+            client_state: this rank's own values, which `load_checkpoint` returns to it. JSON-like values and tensors,
+                or whatever `torch.load(weights_only=True)` reads.
+            save_latest: whether the file `latest` in `save_dir` is to name this checkpoint.
+            exclude_frozen_parameters: has no effect, because frozen parameters are not copied either.
+            metric: a measure of the step, for `paramserver.checkpoints.keep_best`.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError, StoreError, OSError: the checkpoint could not be saved; StoreBudgetError: the store has no
+                room to keep the step beside those to come. No committed step is lost, and training can go on.
+            RuntimeError: a step is under way.
+        """
+        self._require_between_steps("save_checkpoint()")
+        if self._commits.is_behind:
+            self._commits.begin(self._client_state())
+        self._commits.wait()
+        step = self._commits.newest
+        assert step is not None, "initialize() commits the initial values"
+        self._checkpoints.save(
+            save_dir,
+            f"global_step{self.global_steps}" if tag is None else str(tag),
+            step=step,
+            global_steps=self.global_steps,
+            run_state=self._client_state(),
+            user_state=client_state,
+            metric=None if metric is None else float(metric),
+            save_latest=save_latest,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint that `save_checkpoint` has saved. A collective.
+
+        The values of its step become a new commit of this job, so that later checkpoints stay. The checkpoint may be of
+        another job and of another number of ranks. With all that is loaded by default, the next steps have the bits of
+        those that followed the save: the count of steps, schedules, the loss scale, random generators and the cursor
+        of the data are those of the save, too.
+
+        Args:
+            load_dir: directory of the checkpoints; rank 0 reads there.
+            tag: name of the checkpoint's directory; None: what the file `latest` names.
+            load_module_strict: whether the model must have exactly the parameters of the checkpoint. If not, what fits
+                in name and shape is loaded.
+            load_optimizer_states: False: optimizer states, their counts and the loss scale stay as they are.
+            load_lr_scheduler_states: False: the schedule stays as it is.
+            load_module_only: whether nothing but weights and buffers is loaded.
+            custom_load_fn: only None is possible, because the values go from the store into the store.
+
+        Returns:
+            The path of the checkpoint's manifest, and the `client_state` of this rank's `save_checkpoint`; a rank that
+            did not save gets that of rank 0. (None, None), and a warning, if `tag` is None and there is no `latest`.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged, or no store keeps its step any more.
+            OtherModelError: the checkpoint is of a model with other parameters.
+            ConfigError: `custom_load_fn` was given.
+            RuntimeError: a step is under way.
+        """
+        self._require_between_steps("load_checkpoint()")
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...): the store gives the values to the store, and no module gets them "
+                "on the way; leave it out, and change weights with engine.load_state_dict()"
+            )
+        tag = None if tag is None else str(tag)
+        loaded = self._checkpoints.find(load_dir, tag, strict=load_module_strict)
+        if loaded is None:
+            return None, None
+        with self._changing():
+            self._checkpoints.hand_over(
+                loaded, self._commits.next, with_states=load_optimizer_states and not load_module_only
+            )
+            if not load_module_only:
+                progress = self._run_state.restore(
+                    loaded.run_state, optimizer=load_optimizer_states, lr_scheduler=load_lr_scheduler_states
+                )
+                self._go_on_from(progress, loaded.run_state["user"])
+            self._commit_change()
+        if self._collectives.rank == 0:
+            log.info("loaded %s: the next step is %d", loaded.path, self.global_steps + 1)
+        return loaded.path, loaded.client_state
+
     # These methods read and change the states of single parameters.
 
     def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
@@ -673,11 +788,15 @@ class Engine(EngineGetters):
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Go on from a commit, which carried `state`. Called at the end of `initialize`."""
-        progress = self._run_state.restore(state)
-        self.global_steps = self.resumed_step = progress.global_steps
+        self._go_on_from(self._run_state.restore(state), state["user"])
+        self.resumed_step = self.global_steps
+
+    def _go_on_from(self, progress: Progress, user: dict[str, Any]) -> None:
+        """Continue the engine's counts, with the user's values that belong to them."""
+        self.global_steps = progress.global_steps
         self.global_samples = progress.global_samples
         self._micro_batches.go_on_from(progress.micro_steps)
-        self.client_state = state["user"]
+        self.client_state = user
 
     def commit_initial_state(self) -> None:
         """Commit the states that were handed over.

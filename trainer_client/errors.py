@@ -39,6 +39,10 @@ class ClientStateError(TrainerClientError):
     """A value cannot be part of the client state that a commit carries, or a stored client state cannot be read."""
 
 
+class CheckpointError(TrainerClientError):
+    """A checkpoint cannot be saved, found or read. What is committed in the store is intact."""
+
+
 class ExportError(TrainerClientError):
     """A step cannot be written to the destination of an export. Nothing half is left there."""
 

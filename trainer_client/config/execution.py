@@ -75,8 +75,7 @@ class CheckpointSection(Section):
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail"],
         BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
-        WithoutEffect(why=_COMMITS),
-        Field(description="compare the tags of ranks: `Ignore`, `Warn`, `Fail`"),
+        Field(description="of `save_checkpoint`: compare the tags of ranks: `Ignore`, `Warn`, `Fail`"),
     ] = "Warn"
     use_node_local_storage: Annotated[
         bool, WithoutEffect(why=_COMMITS), Field(description="write to disks of the nodes")

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from paramserver.contract.durability import DURABILITY_PATTERN
+from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.config.home import Home
 from trainer_client.config.zero import Fraction
 from trainer_client.section import Agreement, Section
@@ -170,6 +171,10 @@ class ParamserverSection(Section):
         default=ByteSize(1 << 30),
         description="most bytes of gradients that a rank keeps until their commit is there, to hand them to the next "
         "daemon",
+    )
+    checkpoints: CheckpointsSection = Field(
+        default=CheckpointsSection(),
+        description="which checkpoints of `save_checkpoint` stay: [checkpoints](checkpoints.md#retention)",
     )
     data: DataSection = Field(default=DataSection(), description="the loader of `training_data`")
     durability: Annotated[str, Field(pattern=DURABILITY_PATTERN)] = Field(

@@ -26,6 +26,7 @@ class Commits:
 
     Attributes:
         newest: number of the newest commit that was begun; None for a new job.
+        is_behind: whether a step was made that the newest commit does not have.
 
     Args:
         store: this rank's store.
@@ -58,6 +59,8 @@ class Commits:
             store.read_as_of(newest)
         # The client state of the last step, if that step is not committed.
         self._kept: bytes | None = None
+        # Whether a step was made that the newest commit does not have.
+        self.is_behind = False
 
     @property
     def next(self) -> int:
@@ -74,6 +77,7 @@ class Commits:
 
         Otherwise keep its client state for `commit_last_step`.
         """
+        self.is_behind = True
         if self._interval == 0:
             return
         self._kept = client_state()
@@ -98,6 +102,7 @@ class Commits:
         self._pending = self._store.commit(self.next, client_state, settled)
         self.newest, self._handed_over = self.next, None
         self._kept = None
+        self.is_behind = False
 
     def abandon(self) -> None:
         """Abandon the commit under way, because the session with the store is about to end."""

@@ -54,6 +54,7 @@ class Job:
         states: this rank's partitions of all groups, in the order of the units.
         gather: the way in which the units' parameters are gathered.
         sharers: number of ranks that use the same store as this one.
+        leads_store: whether this rank speaks for all ranks that use its store.
         resumed_step: the commit that the run resumes from; None for a new job.
         resumed_state: the client state of that commit for this rank; None for a new job.
         fresh: FQNs of trainable parameters whose optimizer states begin at zero, although the job is resumed.
@@ -82,6 +83,7 @@ class Job:
         epoch = hashlib.sha256(store.epoch.encode()).digest()[:_ID_BYTES]
         self._store_ranks = [number for number, other in enumerate(collectives.gather_ids(epoch)) if other == epoch]
         self.sharers = len(self._store_ranks)
+        self.leads_store = self._store_ranks[0] == collectives.rank
         placement = PlacementPolicy.of(settings)
         self.gather = self._choose_gather(placement)
         specs = find_units(user.module, user.parameters, unit_policy)
@@ -248,7 +250,7 @@ class Job:
 
     def _roll_back(self, step: int) -> None:
         """Make `step` the newest one of every store. A collective."""
-        if self._store_ranks[0] == self._collectives.rank:
+        if self.leads_store:
             self._store.roll_back(step)
         self._collectives.barrier()
 

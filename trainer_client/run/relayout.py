@@ -47,6 +47,51 @@ def fill(states: Sequence[GroupStates], stored_step: StoredStep, fresh: Collecti
     log.info("job %r: %d bytes were laid out anew in %.1f s", stored_step.job, done, time.monotonic() - started)
 
 
+def replace(
+    states: Sequence[GroupStates],
+    stored_step: StoredStep,
+    *,
+    fresh: Collection[str],
+    missing: Collection[str],
+    with_states: bool,
+    step: int,
+) -> None:
+    """Hand this rank's partitions over for the uncommitted `step`, in place of the values that they have now.
+
+    The caller has every rank `refill` the groups then.
+
+    Args:
+        states: the states of all groups.
+        stored_step: the step that has the new values.
+        fresh: FQNs of trainable parameters whose optimizer states become zero.
+        missing: FQNs of parameters that keep their values, because the step does not have them.
+        with_states: whether optimizer states are replaced, too.
+        step: number of the commit that they are handed over for.
+
+    Raises:
+        StoreError: a store failed, or the stores do not have all elements.
+    """
+    for state in states:
+        group = state.group
+        kinds = [kind for kind in group.kinds if with_states or kind not in group.state_kinds]
+        shards = [shard for shard in group.shards if shard.fqn not in missing]
+        partitions = {}
+        for kind in kinds if shards else ():
+            is_state = kind in group.state_kinds
+            partition = torch.zeros(group.slot_table.partition_numel, dtype=group.dtype_of(kind))
+            if len(shards) < len(group.shards):
+                partition = state.read(kind)
+            for shard in shards:
+                if is_state and shard.fqn in fresh:
+                    partition[shard.in_partition] = 0
+                    continue
+                source = _source_of(kind, partition.dtype, shard.fqn, stored_step, is_state=is_state)
+                stored_step.read(partition[shard.in_partition], shard.fqn, source, shard.offset)
+            partitions[kind] = partition
+        if partitions:
+            state.hand_over(partitions, step)
+
+
 def _partitions(group: FlatGroup, stored_step: StoredStep, fresh: Collection[str]) -> dict[Kind, torch.Tensor]:
     """Return this rank's partition [partition_numel] of each kind, padded with zeros, without states that are zero."""
     partitions = {}
@@ -57,10 +102,15 @@ def _partitions(group: FlatGroup, stored_step: StoredStep, fresh: Collection[str
             continue
         partition = torch.zeros(group.slot_table.partition_numel, dtype=group.dtype_of(kind))
         for shard in shards:
-            source = kind_from_proto(kind) if is_state else _weight_for(kind, partition.dtype, shard.fqn, stored_step)
+            source = _source_of(kind, partition.dtype, shard.fqn, stored_step, is_state=is_state)
             stored_step.read(partition[shard.in_partition], shard.fqn, source, shard.offset)
         partitions[kind] = partition
     return partitions
+
+
+def _source_of(kind: Kind, dtype: torch.dtype, fqn: str, stored_step: StoredStep, *, is_state: bool) -> StoredKind:
+    """Return the stored kind from which a kind of a parameter is made."""
+    return kind_from_proto(kind) if is_state else _weight_for(kind, dtype, fqn, stored_step)
 
 
 def _weight_for(kind: Kind, dtype: torch.dtype, fqn: str, stored_step: StoredStep) -> StoredKind:

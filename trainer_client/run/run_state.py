@@ -109,23 +109,29 @@ class RunState:
             }
         )
 
-    def restore(self, state: Mapping[str, Any]) -> Progress:
+    def restore(self, state: Mapping[str, Any], *, optimizer: bool = True, lr_scheduler: bool = True) -> Progress:
         """Restore the run from the decoded state of a commit, and return its counters.
 
         The user's part is ignored, and so are the model's names and buffers, which are there for exports.
+
+        Args:
+            optimizer: whether the optimizer's settings and counts and the loss scale are restored, too.
+            lr_scheduler: whether the schedule is restored, too.
         """
         counters = state["counters"]
         self._step.go_on_from(
-            update_counts=state["update_counts"],
+            update_counts=state["update_counts"] if optimizer else self._step.update_counts,
             skipped=counters["skipped_steps"],
             skipped_in_row=counters["skipped_in_row"],
         )
-        self._clock.go_on_from(counters["clock"])
-        self._scaler.load_state_dict(state["scaler"])
+        # The positions of a run only grow, also where it goes back to an earlier step.
+        self._clock.go_on_from(max(self._clock.now, counters["clock"]))
+        if optimizer:
+            self._scaler.load_state_dict(state["scaler"])
         # The entry is None if the commit was made with another optimizer.
-        if state["optimizer"] is not None:
+        if optimizer and state["optimizer"] is not None:
             self._optimizer.load_settings(state["optimizer"])
-        if self._lr_scheduler is not None and state["lr_scheduler"] is not None:
+        if lr_scheduler and self._lr_scheduler is not None and state["lr_scheduler"] is not None:
             self._lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self._data is not None and state["data"] is not None:
             self._data.load_state_dict(state["data"])

@@ -58,11 +58,16 @@ class StepPart:
         tensors: the tensors that the store has elements of, by FQN.
     """
 
-    def __init__(self, client: StoreClientSync, job: str, layout: str, step: int) -> None:
-        """Open the reader; `client` is closed by this object. Raises StoreError."""
+    def __init__(self, client: StoreClientSync, job: str, layout: str, step: int, kept: str | None = None) -> None:
+        """Open the reader, of the kept step of that name or else of the layout's step. Raises StoreError.
+
+        `client` is closed by this object.
+        """
         self._client = client
         try:
-            self.reader: StoreReaderSync = client.read_layout(job, layout, step)
+            self.reader: StoreReaderSync = (
+                client.read_layout(job, layout, step) if kept is None else client.read_kept(job, kept)
+            )
             self.tensors: Mapping[str, StoredTensor] = {tensor.fqn: tensor for tensor in self.reader.tensors()}
         except BaseException:
             client.close()
@@ -83,16 +88,25 @@ class StoredStep:
         step: number of the step.
         stores: the stores that have parts of the step; earlier ones are preferred.
         credentials: token and TLS files to connect with.
+        kept: the name under which the stores keep the step; None: it is a step of the layout.
     """
 
     def __init__(
-        self, *, job: str, layout: str, step: int, stores: Iterable[StoreAddress], credentials: Credentials
+        self,
+        *,
+        job: str,
+        layout: str,
+        step: int,
+        stores: Iterable[StoreAddress],
+        credentials: Credentials,
+        kept: str | None = None,
     ) -> None:
         self.job = job
         self.step = step
         self._layout = layout
         self._stores = list(stores)
         self._credentials = credentials
+        self._kept = kept
         self._parts: list[StepPart] = []
 
     def __enter__(self) -> Self:
@@ -107,7 +121,7 @@ class StoredStep:
         for index, store in enumerate(self._stores):
             if index == len(self._parts):
                 client = connect(store, self._credentials)
-                self._parts.append(StepPart(client, self.job, self._layout, self.step))
+                self._parts.append(StepPart(client, self.job, self._layout, self.step, self._kept))
             yield self._parts[index]
 
     def kinds_of(self, fqn: str) -> Mapping[Kind, torch.dtype]:

@@ -16,6 +16,7 @@ import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 from trainer_client.errors import StoreError
 from trainer_client.transport.arena import Arena
 from trainer_client.transport.channel import Pending, open_channel, translate
@@ -58,6 +59,7 @@ class Attachment:
         with ExitStack() as opened:
             opened.callback(self._channel.close)
             self.stub = pb_grpc.ParameterStoreStub(self._channel)
+            self.admin = StoreAdminStub(self._channel)
             self.session = Session(self.stub, client, partial(on_lost, self))
             opened.callback(self.session.close)
             welcome = self.session.welcome
@@ -118,8 +120,12 @@ class Attachment:
 
     def call(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Any:
         """Make a call and return its response. The default deadline is that of control calls. Raises StoreError."""
-        self.check()
         request.session_id = self.session_id
+        return self.call_without_session(method, request, timeout_seconds)
+
+    def call_without_session(self, method: Any, request: Any, timeout_seconds: float | None = None) -> Any:
+        """Make a call whose request names no session, as those of `admin`; see `call`."""
+        self.check()
         try:
             return method(request, timeout=timeout_seconds or self.deadlines.control)
         except grpc.RpcError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ import grpc
 
 from paramserver.contract.kinds import GRAD
 from paramserver.v1 import parameter_store_pb2 as pb
-from trainer_client.errors import StoreError
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from trainer_client.errors import StoreError, StoreNotFoundError
 from trainer_client.recorder import Cause, Link, Recorder
 from trainer_client.transport.attachment import Attachment
 from trainer_client.transport.attachments import Attachments, Membership, Restart, Survival
@@ -38,6 +39,9 @@ from trainer_client.transport.journal import (
 from trainer_client.transport.pending_calls import PendingCommit, RepeatedCall, WithdrawableUpdate
 from trainer_client.transport.planes import LeasedBytes, Plane, check
 from trainer_client.transport.shard_group_name import ShardGroupName
+
+# The store may have to write a whole step to NVMe before it is kept.
+KEEPING_DEADLINE_SECONDS = 3600.0
 
 __all__ = ["GroupUpdate", "RankStore", "SlabName", "Value"]
 
@@ -143,6 +147,36 @@ class RankStore:
     def roll_back(self, step: int) -> None:
         at = self._attachments.current
         at.call(at.stub.RollBack, pb.RollBackRequest(step=step))
+
+    def keep_step(self, step: int, name: str, note: str) -> admin_pb.KeepStepResponse:
+        """Have the store keep a committed step of the job under a name; it is durable when this returns.
+
+        Raises:
+            StoreBudgetError: the store has no room to keep the step beside those to come.
+            StoreError: the store refused or failed the call.
+        """
+        request = admin_pb.KeepStepRequest(job=self._job.job, step=step, name=name, note=note)
+        # The call may be repeated with the next daemon, because a step that is kept already is kept once.
+        response: admin_pb.KeepStepResponse = self._attachments.retry_over_restarts(
+            lambda at: at.call_without_session(at.admin.KeepStep, request, KEEPING_DEADLINE_SECONDS)
+        )
+        return response
+
+    def forget_step(self, name: str) -> None:
+        """Have the store forget a kept step of the job. It is no error if the store does not have it."""
+        request = admin_pb.ForgetStepRequest(job=self._job.job, name=name)
+        with suppress(StoreNotFoundError):
+            self._attachments.retry_over_restarts(
+                lambda at: at.call_without_session(at.admin.ForgetStep, request, KEEPING_DEADLINE_SECONDS)
+            )
+
+    def list_kept_steps(self) -> Sequence[admin_pb.KeptStep]:
+        """Return the kept steps of the job in this rank's store, by step and name."""
+        request = admin_pb.ListKeptStepsRequest(job=self._job.job)
+        response: admin_pb.ListKeptStepsResponse = self._attachments.retry_over_restarts(
+            lambda at: at.call_without_session(at.admin.ListKeptSteps, request)
+        )
+        return response.kept
 
     def check_leases(self) -> None:
         """Check that the leases of the current session were still valid while bytes were copied out of them.

@@ -1,0 +1,250 @@
+"""`save_checkpoint` and `load_checkpoint`: a loaded run goes on with the bits of the run that saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, config_of, start, steps
+from tests.integration.support.daemon import admin_of
+from tests.integration.support.ranks import run_ranks
+from trainer_client import Engine
+from trainer_client.errors import CheckpointError, ConfigError, OtherModelError
+from trainer_client.run.checkpoint_files import MANIFEST
+
+
+@pytest.fixture
+def address(model_store: str, job: str) -> Iterator[str]:
+    yield model_store
+    with admin_of(model_store) as store:
+        for info in store.ListJobs(admin_pb.ListJobsRequest()).jobs:
+            if info.name.startswith(job):
+                store.DeleteJob(admin_pb.DeleteJobRequest(job=info.name))
+
+
+def kept_in(address: str, job: str) -> list[admin_pb.KeptStep]:
+    with admin_of(address) as store:
+        return list(store.ListKeptSteps(admin_pb.ListKeptStepsRequest(job=job)).kept)
+
+
+def assert_equal_weights(engine: Engine, expected: dict[str, torch.Tensor]) -> None:
+    found = engine.full_state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_a_loaded_run_has_the_bits_of_the_one_that_saved(address: str, job: str, tmp_path: Path, half: bool) -> None:
+    torch.manual_seed(3)
+    with start(config_of(address, job, half=half)) as engine:
+        list(steps(engine, SAVED_AT))
+        user = {"epoch": 2, "best": torch.tensor([1.5]), "pair": (1, "a")}
+        assert engine.save_checkpoint(tmp_path, client_state=user)
+        # What uses random numbers after the save is no part of the checkpoint, and changes nothing after the load.
+        losses = list(steps(engine, STEPS))
+        weights = engine.full_state_dict()
+        moments = engine.get_full("first.weight", "exp_avg_sq")
+        assert (tmp_path / "latest").read_text() == f"global_step{SAVED_AT}"
+
+        for target in ("here", "a fresh job"):
+            again = engine if target == "here" else start(config_of(address, f"{job}-new", half=half))
+            path, state = again.load_checkpoint(tmp_path)
+            assert path == str(tmp_path / f"global_step{SAVED_AT}" / MANIFEST)
+            assert state is not None and (state["epoch"], state["pair"]) == (2, (1, "a"))
+            assert torch.equal(state["best"], torch.tensor([1.5]))
+            assert (again.global_steps, again.client_state) == (SAVED_AT, {"cursor": SAVED_AT})
+            assert list(steps(again, STEPS)) == losses
+            assert_equal_weights(again, weights)
+            found = again.get_full("first.weight", "exp_avg_sq")
+            assert found is not None and moments is not None and torch.equal(found, moments)
+            if again is not engine:
+                again.close()
+    # The run resumes after its loaded step, not from the checkpoint.
+    with start(config_of(address, job, half=half)) as engine:
+        assert engine.resumed_step == STEPS
+        assert torch.equal(engine.full_state_dict()["first.weight"], weights["first.weight"])
+
+
+def test_any_number_of_ranks_goes_on_from_the_same_values(address: str, job: str, tmp_path: Path) -> None:
+    module = "tests.integration.support.checkpoint_ranks"
+    tag = f"global_step{SAVED_AT}"
+    run_ranks(module, 2, address, job, tmp_path, tmp_path / "saved")
+    run_ranks(module, 2, address, f"{job}-2", tmp_path, tmp_path / "loaded", tag)
+    for rank in range(2):
+        saved = torch.load(tmp_path / f"saved.{rank}", weights_only=True)
+        loaded = torch.load(tmp_path / f"loaded.{rank}", weights_only=True)
+        # Each rank has its own random numbers and its own state.
+        assert loaded["state"] == {"rank": rank} and loaded["losses"] == saved["losses"]
+        assert all(torch.equal(value, saved["weights"][name]) for name, value in loaded["weights"].items())
+    at_save = torch.load(tmp_path / "saved.0", weights_only=True)["at_save"]
+    with start(config_of(address, f"{job}-1")) as engine:
+        _, state = engine.load_checkpoint(tmp_path, tag)
+        assert state == {"rank": 0} and engine.global_steps == SAVED_AT
+        assert_equal_weights(engine, at_save)
+        losses = list(steps(engine, STEPS))
+    # One rank has saved and two load: they have the values, and one of them new random numbers.
+    with start(config_of(address, f"{job}-1")) as engine:
+        engine.load_checkpoint(tmp_path, tag)
+        engine.save_checkpoint(tmp_path, "by one")
+        assert list(steps(engine, STEPS)) == losses
+    run_ranks(module, 2, address, f"{job}-3", tmp_path, tmp_path / "loaded", "by one")
+    loaded = torch.load(tmp_path / "loaded.1", weights_only=True)
+    for name, value in at_save.items():
+        assert torch.equal(loaded["at_save"][name], value)
+
+
+def test_parts_of_a_checkpoint_can_be_loaded(address: str, job: str, tmp_path: Path) -> None:
+    with start(config_of(address, job)) as engine:
+        list(steps(engine, 2))
+        engine.save_checkpoint(tmp_path, "two", save_latest=False)
+        weights, moments = engine.full_state_dict(), engine.get_full("first.weight", "exp_avg")
+        rate = engine.get_lr()
+        list(steps(engine, 4))
+        newer, newer_rate = engine.get_full("first.weight", "exp_avg"), engine.get_lr()
+        assert newer is not None and moments is not None
+
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+        engine.load_checkpoint(tmp_path, "two", load_module_only=True)
+        assert_equal_weights(engine, weights)
+        assert (engine.global_steps, engine.get_lr()) == (4, newer_rate)
+        found = engine.get_full("first.weight", "exp_avg")
+        assert found is not None and torch.equal(found, newer)
+
+        engine.load_checkpoint(tmp_path, "two", load_optimizer_states=False, load_lr_scheduler_states=False)
+        found = engine.get_full("first.weight", "exp_avg")
+        assert found is not None and torch.equal(found, newer)
+        assert (engine.global_steps, engine.get_lr()) == (2, newer_rate)
+
+        engine.load_checkpoint(tmp_path, "two")
+        found = engine.get_full("first.weight", "exp_avg")
+        assert found is not None and torch.equal(found, moments)
+        assert engine.get_lr() == rate
+        with pytest.raises(ConfigError, match="custom_load_fn"):
+            engine.load_checkpoint(tmp_path, "two", custom_load_fn=print)
+
+
+def test_another_model_is_refused_or_loaded_as_far_as_it_fits(address: str, job: str, tmp_path: Path) -> None:
+    class Longer(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks.append(torch.nn.Linear(24, 24))
+
+    with start(config_of(address, job)) as engine:
+        list(steps(engine, 2))
+        engine.save_checkpoint(tmp_path)
+        weights = engine.full_state_dict()
+    with start(config_of(address, f"{job}-longer"), Longer()) as engine:
+        own = engine.full_state_dict()
+        with pytest.raises(OtherModelError, match=r"parameter 'blocks\.2\.weight' is not in the step"):
+            engine.load_checkpoint(tmp_path)
+        assert_equal_weights(engine, own)
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        assert_equal_weights(engine, own | weights)
+        list(steps(engine, 4))
+    with (
+        start(config_of(address, f"{job}-wider"), Net(32)) as engine,
+        pytest.raises(OtherModelError, match=r"has shape \[24, 24\] in the step and \[32, 32\] in this model"),
+    ):
+        engine.load_checkpoint(tmp_path)
+
+
+def test_checkpoints_stay_by_number_and_metric_and_deleted_ones_are_forgotten(
+    address: str, job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    retention = {"keep_last": 2, "keep_every": 4, "keep_best": 1, "best": "max"}
+    with start(config_of(address, job, checkpoints=retention)) as engine:
+        for step in range(1, 8):
+            list(steps(engine, step))
+            engine.save_checkpoint(tmp_path, metric=float(step == 2))
+        left = ["global_step2", "global_step4", "global_step6", "global_step7"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "latest"]
+        assert [kept.note for kept in kept_in(address, job)] == [str(tmp_path / tag) for tag in left]
+        engine.load_checkpoint(tmp_path, "global_step2")
+
+        # A program such as the Trainer of transformers removes the directories of checkpoints itself.
+        for file in (tmp_path / "global_step4").iterdir():
+            file.unlink()
+        (tmp_path / "global_step4").rmdir()
+        engine.save_checkpoint(tmp_path / "elsewhere", "a")
+        assert [kept.step for kept in kept_in(address, job) if "global_step4" in kept.note] == []
+        # A tag that is saved again replaces the checkpoint, and its step.
+        before = [kept.name for kept in kept_in(address, job)]
+        engine.save_checkpoint(tmp_path / "elsewhere", "a")
+        assert len(kept_in(address, job)) == len(before)
+        assert [kept.name for kept in kept_in(address, job)] != before
+    # Another process has not seen the directory, which may be out of sight only: it keeps the step, and warns.
+    for file in (tmp_path / "global_step7").iterdir():
+        file.unlink()
+    with start(config_of(address, job)) as engine:
+        engine.save_checkpoint(tmp_path, "b")
+        assert any("global_step7" in kept.note for kept in kept_in(address, job))
+        assert f"paramserver-admin forget {job} global_step7." in caplog.text
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused_by_name(address: str, job: str, tmp_path: Path) -> None:
+    with start(config_of(address, job)) as engine:
+        list(steps(engine, 1))
+        with pytest.raises(CheckpointError, match=r"client state\.args is a object"):
+            engine.save_checkpoint(tmp_path, client_state={"args": object()})
+        with pytest.raises(CheckpointError, match="is the name of a directory"):
+            engine.save_checkpoint(tmp_path, "../up")
+        (tmp_path / "file").write_text("")
+        with pytest.raises(OSError, match="file"):
+            engine.save_checkpoint(tmp_path / "file")
+        assert kept_in(address, job) == []
+        engine.save_checkpoint(tmp_path, "good")
+        before = engine.full_state_dict()
+
+        manifest = tmp_path / "good" / MANIFEST
+        text = manifest.read_text()
+        hostile: dict[str, str] = {
+            "": "is no manifest",
+            "[]": "is no manifest",
+            text[: len(text) // 2]: "is no manifest",
+            text.replace('"metric": null', '"metric": 1'): "is damaged",
+            text.replace('"format": 1', '"format": 2'): "has format 2",
+            "[" * 100_000: "is no manifest",
+        }
+        for content, message in hostile.items():
+            manifest.write_text(content)
+            with pytest.raises(CheckpointError, match=message):
+                engine.load_checkpoint(tmp_path, "good")
+        manifest.write_text(text)
+        with pytest.raises(CheckpointError, match="has no checkpoint"):
+            engine.load_checkpoint(tmp_path, "bad")
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "theirs" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("")
+        with pytest.raises(CheckpointError, match="paramserver import"):
+            engine.load_checkpoint(tmp_path, "theirs")
+
+        (kept,) = kept_in(address, job)
+        with admin_of(address) as store:
+            store.ForgetStep(admin_pb.ForgetStepRequest(job=job, name=kept.name))
+        with pytest.raises(CheckpointError, match=r"none of the stores .* keeps no step under the name 'good\."):
+            engine.load_checkpoint(tmp_path, "good")
+        assert_equal_weights(engine, before)
+        list(steps(engine, 2))
+
+
+@pytest.mark.parametrize("durability", ["none", "snapshot:4"])
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_states_that_are_in_memory_only_are_saved_too(
+    address: str, job: str, tmp_path: Path, durability: str, home: str
+) -> None:
+    placement = {"parameters": home, "gradients": home, "optimizer": home}
+    config = config_of(address, job, durability=durability, placement=placement)
+    del config["zero_optimization"]["offload_optimizer"]
+    torch.manual_seed(3)
+    with start(config) as engine:
+        list(steps(engine, SAVED_AT))
+        engine.save_checkpoint(tmp_path)
+        losses = list(steps(engine, STEPS))
+        engine.load_checkpoint(tmp_path)
+        assert list(steps(engine, STEPS)) == losses
+    (kept,) = kept_in(address, job)
+    assert json.loads((tmp_path / f"global_step{SAVED_AT}" / MANIFEST).read_text())["checkpoint"]["kept"] == kept.name

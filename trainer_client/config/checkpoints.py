@@ -1,0 +1,25 @@
+"""The section `paramserver.checkpoints`: which checkpoints stay."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from trainer_client.section import Section
+
+
+class CheckpointsSection(Section):
+    """The retention of checkpoints that `save_checkpoint` has made of this job.
+
+    A checkpoint stays if one of the three numbers keeps it; the newest one always stays. Without any of them, all stay.
+    """
+
+    keep_last: PositiveInt | None = Field(default=None, description="how many of the newest checkpoints stay")
+    keep_every: PositiveInt | None = Field(
+        default=None, description="checkpoints at global steps that are multiples of this stay"
+    )
+    keep_best: PositiveInt | None = Field(
+        default=None, description="how many stay that have the best `save_checkpoint(..., metric=)`"
+    )
+    best: Literal["min", "max"] = Field(default="min", description="whether the lowest or the highest metric is best")

@@ -1,0 +1,253 @@
+"""The files of a checkpoint: a manifest that says where the step is kept, and `latest`, which names the newest tag.
+
+The layout of the directories is DeepSpeed's: `SAVE_DIR/TAG/` and `SAVE_DIR/latest`. The manifest is one JSON file, so
+that a checkpoint is there whole or not at all. It has the state of the run besides its tensors, and the user's own
+state; the tensors stay in the store. Must never unpickle anything but what torch loads with `weights_only=True`, and
+must never trust a file: each is verified before it is used.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from trainer_client.errors import CheckpointError, ClientStateError
+from trainer_client.run import client_state
+
+MANIFEST = "paramserver_checkpoint.json"
+LATEST = "latest"
+FORMAT = 1
+
+# A manifest has the random states, schedules and user values of each rank. No honest one is nearly as large.
+_MOST_BYTES = 1 << 30
+_MOST_TAG_BYTES = 255
+# The beginnings and ends of the names of files that DeepSpeed writes into the directory of a tag.
+_FILES_OF_DEEPSPEED = ("*_optim_states.pt", "*_model_states.pt", "*.distcp", "mp_rank_*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptAt:
+    """A store that keeps a part of the step: its address when the checkpoint was saved, and its state directory."""
+
+    address: str
+    state_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint.
+
+    Attributes:
+        tag: the name of its directory.
+        job, kept: the job in the stores, and the name under which they keep the step.
+        step: the number of the commit in the stores.
+        global_steps: the engine's count of steps, which `step` exceeds if states were changed between steps.
+        stores: the stores that keep the step.
+        metric: the user's measure of the step, for `keep_best`; None: there is none.
+        run_states: for each rank the encoded state of its run, as commits carry it.
+        client_states: for each rank the user's state, as `encode_user_state` gives it.
+        buffers: for each rank the model's buffers, encoded as the states are; "": those of rank 0.
+        saved_at: seconds since 1970.
+    """
+
+    tag: str
+    job: str
+    kept: str
+    step: int
+    global_steps: int
+    stores: tuple[KeptAt, ...]
+    metric: float | None
+    run_states: tuple[str, ...]
+    client_states: tuple[Mapping[str, str], ...]
+    buffers: tuple[str, ...]
+    saved_at: float
+
+    def to_json(self) -> str:
+        """Return the text of the manifest's file."""
+        content = asdict(self)
+        return json.dumps({"format": FORMAT, "checksum": _checksum(content), "checkpoint": content})
+
+    @classmethod
+    def from_json(cls, text: str | bytes, path: str) -> Manifest:
+        """Return the manifest that `to_json` made this text of.
+
+        Raises:
+            CheckpointError: the text is no manifest, is damaged, or is of a later version; the message names `path`.
+        """
+        try:
+            document = json.loads(text)
+            if document["format"] != FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {str(document['format'])[:20]}, and this version reads {FORMAT}: load it with "
+                    "the version that saved it"
+                )
+            content = document["checkpoint"]
+            if document["checksum"] != _checksum(content):
+                raise CheckpointError(f"{path} is damaged: its checksum is not that of its content; load another tag")
+            manifest = cls(
+                **content
+                | {
+                    "stores": tuple(KeptAt(**store) for store in content["stores"]),
+                    "run_states": tuple(content["run_states"]),
+                    "client_states": tuple(content["client_states"]),
+                    "buffers": tuple(content["buffers"]),
+                }
+            )
+            manifest._check_types()
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is no manifest of a checkpoint: {type(error).__name__}: {error}") from error
+        return manifest
+
+    def _check_types(self) -> None:
+        """Raise TypeError unless all values have the types that they are declared with."""
+        texts = (self.tag, self.job, self.kept, *self.run_states, *self.buffers)
+        texts += tuple(text for store in self.stores for text in (store.address, store.state_dir))
+        numbers = (self.step, self.global_steps)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text is not a text")
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise TypeError("a number of a step is not a number")
+        if not isinstance(self.metric, int | float | None) or not isinstance(self.saved_at, int | float):
+            raise TypeError("a measure is not a number")
+        if not self.run_states or {len(self.client_states), len(self.buffers)} != {len(self.run_states)}:
+            raise TypeError("the numbers of ranks differ")
+        if not all(isinstance(state, dict) for state in self.client_states):
+            raise TypeError("a user's state is not an object")
+
+
+def encode_user_state(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the user's state for a manifest: as JSON, or if it has other types, in torch's format.
+
+    Raises:
+        CheckpointError: torch would not load it with `weights_only=True`.
+    """
+    try:
+        return {"json": client_state.encode(state).decode()}
+    except ClientStateError as error:
+        refused = error
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(state), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # torch and pickle raise many types for what they cannot handle.
+        raise CheckpointError(
+            f"save_checkpoint(client_state=...): {refused}. Other types must load with torch.load(weights_only=True), "
+            f"and do not: {error}"
+        ) from error
+    return {"torch": base64.b64encode(buffer.getvalue()).decode()}
+
+
+def decode_user_state(encoded: Mapping[str, str], path: str) -> dict[str, Any]:
+    """Return the state of which `encode_user_state` made `encoded`. Raises CheckpointError naming `path`."""
+    try:
+        if "json" in encoded:
+            return client_state.decode(encoded["json"].encode())
+        loaded = torch.load(io.BytesIO(base64.b64decode(encoded["torch"])), weights_only=True)
+        return dict(loaded)
+    except Exception as error:  # A foreign file may hold anything, and torch raises many types for it.
+        raise CheckpointError(f"{path}: its client state cannot be read: {error}") from error
+
+
+def decode_run_state(encoded: str, path: str) -> dict[str, Any]:
+    """Return the state of a rank's run. Raises CheckpointError naming `path`."""
+    try:
+        return client_state.decode(encoded.encode())
+    except (ClientStateError, RuntimeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path}: its state of the run cannot be read: {error}") from error
+
+
+def check_tag(tag: str) -> str:
+    """Return a tag that can be the name of a directory below another one. Raises CheckpointError."""
+    parts = PurePosixPath(tag).parts
+    if (
+        not parts
+        or PurePosixPath(tag).is_absolute()
+        or ".." in parts
+        or not tag.isprintable()
+        or len(tag.encode()) > _MOST_TAG_BYTES
+    ):
+        raise CheckpointError(
+            f"the tag of a checkpoint is the name of a directory, of 1 to {_MOST_TAG_BYTES} bytes: {tag[:80]!r} is none"
+        )
+    return tag
+
+
+def read_latest(directory: Path) -> str | None:
+    """Return the tag that `latest` names; None if there is no such file. Raises CheckpointError, OSError."""
+    try:
+        with (directory / LATEST).open("rb") as file:
+            content = file.read(_MOST_TAG_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    try:
+        return check_tag(content.decode().strip())
+    except ValueError as error:
+        raise CheckpointError(f"{directory / LATEST} names no tag: {error}") from error
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest in the directory of a tag.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or the directory has files of DeepSpeed's.
+        OSError: the file cannot be read.
+    """
+    path = directory / MANIFEST
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        if any(found for pattern in _FILES_OF_DEEPSPEED for found in directory.glob(pattern)):
+            raise CheckpointError(
+                f"{directory} has a checkpoint that DeepSpeed has written: bring it into the store with `paramserver "
+                "import`, and resume the job that it makes"
+            ) from None
+        raise CheckpointError(f"{directory} has no checkpoint: there is no {MANIFEST} in it") from None
+    if size > _MOST_BYTES:
+        raise CheckpointError(f"{path} is no manifest of a checkpoint: it has {size} bytes")
+    return Manifest.from_json(path.read_bytes(), str(path))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that appears at `path` when it is complete and on the disk. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def remove(directory: Path) -> None:
+    """Remove a manifest, its directory if nothing else is in it, and `latest` if it names it. Raises OSError."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    latest = directory.parent / LATEST
+    with suppress(OSError, ValueError):
+        if latest.read_text().strip() == directory.name:
+            latest.unlink()
+    # The directory stays if the user has files of his own there.
+    with suppress(OSError):
+        directory.rmdir()
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

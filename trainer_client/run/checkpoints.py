@@ -1,0 +1,420 @@
+"""Checkpoints with DeepSpeed's verbs: steps that the stores keep, and a small manifest of each in a directory.
+
+Saving copies nothing: the stores keep the newest commit under a name, and rank 0 writes the manifest. Loading makes a
+new commit with the values of a kept step, of whichever job and however many ranks, so that later checkpoints stay. Owns
+the names of the steps that are kept for checkpoints, and forgets those that the retention of the config does not need.
+Must never forget a step only because its directory is out of sight.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from trainer_client.config.checkpoints import CheckpointsSection
+from trainer_client.errors import CheckpointError, ConfigError, StoreError, TrainerClientError
+from trainer_client.model.plain_state import PlainState
+from trainer_client.model.states import PlacedStates
+from trainer_client.run import checkpoint_files as files
+from trainer_client.run import client_state, relayout
+from trainer_client.run.checkpoint_files import KeptAt, Manifest
+from trainer_client.run.context import RankContext, UserObjects
+from trainer_client.run.kept_source import KeptSource, find_source
+from trainer_client.run.stored_step import StoreAddress, StoredStep
+
+log = logging.getLogger(__name__)
+
+_NONCE_BYTES = 4
+# A note in the store has at most this many bytes; the path of a directory that has more is left out.
+_MOST_NOTE_BYTES = 1024
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint that was found, for this rank.
+
+    Attributes:
+        path: the file of its manifest.
+        manifest: the checkpoint.
+        source: the stores that keep its step.
+        run_state: the state of the run for this rank.
+        client_state: the user's state for this rank.
+        buffers: the model's buffers by name.
+    """
+
+    path: str
+    manifest: Manifest
+    source: KeptSource
+    run_state: dict[str, Any]
+    client_state: dict[str, Any]
+    buffers: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Present:
+    """A checkpoint of this job that this process has seen in its directory."""
+
+    directory: Path
+    device: int
+    global_steps: int
+    metric: float | None
+
+
+class Checkpoints:
+    """Saves and finds the checkpoints of one run, as one rank does it."""
+
+    def __init__(
+        self, user: UserObjects, rank: RankContext, states: Sequence[PlacedStates], *, leads_store: bool
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            leads_store: whether this rank speaks for all ranks of its store.
+        """
+        self._user = user
+        self._plain = PlainState(user.module, user.parameters)
+        self._states = states
+        self._store = rank.store
+        self._collectives = rank.collectives
+        self._settings = rank.settings
+        self._job = rank.settings.paramserver.job
+        self._leads_store = leads_store
+        # On rank 0: the checkpoints of this job that were seen in their directories, by the name of the kept step.
+        self._seen: dict[str, _Present] = {}
+        self._warned: set[str] = set()
+
+    def save(
+        self,
+        save_dir: str | Path,
+        tag: str,
+        *,
+        step: int,
+        global_steps: int,
+        run_state: bytes,
+        user_state: Mapping[str, Any],
+        metric: float | None,
+        save_latest: bool,
+    ) -> Path:
+        """Keep the commit `step` in all stores, and write a manifest of it. A collective.
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            CheckpointError, StoreError, OSError: it could not be saved, on this or on another rank. No step is kept,
+                and a checkpoint of the same tag is as it was.
+        """
+        tag = self._agree_on(tag)
+        directory = Path(save_dir).absolute() / files.check_tag(tag)
+        nonce = self._collectives.broadcast_id(secrets.token_bytes(_NONCE_BYTES)).hex()
+        name, note = f"{tag}.{nonce}", str(directory)
+        if len(note.encode()) > _MOST_NOTE_BYTES or not note.isprintable():
+            note = ""
+
+        def keep() -> dict[str, Any]:
+            encoded = files.encode_user_state(user_state)
+            buffers = client_state.encode(self._plain.to_commit()["buffers"]).decode()
+            part = {"run_state": run_state.decode(), "client_state": encoded, "buffers": buffers}
+            if self._leads_store:
+                answer = self._store.keep_step(step, name, note)
+                part["store"] = {"address": self._store.address, "state_dir": answer.state_dir}
+            return part
+
+        try:
+            parts = self._on_all_ranks("save_checkpoint()", keep)
+            manifest = Manifest(
+                tag=tag,
+                job=self._job,
+                kept=name,
+                step=step,
+                global_steps=global_steps,
+                stores=tuple(KeptAt(**part["store"]) for part in parts if "store" in part),
+                metric=metric,
+                run_states=tuple(part["run_state"] for part in parts),
+                client_states=tuple(part["client_state"] for part in parts),
+                buffers=_but_the_first(part["buffers"] for part in parts),
+                saved_at=time.time(),
+            )
+            unneeded = self._on_rank_0(
+                "save_checkpoint()", lambda: self._write(manifest, directory, save_latest=save_latest)
+            )
+        except (TrainerClientError, OSError):
+            self._forget([name])
+            raise
+        self._forget(unneeded)
+        self._forget(self._on_rank_0("the retention of checkpoints", lambda: self._unneeded(manifest)))
+        return directory
+
+    def find(self, load_dir: str | Path, tag: str | None, *, strict: bool) -> Loaded | None:
+        """Find a checkpoint and the stores that keep its step; None if `tag` is None and `latest` does not exist.
+
+        A collective; rank 0 reads the files and asks the stores for all ranks.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged, or no store keeps its step any more.
+            OtherModelError: `strict`, and the step is of a model with other parameters.
+        """
+        known = self._collectives.gather_bytes(
+            json.dumps([self._store.address, self._store.epoch]).encode(), "load_checkpoint()"
+        )
+        stores = [StoreAddress(address=address, epoch=epoch) for address, epoch in map(json.loads, known)]
+        stores += [StoreAddress(address=address) for address in self._settings.paramserver.peers]
+
+        def search() -> dict[str, Any] | None:
+            directory = Path(load_dir).absolute()
+            wanted = files.read_latest(directory) if tag is None else files.check_tag(str(tag))
+            if wanted is None:
+                log.warning(
+                    "there is no file %s, so no checkpoint is loaded: give load_checkpoint(tag=...)",
+                    directory / files.LATEST,
+                )
+                return None
+            place = directory / wanted
+            manifest = files.read_manifest(place)
+            groups = [state.group for state in self._states]
+            source = find_source(manifest, str(place), groups, stores, self._store.credentials, strict=strict)
+            return {"path": str(place / files.MANIFEST), "text": manifest.to_json(), "source": source.to_json()}
+
+        found = self._on_rank_0("load_checkpoint()", search)
+        if found is None:
+            return None
+        return self._on_all_ranks_alike("load_checkpoint()", lambda: self._loaded(**found))
+
+    def hand_over(self, loaded: Loaded, step: int, *, with_states: bool) -> None:
+        """Hand over the values of a checkpoint for the uncommitted `step`, and set the model's buffers. A collective.
+
+        Args:
+            with_states: whether the optimizer's states are loaded, too.
+
+        Raises:
+            StoreError: a store failed.
+        """
+        source, manifest = loaded.source, loaded.manifest
+        # A rank's own store comes first, so that the rank reads from it whatever it has.
+        stores = sorted(source.stores, key=lambda store: store.epoch != self._store.epoch)
+        with StoredStep(
+            job=manifest.job,
+            layout="",
+            step=manifest.step,
+            stores=stores,
+            credentials=self._store.credentials,
+            kept=manifest.kept,
+        ) as stored_step:
+            relayout.replace(
+                self._states,
+                stored_step,
+                fresh=source.fresh,
+                missing=source.missing,
+                with_states=with_states,
+                step=step,
+            )
+        for state in self._states:
+            state.refill()
+        with torch.no_grad():
+            for name, value in loaded.buffers.items():
+                self._user.module.get_buffer(name).copy_(value)
+
+    def _agree_on(self, tag: str) -> str:
+        """Return the tag of rank 0. A collective. Raises ConfigError if `checkpoint.tag_validation` asks for that."""
+        tags = [given.decode() for given in self._collectives.gather_bytes(tag.encode(), "save_checkpoint()")]
+        different = [rank for rank, other in enumerate(tags) if other != tags[0]]
+        if different:
+            text = f"save_checkpoint(): rank 0 has the tag {tags[0]!r} and rank {different[0]} {tags[different[0]]!r}"
+            match self._settings.checkpoint.tag_validation:
+                case "Fail":
+                    raise ConfigError(f"{text}; checkpoint.tag_validation is 'Fail': give one tag on all ranks")
+                case "Warn" if self._collectives.rank == 0:
+                    log.warning("%s; that of rank 0 counts", text)
+        return tags[0]
+
+    def _write(self, manifest: Manifest, directory: Path, *, save_latest: bool) -> list[str]:
+        """Write the files of a checkpoint, and return the kept step of the checkpoint that it replaces, if any."""
+        try:
+            before = files.read_manifest(directory)
+            replaced = [before.kept] if before.job == self._job else []
+        except (CheckpointError, OSError):
+            replaced = []
+        files.write(directory / files.MANIFEST, manifest.to_json())
+        if save_latest:
+            # A tag may have several parts, and `latest` is in the directory above all of them.
+            root = Path(str(directory).removesuffix(manifest.tag))
+            files.write(root / files.LATEST, manifest.tag)
+        for name in replaced:
+            self._seen.pop(name, None)
+        self._note(manifest.kept, manifest, directory)
+        return replaced
+
+    def _note(self, name: str, manifest: Manifest, directory: Path) -> None:
+        self._seen[name] = _Present(
+            directory=directory,
+            device=directory.stat().st_dev,
+            global_steps=manifest.global_steps,
+            metric=manifest.metric,
+        )
+
+    def _unneeded(self, newest: Manifest) -> list[str]:
+        """Return the kept steps of this job that no checkpoint needs any more; remove the manifests of old checkpoints.
+
+        Rank 0 calls this. A step whose directory was deleted is not needed if this process has seen the directory
+        before, on the file system that is there now. Otherwise the directory may only be out of sight, and a warning
+        says how to forget the step.
+        """
+        kept = {step.name: step.note for step in self._store.list_kept_steps() if step.note}
+        self._seen = {name: present for name, present in self._seen.items() if name in kept}
+        gone = []
+        for name, note in kept.items():
+            directory = Path(note)
+            try:
+                if name not in self._seen:
+                    manifest = files.read_manifest(directory)
+                    if manifest.kept == name:
+                        self._note(name, manifest, directory)
+                        continue
+                elif (directory / files.MANIFEST).exists():
+                    continue
+            except (CheckpointError, OSError):
+                pass
+            present = self._seen.get(name)
+            if present is not None and present.device == _device_of(directory):
+                log.info("the checkpoint %s was deleted: its step is forgotten", directory)
+                del self._seen[name]
+                gone.append(name)
+            elif name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "the store keeps a step for the checkpoint %s, which is not there: if it was deleted, run "
+                    "`paramserver-admin forget %s %s`",
+                    *(directory, self._job, name),
+                )
+        return [*gone, *self._remove_old(newest.kept)]
+
+    def _remove_old(self, newest: str) -> list[str]:
+        """Remove the manifests that the retention of the config does not keep, and return the names of their steps."""
+        present = {name: (seen.global_steps, seen.metric) for name, seen in self._seen.items()}
+        needed = to_keep(present, self._settings.paramserver.checkpoints)
+        removed = [name for name in self._seen if name not in needed and name != newest]
+        for name in removed:
+            files.remove(self._seen.pop(name).directory)
+        return removed
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Have this rank's store forget steps. A failure is only logged, because the checkpoint itself is saved."""
+        for name in names if self._leads_store else ():
+            try:
+                self._store.forget_step(name)
+            except StoreError as error:
+                log.warning("the kept step %s is not forgotten: %s", name, error)
+
+    def _loaded(self, *, path: str, text: str, source: Mapping[str, Any]) -> Loaded:
+        manifest, found = Manifest.from_json(text, path), KeptSource.from_json(source)
+        rank = self._collectives.rank
+        known = rank < len(manifest.run_states)
+        state = files.decode_run_state(manifest.run_states[rank if known else 0], path)
+        if not known:
+            state["random"] = client_state.derived_random_states(state["random"], rank)
+        buffers = files.decode_run_state((manifest.buffers[rank] if known else "") or manifest.buffers[0], path)
+        try:
+            counts = state["update_counts"]
+            state["update_counts"] = [
+                0 if p.fqn in found.fresh or p.fqn not in found.places else int(counts[found.places[p.fqn]])
+                for p in self._user.parameters
+            ]
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: its state of the run does not fit its step: {error!r}") from error
+        if not found.keeps_groups:
+            state["optimizer"] = None
+        own = dict(self._user.module.named_buffers(remove_duplicate=False))
+        if rank == 0 and (left_out := self._plain.to_commit()["left_out"]):
+            log.warning("%s does not have these parts of the model, which stay: %s", path, ", ".join(left_out))
+        return Loaded(
+            path=path,
+            manifest=manifest,
+            source=found,
+            run_state=state,
+            client_state=files.decode_user_state(manifest.client_states[rank if known else 0], path),
+            buffers={
+                name: value
+                for name, value in buffers.items()
+                if name in own and isinstance(value, torch.Tensor) and own[name].shape == value.shape
+            },
+        )
+
+    def _on_all_ranks(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        """Call `act` on every rank, and return all results, which are JSON types. A collective.
+
+        Raises:
+            TrainerClientError, OSError: `act` has failed on this rank.
+            CheckpointError: `act` has failed on another rank.
+        """
+        failure: TrainerClientError | OSError | None = None
+        answer: dict[str, Any]
+        try:
+            answer = {"result": act()}
+        except (TrainerClientError, OSError) as error:
+            failure, answer = error, {"error": str(error)}
+        answers = [json.loads(given) for given in self._collectives.gather_bytes(json.dumps(answer).encode(), what)]
+        for rank, other in enumerate(answers):
+            if "error" in other:
+                raise failure or CheckpointError(f"{what} has failed on rank {rank}: {other['error']}")
+        return [other["result"] for other in answers]
+
+    def _on_rank_0(self, what: str, act: Callable[[], Any]) -> Any:
+        """Call `act` on rank 0, and return its result, which is of JSON types, on every rank. A collective.
+
+        Raises:
+            TrainerClientError, OSError: `act` has failed, on rank 0.
+            CheckpointError: `act` has failed, on the other ranks.
+        """
+        return self._on_all_ranks(what, lambda: act() if self._collectives.rank == 0 else None)[0]
+
+    def _on_all_ranks_alike(self, what: str, act: Callable[[], T]) -> T:
+        """Call `act` on every rank, and return this rank's result. A collective that raises as `_on_all_ranks`."""
+        results: list[T] = []
+        self._on_all_ranks(what, lambda: results.append(act()))
+        return results[0]
+
+
+def _but_the_first(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return the texts, with "" for each later one that is equal to the first."""
+    first, *others = texts
+    return (first, *("" if text == first else text for text in others))
+
+
+def to_keep(present: Mapping[str, tuple[int, float | None]], section: CheckpointsSection) -> set[str]:
+    """Return the names of the checkpoints that the retention keeps; all of them if it names no number.
+
+    Args:
+        present: the global step and the metric of each checkpoint, by its name.
+    """
+    if section.keep_last is None and section.keep_every is None and section.keep_best is None:
+        return set(present)
+    by_step = sorted(present, key=lambda name: present[name][0], reverse=True)
+    sign = 1 if section.best == "min" else -1
+    # A metric that is no number (NaN) is never the best.
+    metrics = {name: metric for name in by_step if (metric := present[name][1]) is not None and not math.isnan(metric)}
+    best = sorted(metrics, key=lambda name: sign * metrics[name])
+    kept = set(by_step[: section.keep_last or 1])
+    kept |= set(best[: section.keep_best or 0])
+    if section.keep_every is not None:
+        kept |= {name for name in present if present[name][0] % section.keep_every == 0}
+    return kept
+
+
+def _device_of(path: Path) -> int | None:
+    """Return the device of a path, or of the nearest directory above it that is there."""
+    for place in (path, *path.parents):
+        try:
+            return place.stat().st_dev
+        except OSError:
+            continue
+    return None
