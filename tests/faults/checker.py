@@ -13,7 +13,14 @@ import uvloop
 from storage.engine import Engine
 from storage.versions import Job
 from tests.faults.oracle import Oracle
-from tests.faults.worker import different_slabs, engine_config, group_specs, job_spec, space_errors
+from tests.faults.worker import (
+    different_kept_steps,
+    different_slabs,
+    engine_config,
+    group_specs,
+    job_spec,
+    space_errors,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,11 +31,13 @@ class Verdict:
         errors: everything that is wrong.
         newest: the newest step of each job; None: the job is gone.
         retained: the retained steps of each job; empty: the job is gone.
+        kept: the names of the kept steps of each job.
     """
 
     errors: list[str] = field(default_factory=list)
     newest: dict[str, int | None] = field(default_factory=dict)
     retained: dict[str, list[int]] = field(default_factory=dict)
+    kept: dict[str, list[str]] = field(default_factory=dict)
 
     def dump(self) -> str:
         """Return the verdict as one line of JSON."""
@@ -62,6 +71,10 @@ async def check(state_dir: Path, oracle: Oracle, *, roll_back: bool, close: bool
             verdict.errors.append(f"job {name} is at step {found}, and may be at {expected}")
         elif found is not None:
             verdict.errors += await _check_job(engine, oracle, name, found, roll_back=roll_back)
+        verdict.kept[name] = list(engine.kept_steps(name))
+        if wrong := oracle.jobs[name].wrong_kept(verdict.kept[name]):
+            verdict.errors.append(f"job {name} keeps {verdict.kept[name]}: {wrong}")
+        verdict.errors += await different_kept_steps(engine, oracle, name)
         verdict.newest[name] = engine.jobs[name].newest if name in engine.jobs else None
         verdict.retained[name] = sorted(engine.jobs[name].retained) if name in engine.jobs else []
     verdict.errors += space_errors(engine)

@@ -288,6 +288,7 @@ class Campaign:
         result.errors += verdict.errors
         for name, newest in verdict.newest.items():
             epoch.oracle.jobs[name].set_to(newest, verdict.retained[name])
+            epoch.oracle.jobs[name].set_kept(verdict.kept[name])
 
     def _prepare(self, epoch: Epoch) -> None:
         """Have the shim watch the calling child's system calls. Each child calls this first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 
 from tests.faults.jobs import JobShape, State, after_update, initial, updates
@@ -27,6 +27,10 @@ class Act(enum.Enum):
     ROLLED_BACK = "rolled back"
     DELETES = "deletes"
     DELETED = "deleted"
+    KEEPS = "keeps"
+    KEPT = "kept"
+    FORGETS = "forgets"
+    FORGOT = "forgot"
     REFUSED = "refused"
     FAILED = "failed"
 
@@ -39,6 +43,7 @@ class Announcement:
         salt: the number from which the step's gradients are drawn.
         settled: the newest step that all ranks have committed, as the worker tells the engine.
         durable: the newest durable step after a commit; None: there is none.
+        name: the name of a kept step.
         text: the message of a refusal or failure.
     """
 
@@ -48,6 +53,7 @@ class Announcement:
     salt: int = 0
     settled: int = 0
     durable: int | None = None
+    name: str = ""
     text: str = ""
 
     def dump(self) -> str:
@@ -76,6 +82,11 @@ class History:
     high: int | None = None
     # Each commit after this step was made while other ranks were one step behind, so the step before it is retained.
     anchor: int = 0
+    # The salts up to each kept step, by its name.
+    kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # The kept steps that may be there after a crash, and those that may be gone.
+    coming: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    going: set[str] = field(default_factory=set)
 
     def allowed(self) -> set[int | None]:
         """Return the steps that may be the newest one after a crash. None is among them if the job may be gone."""
@@ -123,8 +134,35 @@ class History:
             self.high = step if every else None
         elif said.act is Act.DELETES:
             self.low = None
+            self.going |= self.kept.keys()
         elif said.act is Act.DELETED:
             self.set_to(None, [])
+            self.set_kept([])
+        else:
+            self._hear_of_kept(said)
+
+    def _hear_of_kept(self, said: Announcement) -> None:
+        """Update the kept steps by an announcement."""
+        if said.act is Act.KEEPS:
+            self.coming[said.name] = tuple(self.path[: said.step + 1])
+        elif said.act is Act.KEPT:
+            self.kept[said.name] = self.coming.pop(said.name)
+        elif said.act is Act.FORGETS:
+            self.going.add(said.name)
+        elif said.act is Act.FORGOT:
+            self.going.remove(said.name)
+            del self.kept[said.name]
+
+    def wrong_kept(self, found: Collection[str]) -> str | None:
+        """Return what is wrong with the names of the kept steps that were found after a crash; None: nothing is."""
+        lost = self.kept.keys() - self.going - set(found)
+        unknown = set(found) - self.kept.keys() - self.coming.keys()
+        return f"has lost {sorted(lost)} and must not have {sorted(unknown)}" if lost or unknown else None
+
+    def set_kept(self, found: Collection[str]) -> None:
+        """Set the kept steps to those that were found after a crash."""
+        self.kept = {name: path for name, path in (self.kept | self.coming).items() if name in found}
+        self.coming, self.going = {}, set()
 
     def set_to(self, newest: int | None, retained: Iterable[int]) -> None:
         """Set the history to the state that was found after a crash."""
@@ -149,18 +187,20 @@ class Oracle:
 
     def states(self, job: str, step: int) -> dict[str, State]:
         """Return the values of every group and kind at a step."""
-        history = self.jobs[job]
-        known = step
-        while known >= 0 and (job, tuple(history.path[: known + 1])) not in self._states:
+        return self.states_after(job, tuple(self.jobs[job].path[: step + 1]))
+
+    def states_after(self, job: str, path: tuple[int, ...]) -> dict[str, State]:
+        """Return the values of every group and kind after the steps with these salts."""
+        known = len(path)
+        while known and (job, path[:known]) not in self._states:
             known -= 1
-        for s in range(known + 1, step + 1):
-            before = self._states[job, tuple(history.path[:s])] if s else {}
-            self._states[job, tuple(history.path[: s + 1])] = _advance(history.shape, before, s, history.path[s])
+        for s in range(known, len(path)):
+            before = self._states[job, path[:s]] if s else {}
+            self._states[job, path[: s + 1]] = _advance(self.jobs[job].shape, before, s, path[s])
             while len(self._states) > CACHED_STATES:
                 self._states.popitem(last=False)
-        key = job, tuple(history.path[: step + 1])
-        self._states.move_to_end(key)
-        return self._states[key]
+        self._states.move_to_end((job, path))
+        return self._states[job, path]
 
     def expected(self, job: str, step: int, group: str, kind: str) -> bytes:
         """Return the bytes of a slab at a step."""

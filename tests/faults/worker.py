@@ -27,6 +27,8 @@ from tests.faults.oracle import Act, Announcement, Oracle
 
 MIB = 1 << 20
 STEPS_OF_A_SHORT_LIFE = (2, 8)
+# The most steps that are kept of a job at once.
+MOST_KEPT = 2
 
 Announce = Callable[[Announcement], None]
 
@@ -104,16 +106,40 @@ async def different_slabs(engine: Engine, oracle: Oracle, job: Job, step: int) -
     return found
 
 
+async def different_kept_steps(engine: Engine, oracle: Oracle, name: str) -> list[str]:
+    """Compare all kept steps of a job with the oracle's bytes; return one text per difference."""
+    found = []
+    history = oracle.jobs[name]
+    for kept, path in {**history.coming, **history.kept}.items():
+        if kept not in engine.kept_steps(name):
+            continue
+        reader = await engine.open_reader(engine.kept_step(name, kept))
+        try:
+            if reader.step != len(path) - 1 or reader.client_state(0) != f"state {reader.step}".encode():
+                found.append(f"{name} keeps step {reader.step} as {kept}, and kept {len(path) - 1}")
+            for group, numel in history.shape.groups.items():
+                for kind in history.shape.kinds:
+                    pieces = [piece async for piece in reader.read(f"{group}.weight", Kind(kind), 0, numel)]
+                    if b"".join(pieces) != oracle.states_after(name, path)[group][kind].tobytes():
+                        found.append(f"{group} {kind} of {name}, kept as {kept}, is not that of step {reader.step}")
+        finally:
+            reader.close()
+    return found
+
+
 def space_errors(engine: Engine) -> list[str]:
     """Check the space of the tiers while no operation is under way and no reader is open.
 
-    Every used byte must be a job's, and no extent may belong to two versions.
+    Every used byte must be a job's or a kept step's, and no extent may belong to two versions.
 
     Returns:
         One text per error.
     """
     errors = [f"{account} is not what the jobs explain" for account in engine.accounts() if not account.is_balanced]
-    regions = [r for job in engine.jobs.values() for slab in job.slabs() for r in slab.versions.values()]
+    kept = [step for name in engine.jobs_with_kept_steps for step in engine.kept_steps(name).values()]
+    jobs = [*engine.jobs.values(), *kept]
+    # A kept step shares regions with its job, so each region is looked at once.
+    regions = dict.fromkeys(r for job in jobs for slab in job.slabs() for r in slab.versions.values())
     end = (-1, 0)
     for extent in sorted(
         (e for r in regions for e in engine.backing.durable.stored(r)[0]), key=lambda e: (e.file, e.offset)
@@ -166,8 +192,8 @@ class Trainer:
     async def lap(self) -> None:
         """Do one to four random acts."""
         for _ in range(self.rng.randint(1, 4)):
-            acts = [self.step, self.roll_back, self.abandon, self.prefetch, self.read]
-            await self.rng.choices(acts, [70, 8, 6, 8, 8])[0]()
+            acts = [self.step, self.roll_back, self.abandon, self.prefetch, self.read, self.keep, self.read_kept]
+            await self.rng.choices(acts, [70, 8, 6, 8, 8, 12, 3])[0]()
         if self.shape.short_lived and self.job.next_step > self.last_step:
             await self.live_again()
 
@@ -259,6 +285,24 @@ class Trainer:
     async def read(self) -> None:
         """Compare all bytes with the oracle's."""
         found = await different_slabs(self.engine, self.oracle, self.job, self._newest)
+        assert not found, "\n".join(found)
+
+    async def keep(self) -> None:
+        """Keep the newest step under a new name, after a kept one was forgotten if there are several."""
+        kept = self.oracle.jobs[self.shape.name].kept
+        if len(kept) >= MOST_KEPT:
+            name = self.rng.choice(list(kept))
+            self.announce(Announcement(act=Act.FORGETS, job=self.shape.name, name=name))
+            await self.engine.forget(self.shape.name, name)
+            self.announce(Announcement(act=Act.FORGOT, job=self.shape.name, name=name))
+        name = f"{self._newest} {self.rng.getrandbits(32)}"
+        self.announce(Announcement(act=Act.KEEPS, job=self.shape.name, step=self._newest, name=name))
+        await self.engine.keep(self.job, self._newest, name)
+        self.announce(Announcement(act=Act.KEPT, job=self.shape.name, step=self._newest, name=name))
+
+    async def read_kept(self) -> None:
+        """Compare the bytes of all kept steps with the oracle's."""
+        found = await different_kept_steps(self.engine, self.oracle, self.shape.name)
         assert not found, "\n".join(found)
 
     async def live_again(self) -> None:
