@@ -525,6 +525,18 @@ class Engine(EngineGetters):
             raise failure or RuntimeError("save_16bit_model(): rank 0 could not write the file; see its message")
         return True
 
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the weights as forward computes with them on rank 0, and None on the others. A collective.
+
+        Accelerate and the Trainer of transformers call this name of DeepSpeed's to save the model.
+        """
+        self._require_open()
+        keep = self._collectives.rank == 0
+        weights = self._access.parameter_state_dict(keep=keep, with_frozen=not exclude_frozen_parameters)
+        return weights if keep else None
+
     def save_checkpoint(
         self,
         save_dir: str | Path,

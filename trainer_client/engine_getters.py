@@ -6,6 +6,8 @@ answers with what the config says.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,6 +24,11 @@ class EngineGetters(nn.Module):
     _collectives: Collectives
     _micro_batches: MicroBatches
     local_rank: int
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keys that the config gives, with their values as JSON types, as DeepSpeed's engine has it."""
+        return self._settings.model_dump(mode="json", exclude_unset=True)
 
     # The batch sizes
 
@@ -85,6 +92,10 @@ class EngineGetters(nn.Module):
     def zero_optimization_partition_weights(self) -> bool:
         """Return whether each rank keeps only its part of the parameters."""
         return self._settings.zero_optimization.stage == 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return whether programs that save the model, as Accelerate does, are to gather whole weights for that."""
+        return self._settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def zero_cpu_offload(self) -> bool:
         """Return whether the optimizer states are offloaded to host memory."""

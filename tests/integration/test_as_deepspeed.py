@@ -45,9 +45,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train(directory: Path, ranks: int, ds_config: dict[str, Any] | None) -> list[tuple[float, float]]:
+def train(
+    directory: Path, ranks: int, ds_config: dict[str, Any] | None, *checkpoints: str
+) -> list[tuple[float, float]]:
     """Run the script; with a config over this library, without one as Accelerate does it by itself."""
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     result = directory / "losses.json"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     if ds_config is None:
@@ -55,7 +57,7 @@ def train(directory: Path, ranks: int, ds_config: dict[str, Any] | None) -> list
     else:
         path = directory / "config.json"
         path.write_text(json.dumps(ds_config))
-        command = [*torchrun, "-m", "trainer_client.as_deepspeed", str(SCRIPT), str(result), str(path)]
+        command = [*torchrun, "-m", "trainer_client.as_deepspeed", str(SCRIPT), str(result), str(path), *checkpoints]
     ended = run(*command)
     assert ended.returncode == 0, ended.stderr[-4000:]
     history: list[tuple[float, float]] = json.loads(result.read_text())
@@ -94,6 +96,21 @@ def test_the_trainer_of_transformers_trains_as_without(
         return
     assert losses == pytest.approx(plain_losses, rel=1e-4)
     assert norms == pytest.approx(plain_norms, rel=1e-3)
+
+
+def test_the_trainer_saves_resumes_and_loads_the_best(tmp_path: Path) -> None:
+    ds_config = config(tmp_path / "state", 3)
+    ds_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+    *whole, (best, after) = train(tmp_path / "run", 1, ds_config, "save")
+    saved = sorted(path.name for path in (tmp_path / "run/trainer").iterdir() if path.name.startswith("checkpoint-"))
+    *resumed, (best_again, after_again) = train(tmp_path / "run", 1, ds_config, "resume")
+
+    # The Trainer itself has removed the directory of the second checkpoint.
+    assert (len(whole), saved) == (6, ["checkpoint-2", "checkpoint-6"])
+    assert resumed == whole
+    assert best == after == best_again == after_again
+    assert (tmp_path / "run/trainer/checkpoint-6/model.safetensors").exists()
 
 
 def test_a_deepspeed_that_is_imported_already_is_not_replaced() -> None:

@@ -45,7 +45,7 @@ def test_a_loaded_run_has_the_bits_of_the_one_that_saved(address: str, job: str,
         list(steps(engine, SAVED_AT))
         user = {"epoch": 2, "best": torch.tensor([1.5]), "pair": (1, "a")}
         assert engine.save_checkpoint(tmp_path, client_state=user)
-        # What uses random numbers after the save is no part of the checkpoint, and changes nothing after the load.
+        # The steps after the save use random numbers, and change nothing of what a load restores.
         losses = list(steps(engine, STEPS))
         weights = engine.full_state_dict()
         moments = engine.get_full("first.weight", "exp_avg_sq")

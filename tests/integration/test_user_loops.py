@@ -198,7 +198,7 @@ def test_the_engine_is_a_module_by_behaviour(model_store: str, tmp_path: Path) -
     with start(model, config_of(model_store, "module") | {"bf16": {"enabled": True}}) as engine:
         assert isinstance(engine, nn.Module)
         assert [name for name, _ in engine.named_parameters()] == names
-        assert engine.config is model.config
+        assert engine.generation_config is model.generation_config
         assert not hasattr(engine, "no_such_attribute")
         engine.register_forward_hook(lambda *_: seen.append("hook"))
         assert engine.eval() is engine

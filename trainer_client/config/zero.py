@@ -163,11 +163,11 @@ class ZeroSection(Section):
     stage3_max_reuse_distance: Annotated[
         int, WithoutEffect(why=_UNITS_STAY), Field(description="keep parameters that are used again this soon")
     ] = 1_000_000_000
-    stage3_gather_16bit_weights_on_model_save: Annotated[
-        bool,
-        WithoutEffect(why="save_16bit_model() always gathers whole weights"),
-        Field(description="gather whole weights for save_16bit_model()"),
-    ] = False
+    stage3_gather_16bit_weights_on_model_save: bool = Field(
+        default=False,
+        description="whether the Trainer of transformers and Accelerate write whole weights; `save_16bit_model()` "
+        "always does",
+    )
     load_from_fp32_weights: Annotated[
         bool, WithoutEffect(why=_STORE_CHECKPOINTS), Field(description="load master weights in fp32")
     ] = True

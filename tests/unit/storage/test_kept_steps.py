@@ -221,7 +221,7 @@ async def test_a_sync_that_fails_keeps_nothing(tmp_path: Path, monkeypatch: pyte
             await engine.keep(training.job, 1, "one")
         fault.heal()
         assert not engine.kept_steps("job")
-        # What was written before the failure is doubtful, so it is written again before the step is kept.
+        # The bytes that were written before the failure are doubtful, so the engine writes them again.
         await engine.keep(training.job, 1, "one")
     async with opened(tmp_path, **ROOMY) as engine:
         await assert_kept(engine, engine.kept_step("job", "one"), LAYOUTS["memory"])

@@ -74,7 +74,6 @@ SET: dict[str, Any] = {
         "stage3_param_persistence_threshold": 1,
         "stage3_model_persistence_threshold": 1,
         "stage3_max_reuse_distance": 1,
-        "stage3_gather_16bit_weights_on_model_save": True,
         "load_from_fp32_weights": False,
         "elastic_checkpoint": True,
         "pipeline_loading_checkpoint": True,
@@ -112,7 +111,6 @@ SET: dict[str, Any] = {
     "compile": {"deepcompile": True},
     "graph_harvesting": True,
     "checkpoint": {
-        "tag_validation": "Fail",
         "use_node_local_storage": True,
         "parallel_write": {"pipeline_stage": True},
         "checkpoint_serialization": False,
