@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from storage.shard import DType, Kind, TierName
 from tests.integration.support.daemon import MIB, SERVICE, Daemon, admin_of, tiers
 from tests.integration.support.store_client import Clients, Rank, refused
 from tests.unit.storage.builders import Layout
+from trainer_client import StoreClientSync
 
 CODE = grpc.StatusCode
 
@@ -134,6 +136,64 @@ def test_a_job_in_use_is_not_deleted_and_one_that_is_not_leaves_nothing(daemon: 
         assert tiers(daemon.address)[1].used_bytes == 0
         with refused(CODE.NOT_FOUND):
             stub.ListShards(admin_pb.ListShardsRequest(job=job))
+
+
+def test_steps_are_kept_listed_read_and_forgotten(daemon: Daemon, rank: Rank, job: str) -> None:
+    assert f"kept step 2 of job {job} as two" in admin(daemon, "keep", job, "two", "--note", "before the change")
+    rank.train(3, 4)
+    used = tiers(daemon.address)[1].used_bytes
+    described = admin_json(daemon, "keep", job, "four", "--step", "4")["kept"]
+    assert (described["name"], described["step"], described["world_size"]) == ("four", 4, 1)
+    assert tiers(daemon.address)[1].used_bytes == used
+    listed = admin_json(daemon, "kept", job)
+    assert listed["state_dir"] == str(daemon.state_dir)
+    assert [(kept["name"], kept["step"], kept["note"]) for kept in listed["kept"]] == [
+        ("two", 2, "before the change"),
+        ("four", 4, ""),
+    ]
+    two, four = listed["kept"]
+    assert two["bytes"] == two["alone_bytes"] == four["bytes"] and four["alone_bytes"] == 0
+    account = admin_json(daemon, "accounts")["accounts"][1]
+    held = {holding["holder"]: holding["bytes"] for holding in account["holdings"]}
+    assert held["kept steps"] == two["bytes"] and account["unexplained_bytes"] == 0
+    assert admin_json(daemon, "jobs")["jobs"][0]["kept_steps"] == 2
+    (row,) = [line for line in admin(daemon, "kept", job).splitlines() if "before the change" in line]
+    assert " two " in row
+
+    with StoreClientSync.connect(daemon.address) as client, client.read_kept(job, "two") as reader:
+        fqns = [tensor.fqn for tensor in reader.tensors()]
+        assert reader.step == 2 and len(fqns) == len(rank.groups) * len(rank.layout.numels)
+        expected = rank.reference.states(2)
+        for (_, fqn, kind), value in expected.items():
+            if kind is Kind.MASTER:
+                assert torch.equal(reader.get(fqn, kind="master"), value)
+        # The reader holds the step, also when it is forgotten.
+        assert f"forgot the kept step two of job {job}" in admin(daemon, "forget", job, "two", "--yes")
+        reader.get(fqns[0])
+    assert tiers(daemon.address)[1].used_bytes == used - two["bytes"]
+
+
+def test_a_step_is_kept_and_read_by_good_names_only(daemon: Daemon, rank: Rank, job: str) -> None:
+    with admin_of(daemon.address) as stub:
+        stub.KeepStep(admin_pb.KeepStepRequest(job=job, name="two"))
+        assert stub.KeepStep(admin_pb.KeepStepRequest(job=job, step=2, name="two")).kept.step == 2
+        rank.train(3, 3)
+        with refused(CODE.ALREADY_EXISTS, f"job '{job}' keeps step 2 under the name 'two'"):
+            stub.KeepStep(admin_pb.KeepStepRequest(job=job, name="two"))
+        for name, note in (("", ""), ("a\nb", ""), ("x" * 2000, ""), ("a", "a\nb")):
+            with refused(CODE.INVALID_ARGUMENT, "1 to 1024 bytes of printable text"):
+                stub.KeepStep(admin_pb.KeepStepRequest(job=job, name=name, note=note))
+        with refused(CODE.NOT_FOUND, "does not hold step 9"):
+            stub.KeepStep(admin_pb.KeepStepRequest(job=job, name="nine", step=9))
+        with refused(CODE.NOT_FOUND, "there is no job 'nobody'"):
+            stub.KeepStep(admin_pb.KeepStepRequest(job="nobody", name="two"))
+        with refused(CODE.NOT_FOUND, f"job '{job}' keeps no step under the name 'one'"):
+            stub.ForgetStep(admin_pb.ForgetStepRequest(job=job, name="one"))
+        assert not stub.ListKeptSteps(admin_pb.ListKeptStepsRequest(job="nobody")).kept
+    with refused(CODE.INVALID_ARGUMENT, "name neither beside it"):
+        rank.call("OpenReader", job=job, kept="two", step=2)
+    with refused(CODE.NOT_FOUND, "keeps no step under the name 'one'"):
+        rank.call("OpenReader", job=job, kept="one")
 
 
 def test_tables_show_every_figure(daemon: Daemon, rank: Rank, job: str, monkeypatch: pytest.MonkeyPatch) -> None:

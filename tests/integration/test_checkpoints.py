@@ -15,6 +15,7 @@ from tests.integration.support.daemon import admin_of
 from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
 from trainer_client.errors import CheckpointError, ConfigError, OtherModelError
+from trainer_client.exchange.export import export_step
 from trainer_client.run.checkpoint_files import MANIFEST
 
 
@@ -45,6 +46,7 @@ def test_a_loaded_run_has_the_bits_of_the_one_that_saved(address: str, job: str,
         list(steps(engine, SAVED_AT))
         user = {"epoch": 2, "best": torch.tensor([1.5]), "pair": (1, "a")}
         assert engine.save_checkpoint(tmp_path, client_state=user)
+        at_save = engine.full_state_dict()
         # The steps after the save use random numbers, and change nothing of what a load restores.
         losses = list(steps(engine, STEPS))
         weights = engine.full_state_dict()
@@ -64,6 +66,12 @@ def test_a_loaded_run_has_the_bits_of_the_one_that_saved(address: str, job: str,
             assert found is not None and moments is not None and torch.equal(found, moments)
             if again is not engine:
                 again.close()
+    # The checkpoint is exported by the name that its manifest has, whatever the job has done since.
+    manifest = json.loads((tmp_path / f"global_step{SAVED_AT}" / MANIFEST).read_text())["checkpoint"]
+    exported = export_step(address, job, None, tmp_path / "out", format="deepspeed-fp32", kept=manifest["kept"])
+    assert exported.step == manifest["step"]
+    weights_at_save = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(value, at_save[name]) for name, value in weights_at_save.items())
     # The run resumes after its loaded step, not from the checkpoint.
     with start(config_of(address, job, half=half)) as engine:
         assert engine.resumed_step == STEPS

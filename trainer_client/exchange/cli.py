@@ -32,6 +32,7 @@ def export(
     destination: Annotated[str, typer.Argument(metavar="DEST", help="Directory, or a URL that fsspec knows.")],
     job: Annotated[str, typer.Option(help="Name of the job.")],
     step: Annotated[int | None, typer.Option(min=0, help="Number of the step; without it, the newest one.")] = None,
+    kept: Annotated[str | None, typer.Option(help="Name of a kept step, instead of --step.")] = None,
     format: Annotated[Format, typer.Option(help="Format of the files.")] = "safetensors",
     dtype: Annotated[
         WeightDType | None,
@@ -96,6 +97,7 @@ def export(
                     tls_key=tls_key,
                     insecure=insecure,
                 ),
+                kept=kept,
                 on_progress=bar,
             )
     except KeyboardInterrupt:

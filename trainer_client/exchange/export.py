@@ -86,6 +86,7 @@ class FormatOptions(TypedDict, total=False):
     extra_files: Sequence[str | os.PathLike[str]]
     overwrite: bool
     credentials: Credentials | None
+    kept: str | None
     on_progress: Callable[[Progress], None] | None
 
 
@@ -123,6 +124,7 @@ def export_step(
     extra_files: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     credentials: Credentials | None = None,
+    kept: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     on_staged: Callable[[int], None] | None = None,
 ) -> ExportResult:
@@ -149,6 +151,7 @@ def export_step(
             files in it but weights.
         overwrite: whether an export that is at the destination already is replaced.
         credentials: token and TLS files to connect with; None: those that the environment names, as for StoreClient.
+        kept: the name under which the stores keep the step; `step` is None then.
         on_progress: called after each piece that was read.
         on_staged: called with the number of the step as soon as the store holds it for this export.
 
@@ -160,13 +163,15 @@ def export_step(
     """
     began = time.monotonic()
     stores = [store] if isinstance(store, str) else list(store)
+    if kept is not None and step is not None:
+        raise ConfigError(f"kept={kept!r} and step={step}: a kept step has one number, so leave `step` out")
     _check(stores, format, dtype, optimizer=optimizer, adapter=adapter, max_shard_bytes=max_shard_bytes)
     extras = list(_files_of(extra_files))
     target = open_destination(destination, overwrite=overwrite)
     shown = Credentials.from_environment(os.environ) if credentials is None else credentials
     progress = _ProgressCount(on_progress)
     # The destination is entered first, so that a name that is taken is refused before a store is asked.
-    with target, open_model(stores, job, step, shown, progress.add) as model:
+    with target, open_model(stores, job, step, shown, progress.add, kept=kept) as model:
         if on_staged is not None:
             on_staged(model.step)
         weights = model.weights(_dtype_of(format, dtype))

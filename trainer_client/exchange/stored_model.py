@@ -259,6 +259,8 @@ def open_model(
     step: int | None,
     credentials: Credentials,
     on_read: Callable[[int], None] = lambda nbytes: None,
+    *,
+    kept: str | None = None,
 ) -> Iterator[StoredModel]:
     """Hold a step of a job for reading within the context.
 
@@ -268,6 +270,7 @@ def open_model(
         step: the step's number; None: the newest step that all of the stores have.
         credentials: token and TLS files to connect with.
         on_read: called with the number of bytes of each piece that was read.
+        kept: the name under which the stores keep the step, instead of its number.
 
     Raises:
         StoreNotFoundError: there is no such job or step, or the stores do not have all of it; the message says which
@@ -276,15 +279,17 @@ def open_model(
     """
     deadline = time.monotonic() + _CHOICE_SECONDS
     while True:
-        layout, chosen = _choose(stores, job, step, credentials)
+        layout, chosen = _choose(stores, job, step, credentials) if kept is None else ("", 0)
         addresses = [StoreAddress(address=address) for address in stores]
-        with StoredStep(job=job, layout=layout, step=chosen, stores=addresses, credentials=credentials) as origin:
+        with StoredStep(
+            job=job, layout=layout, step=chosen, stores=addresses, credentials=credentials, kept=kept
+        ) as origin:
             try:
-                for _ in origin.parts():
-                    pass
+                for part in origin.parts():
+                    origin.step = part.reader.step
             except StoreNotFoundError:
                 # The trainer has committed further steps since the choice, so that a store no longer has this one.
-                if step is not None or time.monotonic() > deadline:
+                if step is not None or kept is not None or time.monotonic() > deadline:
                     raise
                 continue
             yield StoredModel(origin, on_read)
