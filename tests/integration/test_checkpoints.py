@@ -11,7 +11,7 @@ import torch
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, config_of, start, steps
-from tests.integration.support.daemon import admin_of
+from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
 from trainer_client.errors import CheckpointError, ConfigError, OtherModelError
@@ -104,6 +104,25 @@ def test_any_number_of_ranks_goes_on_from_the_same_values(address: str, job: str
     loaded = torch.load(tmp_path / "loaded.1", weights_only=True)
     for name, value in at_save.items():
         assert torch.equal(loaded["at_save"][name], value)
+
+
+def test_the_parts_of_a_step_are_kept_in_the_stores_of_all_nodes(daemon: Daemon, job: str, tmp_path: Path) -> None:
+    module = "tests.integration.support.checkpoint_ranks"
+    tag = f"global_step{SAVED_AT}"
+    with Daemon(tmp_path / "other", {"host_budget": "48MiB", "nvme_budget": "64MiB"}) as other:
+        run_ranks(module, 2, f"{daemon.address},{other.address}", job, tmp_path, tmp_path / "saved")
+        saved = torch.load(tmp_path / "saved.0", weights_only=True)
+        stores = json.loads((tmp_path / tag / MANIFEST).read_text())["checkpoint"]["stores"]
+        assert [store["address"] for store in stores] == [daemon.address, other.address]
+        assert [len(kept_in(store["address"], job)) for store in stores] == [1, 1]
+        # One rank finds the other node's store by the manifest.
+        with start(config_of(daemon.address, f"{job}-1")) as engine:
+            engine.load_checkpoint(tmp_path, tag)
+            assert_equal_weights(engine, saved["at_save"])
+    with start(config_of(daemon.address, f"{job}-1")) as engine:
+        with pytest.raises(CheckpointError, match=r"1 of 2 were reached, and they lack: .*first\."):
+            engine.load_checkpoint(tmp_path, tag)
+        assert engine.global_steps == SAVED_AT
 
 
 def test_parts_of_a_checkpoint_can_be_loaded(address: str, job: str, tmp_path: Path) -> None:

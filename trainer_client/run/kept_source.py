@@ -103,6 +103,15 @@ def find_source(
             "forgotten or the job deleted, the checkpoint cannot be loaded any more"
         )
     source, differences = _compare(groups, tensors, stores)
+    lacking = _lacking(groups, tensors, source.missing)
+    if lacking is None and differences and len(stores) < len(manifest.stores):
+        lacking = _listed(differences)
+    if lacking is not None:
+        raise CheckpointError(
+            f"{kept}; of these stores, {len(stores)} of {len(manifest.stores)} were reached, and they lack: {lacking} "
+            f"({'; '.join(problems) or 'none refused'}). Start the daemons of the other nodes, or name them in "
+            "paramserver.peers"
+        )
     if differences and strict:
         raise OtherModelError(
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -112,11 +121,6 @@ def find_source(
     if len(source.missing) == sum(len(group.parameters) for group in groups):
         raise OtherModelError(
             grpc.StatusCode.FAILED_PRECONDITION, f"{kept}, and has no parameter of this model: {_listed(differences)}"
-        )
-    if lacking := _lacking(groups, tensors, source.missing):
-        raise CheckpointError(
-            f"{kept}; the stores that were reached lack {lacking} ({'; '.join(problems) or 'all were reached'}): start "
-            "the daemons of the other nodes, or name them in paramserver.peers"
         )
     return source
 

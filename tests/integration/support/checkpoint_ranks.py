@@ -1,6 +1,7 @@
 """A model with dropout and a buffer, its training with checkpoints, and one rank of a launch that does it.
 
-As a program: `python -m tests.integration.support.checkpoint_ranks ADDRESS JOB SAVE_DIR RESULTS.pt [LOAD_TAG]`.
+As a program: `python -m tests.integration.support.checkpoint_ranks ADDRESSES JOB SAVE_DIR RESULTS.pt [LOAD_TAG]`. The
+addresses have commas between them; the ranks take turns.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ def steps(engine: Engine, until: int) -> Iterator[float]:
 
 
 def main() -> None:
-    address, job, save_dir, results, *rest = sys.argv[1:]
+    addresses, job, save_dir, results, *rest = sys.argv[1:]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    address = addresses.split(",")[rank % len(addresses.split(","))]
     with start(config_of(address, job)) as engine:
         state: dict[str, Any] | None = None
         if rest:

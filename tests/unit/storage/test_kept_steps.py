@@ -10,6 +10,7 @@ import torch
 
 from storage import failpoints
 from storage.accounts import Holder
+from storage.admission import Limit
 from storage.engine import Engine
 from storage.errors import (
     AlreadyExistsError,
@@ -182,6 +183,26 @@ async def test_a_step_that_does_not_fit_beside_the_next_ones_is_refused_with_the
         await engine.keep(training.job, None, "instead")
         for _ in range(2):
             await training.step()
+
+
+async def test_kept_steps_count_for_a_limit_of_their_job(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, LAYOUTS["nvme"]).begin()
+        await training.step()
+
+        def limits(versions: int) -> list[Limit]:
+            return [Limit(what="the quota", covers=lambda _: True, nvme_bytes=versions * training.version_bytes)]
+
+        # The next steps need two versions, and each kept step is one more.
+        await engine.keep(training.job, 1, "one", limits=limits(3))
+        await training.step()
+        with pytest.raises(BudgetExceededError, match=r"step 2 of job 'job' cannot be kept: the quota, nvme_bytes = "):
+            await engine.keep(training.job, 2, "two", limits=limits(3))
+        assert list(engine.kept_steps("job")) == ["one"]
+        await engine.keep(training.job, 2, "two", limits=limits(4))
+        with pytest.raises(BudgetExceededError, match="forget kept steps"):
+            await engine.register(training.job, [LAYOUTS["nvme"].group("block.0")], limits(3))
+        await engine.register(training.job, [LAYOUTS["nvme"].group("block.0")], limits(4))
 
 
 async def test_a_catalog_that_fails_keeps_nothing_and_the_space_is_free_again(tmp_path: Path) -> None:

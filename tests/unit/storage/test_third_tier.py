@@ -180,3 +180,19 @@ async def test_the_budget_of_a_third_tier_is_checked_when_groups_are_registered(
         with pytest.raises(BudgetExceededError, match="gpu_budget"):
             await Training(engine, layout(FOLDER, TierName.NVME, 0)).open(must_exist=False)
         assert await Training(engine, layout(TierName.NVME, TierName.NVME, 0)).begin()
+
+
+async def test_a_kept_step_is_copied_from_a_tier_that_a_restart_loses(tmp_path: Path) -> None:
+    of_folder = layout(FOLDER, TierName.NVME, every_steps=0)
+    async with with_folder(tmp_path) as (engine, _):
+        training = await Training(engine, of_folder).begin()
+        await training.step()
+        await engine.keep(training.job, 1, "one")
+        await training.step()
+        await training.assert_at(2)
+    async with with_folder(tmp_path) as (engine, _):
+        reader = await engine.open_reader(engine.kept_step("job", "one"))
+        for (_, fqn, kind), expected in training.reference.states(1).items():
+            data = b"".join([piece async for piece in reader.read(fqn, kind, 0, len(expected))])
+            assert data == expected.numpy().tobytes(), f"{fqn} {kind}"
+        reader.close()
