@@ -252,8 +252,8 @@ class JobSpec:
             object.__setattr__(self, "parameters", Parameters(self.parameters))
         if LAYOUT_SEPARATOR in self.name + self.layout + self.kept + self.note:
             raise InvalidRequestError(
-                f"job {self.name!r}, layout {self.layout!r}, kept step {self.kept!r}, note {self.note!r}: none of them "
-                "can have a line feed"
+                f"job {self.name!r}, layout {self.layout!r}, kept step {self.kept!r}, note {self.note!r}: a name "
+                "has no line feed"
             )
 
     @property

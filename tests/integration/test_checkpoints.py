@@ -224,7 +224,15 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name(address: str, job: st
         with pytest.raises(OSError, match="file"):
             engine.save_checkpoint(tmp_path / "file")
         assert kept_in(address, job) == []
-        engine.save_checkpoint(tmp_path, "good")
+        engine.save_checkpoint(tmp_path, "good", save_latest=False)
+        text = (tmp_path / "good" / MANIFEST).read_text()
+        (tmp_path / "latest").mkdir()
+        for tag in ("good", "new"):
+            with pytest.raises(OSError, match="latest"):
+                engine.save_checkpoint(tmp_path, tag)
+        # The checkpoint that was there is as it was, and its step is the only one that is kept.
+        assert (tmp_path / "good" / MANIFEST).read_text() == text and not (tmp_path / "new").exists()
+        assert len(kept_in(address, job)) == 1
         before = engine.full_state_dict()
 
         manifest = tmp_path / "good" / MANIFEST

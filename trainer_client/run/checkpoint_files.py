@@ -168,19 +168,19 @@ def decode_run_state(encoded: str, path: str) -> dict[str, Any]:
 
 
 def check_tag(tag: str) -> str:
-    """Return a tag that can be the name of a directory below another one. Raises CheckpointError."""
-    parts = PurePosixPath(tag).parts
+    """Return a tag as the path of a directory below another one. Raises CheckpointError if it is none."""
+    path = PurePosixPath(tag)
     if (
-        not parts
-        or PurePosixPath(tag).is_absolute()
-        or ".." in parts
+        not path.parts
+        or path.is_absolute()
+        or ".." in path.parts
         or not tag.isprintable()
         or len(tag.encode()) > _MOST_TAG_BYTES
     ):
         raise CheckpointError(
             f"the tag of a checkpoint is the name of a directory, of 1 to {_MOST_TAG_BYTES} bytes: {tag[:80]!r} is none"
         )
-    return tag
+    return str(path)
 
 
 def read_latest(directory: Path) -> str | None:

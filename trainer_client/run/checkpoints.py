@@ -14,6 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,8 +115,8 @@ class Checkpoints:
             CheckpointError, StoreError, OSError: it could not be saved, on this or on another rank. No step is kept,
                 and a checkpoint of the same tag is as it was.
         """
-        tag = self._agree_on(tag)
-        directory = Path(save_dir).absolute() / files.check_tag(tag)
+        tag = files.check_tag(self._agree_on(tag))
+        directory = Path(save_dir).absolute() / tag
         nonce = self._collectives.broadcast_id(secrets.token_bytes(_NONCE_BYTES)).hex()
         name, note = f"{tag}.{nonce}", str(directory)
         if len(note.encode()) > _MOST_NOTE_BYTES or not note.isprintable():
@@ -239,16 +240,24 @@ class Checkpoints:
 
     def _write(self, manifest: Manifest, directory: Path, *, save_latest: bool) -> list[str]:
         """Write the files of a checkpoint, and return the kept step of the checkpoint that it replaces, if any."""
-        try:
+        before: Manifest | None = None
+        with suppress(CheckpointError, OSError):
             before = files.read_manifest(directory)
-            replaced = [before.kept] if before.job == self._job else []
-        except (CheckpointError, OSError):
-            replaced = []
-        files.write(directory / files.MANIFEST, manifest.to_json())
+        path = directory / files.MANIFEST
+        files.write(path, manifest.to_json())
         if save_latest:
             # A tag may have several parts, and `latest` is in the directory above all of them.
             root = Path(str(directory).removesuffix(manifest.tag))
-            files.write(root / files.LATEST, manifest.tag)
+            try:
+                files.write(root / files.LATEST, manifest.tag)
+            except OSError:
+                # The caller has the stores forget the step, so the manifest must not name it.
+                if before is None:
+                    files.remove(directory)
+                else:
+                    files.write(path, before.to_json())
+                raise
+        replaced = [before.kept] if before is not None and before.job == self._job else []
         for name in replaced:
             self._seen.pop(name, None)
         self._note(manifest.kept, manifest, directory)
