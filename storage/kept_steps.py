@@ -96,7 +96,11 @@ class KeptSteps:
                     "(`paramserver-admin forget`)"
                 )
             return None
-        if (known.newest, known.spec.layout) != (step, job.spec.layout):
+        # A step may have been made again after a roll-back. Its number is the same then, and its time is not.
+        same = (
+            step not in job.retained or job.retained[step].committed_at == known.retained[known.first_step].committed_at
+        )
+        if (known.newest, known.spec.layout) != (step, job.spec.layout) or not same:
             raise AlreadyExistsError(
                 f"job {job.spec.name!r} keeps step {known.newest} under the name {name!r}: choose another name for "
                 f"step {step}, or forget that one"
@@ -176,7 +180,8 @@ class KeptSteps:
             log.warning("the space of a step that was not kept is not free yet: %s", error)
 
     async def _resolve_doubt(self) -> None:
-        await self._committer.resolve_doubt()
+        while self._catalog.in_doubt:
+            await self._committer.resolve_doubt()
         readers, self._in_doubt = self._in_doubt, []
         for reader in readers:
             reader.close()

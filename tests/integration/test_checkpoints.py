@@ -14,7 +14,7 @@ from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, con
 from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
-from trainer_client.errors import CheckpointError, ConfigError, OtherModelError
+from trainer_client.errors import CheckpointError, ConfigError, OtherModelError, StoreBudgetError
 from trainer_client.exchange.export import export_step
 from trainer_client.run.checkpoint_files import MANIFEST
 
@@ -264,6 +264,25 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name(address: str, job: st
             engine.load_checkpoint(tmp_path, "good")
         assert_equal_weights(engine, before)
         list(steps(engine, 2))
+
+
+def test_a_store_without_room_refuses_the_checkpoint_and_training_goes_on(tmp_path: Path) -> None:
+    quotas = {"default": {"nvme_bytes": "1MiB"}}
+    with (
+        Daemon(tmp_path / "store", {"nvme_budget": "64MiB", "quotas": quotas}) as daemon,
+        start(config_of(daemon.address, "job")) as engine,
+    ):
+        saved = 0
+        with pytest.raises(StoreBudgetError, match=r"cannot be kept: the quota of job 'job', nvme_bytes = 1048576"):
+            while saved < 30:
+                list(steps(engine, engine.global_steps + 1))
+                engine.save_checkpoint(tmp_path, f"tag{saved}")
+                saved += 1
+        assert 0 < saved == len(kept_in(daemon.address, "job"))
+        assert not (tmp_path / f"tag{saved}").exists()
+        list(steps(engine, engine.global_steps + 2))
+        engine.load_checkpoint(tmp_path, "tag0")
+        assert engine.global_steps == 1
 
 
 @pytest.mark.parametrize("durability", ["none", "snapshot:4"])

@@ -127,6 +127,8 @@ async def test_a_roll_back_and_a_new_layout_leave_it_whole(tmp_path: Path) -> No
         await assert_kept(engine, engine.kept_step("job", "two"), layout)
         await training.step()
         # The step has the same number and the same values as the kept one, and is another version.
+        with pytest.raises(AlreadyExistsError, match="keeps step 2 under the name 'two'"):
+            await engine.keep(training.job, 2, "two")
         again = await engine.keep(training.job, 2, "two again")
         await training.step()
         await assert_kept(engine, again, layout)
