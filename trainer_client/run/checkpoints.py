@@ -153,7 +153,7 @@ class Checkpoints:
             self._forget([name])
             raise
         self._forget(unneeded)
-        self._forget(self._on_rank_0("the retention of checkpoints", lambda: self._unneeded(manifest)))
+        self._forget(self._on_rank_0("the retention of checkpoints", lambda: self._clean_up(manifest)))
         return directory
 
     def find(self, load_dir: str | Path, tag: str | None, *, strict: bool) -> Loaded | None:
@@ -270,6 +270,14 @@ class Checkpoints:
             global_steps=manifest.global_steps,
             metric=manifest.metric,
         )
+
+    def _clean_up(self, newest: Manifest) -> list[str]:
+        """Call `_unneeded`. A failure is only logged, because the checkpoint is saved; the next save tries again."""
+        try:
+            return self._unneeded(newest)
+        except (TrainerClientError, OSError) as error:
+            log.warning("old checkpoints are not removed: %s", error)
+            return []
 
     def _unneeded(self, newest: Manifest) -> list[str]:
         """Return the kept steps of this job that no checkpoint needs any more; remove the manifests of old checkpoints.
