@@ -77,7 +77,7 @@ def _make_parts(
     early = EarlyUpdates(rank.store)
     gradients = _make_gradients(rank, job, early, clipping)
     updates = Updates(job.states, early, rank.store, rank.collectives)
-    scaler = LossScaler(rank.settings.fp16)
+    scaler = LossScaler.of(rank.settings)
     step = TrainingStep(
         gradients=gradients,
         updates=updates,
@@ -94,7 +94,12 @@ def _make_parts(
         # The units unmap shared memory before the session ends, because memory that a unit still maps cannot be
         # freed.
         resources.callback(unit.unmap)
-    micro_batches = MicroBatches(sizes, ReductionSchedule.of(rank.settings), user.data)
+    micro_batches = MicroBatches(
+        sizes,
+        ReductionSchedule.of(rank.settings),
+        user.data,
+        is_managed=rank.settings.managed_gradient_accumulation,
+    )
     commits = Commits(
         rank.store,
         job.states,

@@ -37,7 +37,7 @@ from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.run_state import Progress, RunState
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.phases import Phase
-from trainer_client.step.precision import LossScaler
+from trainer_client.step.precision import LossScaler, PrecisionPolicy
 from trainer_client.step.training_step import TrainingStep
 from trainer_client.transport.attachments import Restart
 
@@ -114,6 +114,7 @@ class Engine(EngineGetters):
         self.local_rank = rank.local_rank
         self.device = rank.collectives.device
         self._settings = rank.settings
+        self._precision = PrecisionPolicy.of(rank.settings)
         self._store = rank.store
         self._collectives = rank.collectives
         self._states = parts.states
@@ -148,11 +149,15 @@ class Engine(EngineGetters):
     # DeepSpeed's verbs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype."""
+        """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype.
+
+        With `torch_autocast` in the config, the forward runs under `torch.autocast`.
+        """
         self._require_open()
         self._hooks.expect_forward()
         try:
-            return self.module(*args, **kwargs)
+            with self._precision.autocast(self.device):
+                return self.module(*args, **kwargs)
         except BaseException:
             self._hooks.fail_forward()
             raise
@@ -256,7 +261,7 @@ class Engine(EngineGetters):
         self.wait_for_commit()
         made = self._was_step_applied = self._step.make(self._commits.next)
         self.global_steps += 1
-        self.global_samples += self._micro_batches.sizes.train
+        self.global_samples += self._micro_batches.samples
         self._micro_batches.end_step()
         if not made:
             log.warning("step %d is skipped: its gradient norm is %s", self.global_steps, self._step.gradient_norm)
@@ -285,15 +290,48 @@ class Engine(EngineGetters):
         """Drop the gradients of backward passes that no `step` has followed. Every rank must call it alike.
 
         A step drops its gradients itself, so that a loop needs no call. With more than one micro-batch in a step the
-        call has no effect, as with DeepSpeed: the gradients of the earlier micro-batches stay.
+        call has no effect, as with DeepSpeed: the gradients of the earlier micro-batches stay. (If the config says
+        `managed_gradient_accumulation: false`, the call always drops them.)
 
         Args:
             set_to_none: has no effect: a gradient is always dropped, never set to zero.
         """
         self._require_open()
-        if self._micro_batches.backwards and self._micro_batches.sizes.accumulation == 1:
+        if self._micro_batches.backwards and not self._micro_batches.keeps_gradients:
             self._step.drop_gradients()
             self._micro_batches.drop_backwards()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the gradient of the step under way by its 2-norm when the step is made. A collective.
+
+        This counts in place of the config's `gradient_clipping`, for this step alone. Call it after the last backward
+        pass of the step, as `torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            The norm over all ranks before clipping, without the loss scale. If it is not finite, the step is skipped.
+
+        Raises:
+            RuntimeError: there is no gradient, or it is not reduced over the ranks yet (within `no_sync`).
+        """
+        self._require_gradient("clip_grad_norm_()")
+        return self._step.clip_by_norm(self._commits.next, max_norm)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip each element of the gradient of the step under way when the step is made, as `clip_grad_norm_` does.
+
+        Raises:
+            RuntimeError: there is no gradient, or it is not reduced over the ranks yet (within `no_sync`).
+        """
+        self._require_gradient("clip_grad_value_()")
+        self._step.clip_by_value(clip_value)
+
+    def _require_gradient(self, what: str) -> None:
+        """Raise RuntimeError unless a whole step's gradient is there, because `what` needs it."""
+        self._require_open()
+        if self._micro_batches.backwards == 0:
+            raise RuntimeError(f"{what} without backward(): there is no gradient")
+        if not (self._micro_batches.is_last and self._micro_batches.syncs):
+            raise RuntimeError(f"{what} before the last micro-batch of a step: call it just before step()")
 
     def get_global_grad_norm(self) -> float | None:
         """Return the 2-norm of the last step's gradient over all ranks, before clipping; None before the first step.

@@ -112,6 +112,18 @@ class EngineGetters(nn.Module):
         """Return whether the model computes in bf16."""
         return self._settings.bf16.enabled
 
+    def torch_autocast_enabled(self) -> bool:
+        """Return whether the engine runs the forward under `torch.autocast`."""
+        return self._settings.torch_autocast.enabled
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype of `torch.autocast`; None: the engine does not enter it."""
+        return PrecisionPolicy.of(self._settings).autocast_dtype
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Return whether the engine counts the micro-batches of a step."""
+        return self._settings.managed_gradient_accumulation
+
     def amp_enabled(self) -> bool:
         """Return False: Apex's AMP is not built."""
         return False

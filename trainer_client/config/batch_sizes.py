@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
 from trainer_client.errors import ConfigError
 from trainer_client.section import Section
-from trainer_client.standing import Refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +32,11 @@ class BatchKeys(Section):
     gradient_accumulation_steps: PositiveInt | None = Field(
         default=None, description="micro-batches per step; null: what follows from the other two, else 1"
     )
-    managed_gradient_accumulation: Annotated[
-        bool,
-        Refused(
-            why="the engine counts the micro-batches of a step",
-            instead="leave it true, and call engine.set_gradient_accumulation_boundary() where your loop decides",
-            unless=bool,
-        ),
-        Field(description="the engine counts micro-batches; false: each call of step() makes a step"),
-    ] = True
+    managed_gradient_accumulation: bool = Field(
+        default=True,
+        description="the engine counts the micro-batches of a step; false: each call of step() makes a step of the "
+        "backward passes since the last one",
+    )
     dataloader_drop_last: bool = Field(
         default=False,
         description="leave out the samples of `training_data` that do not fill a last step; false: it is filled up "

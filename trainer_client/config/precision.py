@@ -102,13 +102,22 @@ class Fp16Section(Section):
 
 
 class TorchAutocastSection(Section):
-    """The forward pass under `torch.autocast`."""
+    """The forward pass under `torch.autocast`. Parameters keep their dtype, and torch casts them where it computes.
+
+    In fp16 the loss is scaled as torch's GradScaler scales it.
+    """
 
     enabled: bool = Field(default=False, description="run the forward pass under `torch.autocast`")
-    dtype: DTypeName | None = Field(default=None, description="autocast's dtype; null: torch's default")
-    lower_precision_safe_modules: tuple[str, ...] | None = Field(
-        default=None, description="classes of modules whose parameters may be gathered in that dtype; null: torch's own"
+    dtype: Annotated[Literal["bf16", "fp16"], BeforeValidator(_short_name)] = Field(
+        default="bf16", description="autocast's dtype: `bf16`, or `fp16` with a dynamic loss scale"
     )
+    lower_precision_safe_modules: Annotated[
+        tuple[str, ...] | None,
+        WithoutEffect(
+            why="parameters go between ranks in their own dtype, and gradients in it or communication_data_type"
+        ),
+        Field(description="classes of modules whose parameters and gradients go between ranks in that dtype"),
+    ] = None
 
 
 class DataTypesSection(Section):
@@ -142,19 +151,14 @@ class PrecisionKeys(Section):
 
     bf16: Bf16Section = Field(default=Bf16Section(), description="training in bf16")
     fp16: Fp16Section = Field(default=Fp16Section(), description="training in fp16")
-    torch_autocast: Annotated[
-        TorchAutocastSection,
-        Refused(
-            why="the engine does not enter autocast by itself in this version",
-            instead="write `with torch.autocast(...)` around the forward pass, or enable bf16",
-        ),
-        Field(description="run the forward pass under `torch.autocast`"),
-    ] = TorchAutocastSection()
+    torch_autocast: TorchAutocastSection = Field(
+        default=TorchAutocastSection(), description="the forward pass under `torch.autocast`"
+    )
     amp: Annotated[
         Mapping[str, Any] | None,
         Refused(
             why="NVIDIA's apex is not supported",
-            instead="enable bf16 or fp16, or write `with torch.autocast(...)` around the forward pass",
+            instead="enable bf16, fp16 or torch_autocast",
         ),
         Field(description="mixed precision by apex; all keys but `enabled` are arguments of apex"),
     ] = None

@@ -21,36 +21,61 @@ class MicroBatches:
         micro_steps: micro-batches ended so far, in the life of the job.
         backwards: backward passes since the last step was made.
         syncs: whether backward passes may communicate: False within `no_sync`.
+        is_managed: whether the micro-batches of a step are counted.
     """
 
-    def __init__(self, sizes: BatchSizes, reduction: ReductionSchedule, data: TrainingLoader | None) -> None:
+    def __init__(
+        self, sizes: BatchSizes, reduction: ReductionSchedule, data: TrainingLoader | None, *, is_managed: bool = True
+    ) -> None:
         """Begin with no micro-batch.
 
         Args:
             data: the loader whose cursor moves with the micro-batches, if the engine has one.
+            is_managed: whether the micro-batches of a step are counted. If not, the user calls `step` once a step.
         """
         self.sizes = sizes
         self.micro_steps = 0
         self.backwards = 0
         self.syncs = True
+        self.is_managed = is_managed
         self._reduction = reduction
         self._data = data
         self._boundary: bool | None = None
 
     @property
     def is_last(self) -> bool:
-        """Whether the micro-batch under way is the last of its step."""
+        """Whether the micro-batch under way is the last of its step, as far as is known before `step` is called."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.sizes.accumulation == 0
+        return not self.is_managed or (self.micro_steps + 1) % self.sizes.accumulation == 0
 
     @property
     def reduces(self) -> bool:
         """Whether the backward pass of the micro-batch under way reduces gradients over the ranks."""
         return self.syncs and (self.is_last or self._reduction is ReductionSchedule.MICRO_BATCH)
 
+    @property
+    def samples(self) -> int:
+        """The number of samples of all ranks in the step under way."""
+        of_micro_batch = self.sizes.train // self.sizes.accumulation
+        return self.sizes.train if self.is_managed else of_micro_batch * self.backwards
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a step has several micro-batches, whose gradients only the step drops."""
+        return self.is_managed and self.sizes.accumulation > 1
+
     def set_last(self, is_last: bool | None) -> None:
-        """Say whether the micro-batch under way is the last of its step, until the next call. None: the config says."""
+        """Say whether the micro-batch under way is the last of its step, until the next call. None: the config says.
+
+        Raises:
+            RuntimeError: micro-batches are not counted, so that each call of `step` makes a step.
+        """
+        if not self.is_managed:
+            raise RuntimeError(
+                "set_gradient_accumulation_boundary() with managed_gradient_accumulation = false: call step() where "
+                "the step ends, and nothing else"
+            )
         self._boundary = is_last
 
     def set_train_batch_size(self, train: int, world_size: int, *, steps: int) -> None:

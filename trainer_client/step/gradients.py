@@ -136,6 +136,10 @@ class GradientGroup:
         self._norms = None
         self._early_updates.withdraw(self.flat_group.name)
 
+    def forget_norms(self) -> None:
+        """Compute the norms of the shards anew when they are needed next."""
+        self._norms = None
+
     @torch.no_grad()
     def accumulate(self, slot: int, step: int, factor: float) -> None:
         """Add the `.grad` of the parameter in `slot`, times `factor`, to the gradient of `step`, and set it to None."""
@@ -255,7 +259,7 @@ class Gradients:
     ) -> None:
         self._collectives = collectives
         homes = {state.group.name: state.placement.gradients for state in states}
-        norms = Norms(exact=exact_norms)
+        norms = self._norms = Norms(exact=exact_norms)
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
@@ -365,6 +369,12 @@ class Gradients:
 
     def _find(self, group: FlatGroup) -> GradientGroup | None:
         return next((found for found in self._groups if found.flat_group is group), None)
+
+    def make_norms_exact(self) -> None:
+        """Compute norms with torch's bits from now on, because updates depend on them."""
+        if self._norms.make_exact():
+            for group in self._groups:
+                group.forget_norms()
 
     def norm(self) -> GradientNorm:
         """Return the global norm. A collective.

@@ -35,6 +35,11 @@ class Norms:
         self._exact = exact
         self._kept = torch.empty(0)
 
+    def make_exact(self) -> bool:
+        """Compute exact norms from now on, and return whether norms so far were not."""
+        was_exact, self._exact = self._exact, True
+        return not was_exact
+
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the norm of `values` [n] of any floating dtype, 0-D fp32 on their device."""
         on_cpu = values.device.type == "cpu"

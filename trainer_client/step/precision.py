@@ -6,6 +6,7 @@ Owns the loss scale. Must never touch parameters or gradients: its callers apply
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,11 @@ from trainer_client.config.precision import Fp16Section
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
+
+# The rules of torch.amp.GradScaler: an overflow halves the scale at once, and 2 000 good steps double it.
+_AUTOCAST_SCALE = Fp16Section(
+    enabled=True, initial_scale_power=16, loss_scale_window=2000, hysteresis=1, min_loss_scale=0.0
+)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,11 +35,13 @@ class PrecisionPolicy:
             its own, and inputs stay as they are.
         accumulation_dtype: the dtype of gradients between micro-batches; None: that of their parameter.
         reduction_dtype: the dtype in which gradients are added over ranks; None: that of their parameter.
+        autocast_dtype: the dtype of `torch.autocast` around the forward; None: the engine does not enter it.
     """
 
     compute_dtype: torch.dtype | None
     accumulation_dtype: torch.dtype | None = None
     reduction_dtype: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, config: TrainingConfig) -> PrecisionPolicy:
@@ -43,7 +51,14 @@ class PrecisionPolicy:
             compute_dtype=compute_dtype,
             accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
             reduction_dtype=_dtype(config.communication_data_type),
+            autocast_dtype=_dtype(config.torch_autocast.dtype) if config.torch_autocast.enabled else None,
         )
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context of a forward on `device`."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.autocast_dtype)
 
     def dtype_of(self, parameter: ModelParameter) -> torch.dtype:
         """Return the dtype in which the model computes with a parameter.
@@ -81,7 +96,7 @@ class LossScaler:
     patience, or, with `consecutive_hysteresis`, every good step does. In bf16 and fp32 the scale is always 1.
 
     Attributes:
-        is_enabled: whether training is in fp16.
+        is_enabled: whether training is in fp16, or under autocast in fp16.
         scale: the factor of the loss.
     """
 
@@ -98,6 +113,13 @@ class LossScaler:
             self.scale = 1.0
         else:
             self.scale = 2.0**section.initial_scale_power if self._dynamic else section.loss_scale
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> LossScaler:
+        """Return the loss scale of a config."""
+        autocast = config.torch_autocast
+        needs_scale = autocast.enabled and autocast.dtype == "fp16" and not config.fp16.enabled
+        return cls(_AUTOCAST_SCALE if needs_scale else config.fp16)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale, in fp32 unless the scale is 1."""

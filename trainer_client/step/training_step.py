@@ -81,6 +81,10 @@ class TrainingStep:
         self._scaler = scaler
         self._clipping = clipping
         self._early_updates = early_updates
+        # The clipping that the user has chosen for the step under way; None: that of the config. The last step's tells
+        # what to foresee for the next one.
+        self._chosen: Clipping | None = None
+        self._last = clipping
         # Whether the last step's gradient was clipped by its norm. If so, the next one's scale cannot be foreseen.
         self._clips = clipping.norm > 0
 
@@ -99,7 +103,8 @@ class TrainingStep:
         rule = None
         if is_last and self._early_updates and not self._clips:
             group_of = self._optimizer.groups_of_parameters()
-            rule = self._rule(self._scale(torch.ones(())), group_of, [True] * len(self.update_counts))
+            present = [True] * len(self.update_counts)
+            rule = self._rule(self._scale(torch.ones(())), self._last.value, group_of, present)
         self._updates.foresee(step, rule)
 
     def make(self, step: int) -> bool:
@@ -115,8 +120,9 @@ class TrainingStep:
         unscaled = norm.total / self._scaler.scale
         self.gradient_norm = float(unscaled)
         finite = math.isfinite(self.gradient_norm)
+        self._last, self._chosen = self._chosen or self._clipping, None
         if finite:
-            factor = self._clipping.factor(unscaled)
+            factor = self._last.factor(unscaled)
             self._clips = bool(factor != 1.0)
             self._optimizer.make_step(lambda: self._update(step, self._scale(factor), norm.present))
             self.skipped_in_row = 0
@@ -127,8 +133,26 @@ class TrainingStep:
         self._scaler.update(overflow=not finite)
         return finite
 
+    def clip_by_norm(self, step: int, limit: float) -> float:
+        """Clip the gradient of `step` by its norm when the step is made, and return that norm. A collective."""
+        self._choose(Clipping(norm=limit))
+        self._gradients.complete(step)
+        self._gradients.make_norms_exact()
+        return float(self._gradients.norm().total / self._scaler.scale)
+
+    def clip_by_value(self, limit: float) -> None:
+        """Clip each element of the gradient when the step under way is made."""
+        self._choose(Clipping(value=limit))
+
+    def _choose(self, clipping: Clipping) -> None:
+        """Clip the step under way so, and not as the config says. Raises RuntimeError for a second call in a step."""
+        if self._chosen is not None:
+            raise RuntimeError("the gradient of this step is clipped already: clip it once, by its norm or by value")
+        self._chosen = clipping
+
     def drop_gradients(self) -> None:
         """Free the gradients of the step under way, which begins anew, and withdraw its early updates."""
+        self._chosen = None
         self._gradients.free()
 
     def abandon(self, *, is_voted_for: bool = False) -> None:
@@ -145,7 +169,7 @@ class TrainingStep:
 
     def _update(self, step: int, scale: float, present: Sequence[bool]) -> None:
         """Count and apply the update of the parameters that are `present`."""
-        rule = self._rule(scale, self._optimizer.groups_of_parameters(), present)
+        rule = self._rule(scale, self._last.value, self._optimizer.groups_of_parameters(), present)
         for index, is_updated in enumerate(rule.updated):
             self.update_counts[index] += is_updated
         self._updates.apply(step, self._gradients.groups_to_update(rule.updated), rule)
@@ -154,10 +178,12 @@ class TrainingStep:
         """Return the factor of all gradients: clipping by norm and unscaling in one, rounded to fp32."""
         return float(factor / self._scaler.scale)
 
-    def _rule(self, scale: float, group_of: Mapping[int, int], present: Sequence[bool]) -> UpdateRule:
+    def _rule(
+        self, scale: float, clip_value: float | None, group_of: Mapping[int, int], present: Sequence[bool]
+    ) -> UpdateRule:
         """Return the rule of the next update, for the parameters that are `present`, which have a gradient."""
         # A parameter in no parameter group may have a gradient, which counts for the norm, but it is not updated.
         updated = [is_present and index in group_of for index, is_present in enumerate(present)]
         counts = [count + is_updated for count, is_updated in zip(self.update_counts, updated, strict=True)]
         table = HyperParameterTable(group_of, self._optimizer.row, counts)
-        return UpdateRule(scale=scale, clip_value=self._clipping.value, updated=updated, table=table)
+        return UpdateRule(scale=scale, clip_value=clip_value, updated=updated, table=table)

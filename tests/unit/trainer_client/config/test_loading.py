@@ -124,11 +124,9 @@ def test_what_is_not_honoured_is_refused_by_its_full_name(raw: dict[str, Any], w
 
 # Every refused key in use, and a word of what to write instead.
 IN_USE = [
-    ({"managed_gradient_accumulation": False}, "set_gradient_accumulation_boundary"),
     ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
     ({"sparse_gradients": True}, "sparse=False"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "enable bf16"),
-    ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "with torch.autocast"),
     ({"bf16": {"bf16_master_weights_and_grads": True}}, "offload the optimizer"),
     ({"bf16": {"bf16_optimizer_states": True}}, "offload the optimizer"),
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "offload the optimizer"),
@@ -165,8 +163,7 @@ IN_USE = [
 ]
 # The same keys, and sections around them, with values that mean "off".
 OFF = [
-    {"managed_gradient_accumulation": True, "gradient_allreduce_op": "mean", "sparse_gradients": False},
-    {"amp": {"enabled": False, "opt_level": "O1"}, "torch_autocast": {"enabled": False, "dtype": "bfloat16"}},
+    {"gradient_allreduce_op": "mean", "sparse_gradients": False, "amp": {"enabled": False, "opt_level": "O1"}},
     {"tensor_parallel": {"autotp_size": 0}, "pipeline": {"stages": 1}, "sequence_parallel_size": 1},
     {"pipeline": {"stages": "auto"}, "elasticity": {"enabled": False, "max_train_batch_size": 8}},
     {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}}}},

@@ -1,0 +1,149 @@
+"""What a loop or a config says about single steps has the bits of plain PyTorch: clipping by a call, autocast by the
+config, and steps whose micro-batches the engine does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_client
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.failing import WIDTH, inputs
+
+RATE = 1e-2
+STEPS = 5
+OFFLOADED: dict[str, Any] = {
+    "stage": 3,
+    "offload_param": {"device": "cpu"},
+    "offload_optimizer": {"device": "cpu"},
+}
+PLACES: dict[str, dict[str, Any]] = {"device": {"stage": 2}, "store": OFFLOADED}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Daemon(tmp_path_factory.mktemp("controls") / "state") as daemon:
+        yield daemon.address
+        assert "Traceback" not in daemon.log, daemon.log
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def start(address: str, job: str, zero: dict[str, Any], **keys: Any) -> trainer_client.Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 1e-2}},
+        "zero_optimization": zero,
+        "paramserver": {"address": address, "job": job},
+        **keys,
+    }
+    return trainer_client.initialize(model=build(), config=config)[0]
+
+
+def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-2, fused=True)
+
+
+def assert_same_weights(engine: trainer_client.Engine, plain: nn.Module) -> None:
+    weights = engine.full_state_dict()
+    assert [name for name, value in plain.state_dict().items() if not torch.equal(weights[name], value)] == []
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    loss: torch.Tensor = (model(inputs(number)) * 3 - 1).float().square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_call_clips_one_step(store: str, place: str) -> None:
+    """The third step is clipped by value, the fourth is not clipped, and the limit of the last one is never reached."""
+    plain = build()
+    optimizer = plain_optimizer(plain)
+    limits = [0.3, 0.3, None, 0.0, 1e6]
+    with start(store, f"clip-{place}", PLACES[place]) as engine:
+        for number, limit in enumerate(limits):
+            loss, expected = loss_of(engine, number), loss_of(plain, number)
+            engine.backward(loss)
+            expected.backward()  # type: ignore[no-untyped-call]
+            if limit is None:
+                engine.clip_grad_value_(1e-3)
+                nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+            elif limit:
+                norm = nn.utils.clip_grad_norm_(plain.parameters(), limit)
+                assert engine.clip_grad_norm_(limit) == float(norm)
+                with pytest.raises(RuntimeError, match="clipped already"):
+                    engine.clip_grad_value_(limit)
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert loss.item() == expected.item()
+        assert_same_weights(engine, plain)
+
+
+def test_clipping_needs_the_gradient_of_a_whole_step(store: str) -> None:
+    with start(store, "clip-early", OFFLOADED, gradient_accumulation_steps=2) as engine:
+        with pytest.raises(RuntimeError, match="there is no gradient"):
+            engine.clip_grad_norm_(1.0)
+        engine.backward(loss_of(engine, 0))
+        with pytest.raises(RuntimeError, match="just before step"):
+            engine.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_autocast_by_the_config_is_that_of_torch(store: str, place: str, dtype: str) -> None:
+    """In fp16 the loss is scaled as by torch's GradScaler, also after the overflow in the second step."""
+    plain = build()
+    optimizer = plain_optimizer(plain)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == "fp16")
+    cast = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    section = {"enabled": True, "dtype": f"torch.{str(cast).removeprefix('torch.')}"}
+    with start(store, f"autocast-{place}-{dtype}", PLACES[place], torch_autocast=section) as engine:
+        assert engine.torch_autocast_dtype() is cast
+        for number in range(STEPS):
+            factor = 1e6 if number == 1 and dtype == "fp16" else 1.0
+            output = engine(inputs(number))
+            loss = (output * 3 - 1).float().square().mean() * factor
+            with torch.autocast("cpu", cast):
+                plain_output = plain(inputs(number))
+            expected = (plain_output * 3 - 1).float().square().mean() * factor
+            engine.backward(loss)
+            scaler.scale(expected).backward()  # type: ignore[no-untyped-call]
+            engine.step()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert output.dtype is plain_output.dtype
+            assert loss.item() == expected.item()
+            assert engine._scaler.scale == scaler.get_scale()
+        assert engine.skipped_steps == (1 if dtype == "fp16" else 0)
+        assert_same_weights(engine, plain)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loop_may_count_the_micro_batches_itself(store: str, place: str) -> None:
+    """Steps have one, two and three backward passes, and a gradient that the loop drops is not part of any."""
+    plain = build()
+    optimizer = plain_optimizer(plain)
+    keys = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
+    with start(store, f"own-{place}", PLACES[place], **keys) as engine:
+        engine.backward(loss_of(engine, 9))
+        engine.zero_grad()
+        for number, passes in enumerate([1, 2, 3]):
+            for _ in range(passes):
+                engine.backward(loss_of(engine, number))
+                (loss_of(plain, number) / 2).backward()  # type: ignore[no-untyped-call]
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (engine.global_steps, engine.global_samples) == (3, 4 * 6)
+        assert_same_weights(engine, plain)
+        with pytest.raises(RuntimeError, match="managed_gradient_accumulation"):
+            engine.set_gradient_accumulation_boundary(True)
