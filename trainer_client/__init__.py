@@ -5,6 +5,8 @@ Both use a store daemon, which owns the parameters and the optimizer states.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from trainer_client.own_packages import check_own_packages
 
 check_own_packages()
@@ -149,3 +151,24 @@ __all__ = [
     "utils",
     "zero",
 ]
+
+if TYPE_CHECKING:
+    from trainer_client.accelerate.accelerator import Accelerator as Accelerator
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import `Accelerator` when it is used, because it needs the package accelerate, which others need not have.
+
+        Raises:
+            ImportError: accelerate is not installed.
+        """
+        if name != "Accelerator":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            from trainer_client.accelerate.accelerator import Accelerator  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            if error.name != "accelerate":
+                raise
+            message = "trainer_client.Accelerator needs accelerate: pip install 'paramserver[accelerate]'"
+            raise ImportError(message, name="accelerate") from error
+        return Accelerator

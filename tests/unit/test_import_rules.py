@@ -59,7 +59,7 @@ FLOORS = {
         "engine",
         "assembly zero",
         "initialization runtime",
-        "utils",
+        "accelerate utils",
         "__init__",
     ),
     "benchmarks": ("__init__ common", "dataplane storage training", "planning"),

@@ -1,0 +1,204 @@
+"""The arguments of `Accelerator`, and the training config that follows from them.
+
+Owns the rules how Accelerate's arguments and a config in DeepSpeed's format join. Must never import what trains.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, MutableMapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import AutocastKwargs, DeepSpeedPlugin
+
+from trainer_client.config.automatic import AUTO
+from trainer_client.config.config_file import read_config_file
+from trainer_client.errors import ConfigError
+
+ConfigSource = Mapping[str, Any] | str | Path | None
+
+# DeepSpeedPlugin() chooses this stage, too. Parameters are whole on every rank, so that a script may read them, while
+# gradients and optimizer states are divided among the ranks.
+_DEFAULTS: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}
+
+# Arguments that choose another library for the sharding, and the variables with which `accelerate launch` does.
+_OTHER_WAYS = ("fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config")
+_OTHER_VARIABLES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
+_USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+_ACCUMULATION = "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the arguments of `Accelerator` say.
+
+    Attributes:
+        arguments: the arguments for Accelerate's own constructor.
+        config: the training config as it was written, without what follows from the objects that are prepared.
+        autocasts: whether `Accelerator.autocast` enters autocast.
+        converts_outputs: whether the outputs of forward are converted to fp32, as Accelerate does under autocast.
+    """
+
+    arguments: Mapping[str, Any]
+    config: Mapping[str, Any]
+    autocasts: bool
+    converts_outputs: bool
+
+    @classmethod
+    def of(
+        cls,
+        positional: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        config: ConfigSource,
+        environ: MutableMapping[str, str],
+    ) -> Options:
+        """Read the arguments.
+
+        Args:
+            environ: the environment of the process. The variable with which `accelerate launch --use_deepspeed` chooses
+                DeepSpeed is set to false after its config was read, because Accelerate would look for DeepSpeed.
+
+        Raises:
+            ConfigError: an argument cannot be honoured, or two say different things.
+        """
+        # The first argument stands for `self`.
+        arguments = inspect.signature(accelerate.Accelerator.__init__).bind(None, *positional, **keywords).arguments
+        given = {name: value for name, value in arguments.items() if name != "self"}
+        if not torch.cuda.is_available():
+            # Without this, Accelerate takes no notice of the ranks that torchrun starts on a machine without a GPU.
+            given["cpu"] = True
+        _refuse_other_ways(given, environ)
+        precision = given.get("mixed_precision") or environ.get(_PRECISION) or "no"
+        raw = _read(config, _take_plugin(given, environ), str(precision))
+        raw, precision, autocasts, converts = _with_precision(raw, str(precision), given)
+        given["mixed_precision"] = precision
+        _take_accumulation(raw, given)
+        return cls(arguments=given, config=raw, autocasts=autocasts, converts_outputs=converts)
+
+    def training_config(self, *, accumulation: int, world_size: int, batch_size: int | None) -> dict[str, Any]:
+        """Return the config for `initialize`.
+
+        Args:
+            accumulation: the number of micro-batches in a step, which Accelerate counts.
+            batch_size: the number of samples in a micro-batch of one rank; None: no data loader says so.
+
+        Raises:
+            ConfigError: the batch sizes of the config contradict each other.
+        """
+        config = {**_DEFAULTS, **deepcopy(dict(self.config))}
+        micro, train = (_number(config.pop(key, None)) for key in (_MICRO_BATCH, "train_batch_size"))
+        step = accumulation * world_size
+        if train is not None and train != (micro or train // step) * step:
+            raise ConfigError(
+                f"train_batch_size = {train} is not {_MICRO_BATCH} * {_ACCUMULATION} * processes = "
+                f"{micro or 'a whole number'} * {accumulation} * {world_size}: change one of them, or leave it out"
+            )
+        if micro is None:
+            micro = train // step if train is not None else batch_size or 1
+        # Accelerate divides the loss and says where a step ends.
+        return {**config, _MICRO_BATCH: micro, "managed_gradient_accumulation": False}
+
+
+def _refuse_other_ways(given: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    for name in _OTHER_WAYS:
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"Accelerator({name}=...) is not honoured: the config's zero_optimization says what the ranks divide; "
+                "leave it out"
+            )
+    for name in _OTHER_VARIABLES:
+        if environ.get(name, "false").lower() == "true":
+            raise ConfigError(
+                f"${name} is not honoured: the config's zero_optimization says what the ranks divide; choose no "
+                "sharding in `accelerate config`, or start the script with torchrun"
+            )
+
+
+def _take_plugin(given: dict[str, Any], environ: MutableMapping[str, str]) -> DeepSpeedPlugin | None:
+    """Remove DeepSpeed's plug-in from the arguments and from the environment, and return it."""
+    plugin = given.pop("deepspeed_plugin", None) or given.pop("deepspeed_plugins", None)
+    given.pop("deepspeed_plugins", None)
+    if isinstance(plugin, Mapping):
+        if len(plugin) != 1:
+            raise ConfigError(f"Accelerator(deepspeed_plugins=...) has {len(plugin)} plug-ins: pass one")
+        (plugin,) = plugin.values()
+    if environ.get(_USE_DEEPSPEED, "false").lower() == "true":
+        plugin = plugin or DeepSpeedPlugin()
+        environ[_USE_DEEPSPEED] = "false"
+    return plugin
+
+
+def _read(config: ConfigSource, plugin: DeepSpeedPlugin | None, precision: str) -> dict[str, Any]:
+    """Return the config that the user has written, or that the plug-in has made."""
+    if plugin is not None:
+        if config is not None:
+            raise ConfigError("Accelerator(config=...) and a DeepSpeedPlugin are both given: pass one")
+        plugin.set_mixed_precision(precision)
+        return deepcopy(dict(plugin.deepspeed_config))
+    if config is None:
+        return {}
+    return deepcopy(dict(config if isinstance(config, Mapping) else read_config_file(Path(config))))
+
+
+def _with_precision(
+    raw: dict[str, Any], precision: str, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], str, bool, bool]:
+    """Join the config's number format and Accelerate's `mixed_precision`.
+
+    Returns:
+        The config, the value of `mixed_precision`, and the last two attributes of Options.
+    """
+    if precision not in ("no", "bf16", "fp16"):
+        raise ConfigError(f"mixed_precision = {precision!r} is not honoured: write 'no', 'bf16' or 'fp16'")
+    for name in ("bf16", "fp16"):
+        section = raw.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") == AUTO:
+            raw[name] = {**section, "enabled": precision == name}
+    chosen = next((name for name in ("bf16", "fp16") if _is_enabled(raw, name)), None)
+    autocasts = chosen is None and _is_enabled(raw, "torch_autocast")
+    if autocasts:
+        chosen = "fp16" if str(raw["torch_autocast"].get("dtype")) in ("fp16", "float16", "torch.float16") else "bf16"
+    if chosen is not None:
+        if given.get("mixed_precision") not in (None, chosen):
+            raise ConfigError(
+                f"mixed_precision = {precision!r}, but the config chooses {chosen}: leave mixed_precision out, or the "
+                "config's section"
+            )
+        return raw, chosen, autocasts, False
+    handlers = given.get("kwargs_handlers") or ()
+    handler = next((one for one in handlers if isinstance(one, AutocastKwargs)), AutocastKwargs())
+    if handler.cache_enabled is False:
+        raise ConfigError("AutocastKwargs(cache_enabled=False) is not honoured: leave it out")
+    if precision == "no" or not handler.enabled:
+        return raw, precision, precision != "no", False
+    return {**raw, "torch_autocast": {"enabled": True, "dtype": precision}}, precision, True, True
+
+
+def _take_accumulation(raw: dict[str, Any], given: dict[str, Any]) -> None:
+    """Give Accelerate the number of micro-batches in a step, if the config has it, because Accelerate counts them."""
+    steps = _number(raw.pop(_ACCUMULATION, None))
+    plugin = given.get("gradient_accumulation_plugin")
+    asked = given.get(_ACCUMULATION, 1) if plugin is None else plugin.num_steps
+    if steps in (None, 1, asked):
+        return
+    if asked != 1 or plugin is not None:
+        raise ConfigError(f"{_ACCUMULATION} is {steps} in the config and {asked} in Accelerator(): write one of them")
+    given[_ACCUMULATION] = steps
+
+
+def _is_enabled(raw: Mapping[str, Any], name: str) -> bool:
+    section = raw.get(name)
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _number(value: Any) -> int | None:
+    """Return a number of the config; None for "auto", or for a key that is not there."""
+    return None if value is None or value == AUTO else int(value)
