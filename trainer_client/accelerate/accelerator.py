@@ -9,13 +9,15 @@ Owns the engine of the one model that is trained. Must never compute: the engine
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
+from accelerate.utils import DynamoBackend, broadcast_object_list, convert_outputs_to_fp32
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler
 from torch import nn
 
@@ -44,7 +46,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             optimizer.zero_grad()
 
     One Accelerator trains one model, whose optimizer is prepared in the same call. Models that are not trained may be
-    prepared, too.
+    prepared, too. Each start of the script is a new job in the store, unless the config has `paramserver.job` or
+    `paramserver.resume`.
     """
 
     def __init__(self, *arguments: Any, config: ConfigSource = None, **keywords: Any) -> None:
@@ -126,6 +129,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             accumulation=self.gradient_accumulation_steps,
             world_size=self.num_processes,
             batch_size=selection.batch_size(self.num_processes if self.split_batches else 1),
+            job=self._new_job(),
         )
         check_places(config, optimizer, scheduler)
         fill(config, optimizer, scheduler, 1 if self.split_batches else self.num_processes)
@@ -155,6 +159,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             prepared._is_accelerate_prepared = True
             replacements[id(scheduler)] = prepared
         return replacements
+
+    def _new_job(self) -> str:
+        """Return a name that no job has, the same on all ranks. A collective.
+
+        A script of Accelerate begins anew each time that it is started, so each start has a job of its own.
+        """
+        name = f"accelerate-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        (agreed,) = broadcast_object_list([name])
+        return str(agreed)
 
     def _check_device(self) -> None:
         """Raise ConfigError if Accelerate and the engine would use different devices."""

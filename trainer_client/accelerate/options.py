@@ -32,6 +32,8 @@ _OTHER_VARIABLES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELE
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 
+_STORE = "paramserver"
+_JOB_KEYS = {"job", "resume"}
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
 
@@ -83,12 +85,21 @@ class Options:
         _take_accumulation(raw, given)
         return cls(arguments=given, config=raw, autocasts=autocasts, converts_outputs=converts)
 
-    def training_config(self, *, accumulation: int, world_size: int, batch_size: int | None) -> dict[str, Any]:
+    @property
+    def names_job(self) -> bool:
+        """Whether the config says which stored job is meant, or whether to go on with it."""
+        section = self.config.get(_STORE)
+        return isinstance(section, Mapping) and not _JOB_KEYS.isdisjoint(section)
+
+    def training_config(
+        self, *, accumulation: int, world_size: int, batch_size: int | None, job: str
+    ) -> dict[str, Any]:
         """Return the config for `initialize`.
 
         Args:
             accumulation: the number of micro-batches in a step, which Accelerate counts.
             batch_size: the number of samples in a micro-batch of one rank; None: no data loader says so.
+            job: the name of the job, if the config does not name one.
 
         Raises:
             ConfigError: the batch sizes of the config contradict each other.
@@ -103,6 +114,8 @@ class Options:
             )
         if micro is None:
             micro = train // step if train is not None else batch_size or 1
+        if not self.names_job:
+            config[_STORE] = {**config.get(_STORE, {}), "job": job}
         # Accelerate divides the loss and says where a step ends.
         return {**config, _MICRO_BATCH: micro, "managed_gradient_accumulation": False}
 
