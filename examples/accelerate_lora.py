@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 VOCABULARY = 48
@@ -22,11 +22,21 @@ PROMPT = 6
 IGNORED = -100
 
 
-def example(number: int) -> dict[str, torch.Tensor]:
-    """Return a prompt with its completion, and the labels, which leave the prompt out."""
-    prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(number))
-    labels = torch.cat((torch.full((PROMPT,), IGNORED), prompt))
-    return {"input_ids": torch.cat((prompt, prompt)), "labels": labels}
+class Completions(Dataset[dict[str, torch.Tensor]]):
+    """Prompts with their completions, which depend on their number only. The labels leave the prompts out."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= self._size:
+            raise IndexError(index)
+        prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(index))
+        labels = torch.cat((torch.full((PROMPT,), IGNORED), prompt))
+        return {"input_ids": torch.cat((prompt, prompt)), "labels": labels}
 
 
 def train(accelerator: Any, *, epochs: int, samples: int, directory: Path) -> list[float]:
@@ -37,7 +47,7 @@ def train(accelerator: Any, *, epochs: int, samples: int, directory: Path) -> li
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=True)
     model = get_peft_model(GPT2LMHeadModel(shape), lora)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-2)
-    loader = DataLoader([example(number) for number in range(samples)], batch_size=4, shuffle=True)
+    loader = DataLoader(Completions(samples), batch_size=4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     losses = []

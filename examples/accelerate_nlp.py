@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
-VOCABULARY = 64
+VOCABULARY = 16
 LENGTH = 12
 
 
@@ -49,7 +49,7 @@ def train(accelerator: Any, *, epochs: int, samples: int) -> tuple[list[float], 
         attention_probs_dropout_prob=0.0,
     )
     model = BertForSequenceClassification(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     loader = DataLoader(Sentences(samples, 0), batch_size=8, shuffle=True)
     # The number of the last sentences is odd, so that ranks repeat one of them, which gather_for_metrics leaves out.
     others = DataLoader(Sentences(37, samples), batch_size=8)
@@ -88,7 +88,7 @@ def main() -> None:
     from trainer_client import Accelerator  # noqa: PLC0415
 
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    _, accuracy = train(accelerator, epochs=6, samples=256)
+    _, accuracy = train(accelerator, epochs=6, samples=512)
     accelerator.print(f"accuracy {accuracy:.3f}")
     accelerator.end_training()
 

@@ -35,9 +35,8 @@ def images(count: int) -> TensorDataset:
 def train(accelerator: Any, *, epochs: int, samples: int, directory: Path) -> tuple[list[float], list[float]]:
     """Train, save the weights, and return the losses of all ranks' batches, and the norms of the gradients."""
     torch.manual_seed(42)
-    shape = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=CLASSES, num_channels=3
-    )
+    shape = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_channels=3)
+    shape.num_labels = CLASSES
     model = ResNetForImageClassification(shape)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = DataLoader(images(samples), batch_size=8, shuffle=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,14 @@ def test_wrong_uses_say_what_to_write(store: str) -> None:
     with pytest.raises(ConfigError, match="even_batches"), accelerator.join_uneven_inputs([], even_batches=False):
         pass
     accelerator.end_training()
+
+
+def test_the_scripts_of_the_page_run(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMSERVER_ADDRESS", store)
+    page = (Path(__file__).parents[2] / "docs/accelerate.md").read_text(encoding="utf-8")
+    scripts = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+    assert len(scripts) == 2
+    for script in scripts:
+        exec(script, {})
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -71,7 +71,7 @@ def test_a_call_clips_one_step(store: str, place: str) -> None:
         for number, limit in enumerate(limits):
             loss, expected = loss_of(engine, number), loss_of(plain, number)
             engine.backward(loss)
-            expected.backward()  # type: ignore[no-untyped-call]
+            expected.backward()
             if limit is None:
                 engine.clip_grad_value_(1e-3)
                 nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
@@ -115,7 +115,7 @@ def test_autocast_by_the_config_is_that_of_torch(store: str, place: str, dtype: 
                 plain_output = plain(inputs(number))
             expected = (plain_output * 3 - 1).float().square().mean() * factor
             engine.backward(loss)
-            scaler.scale(expected).backward()  # type: ignore[no-untyped-call]
+            scaler.scale(expected).backward()
             engine.step()
             scaler.step(optimizer)
             scaler.update()
@@ -139,7 +139,7 @@ def test_a_loop_may_count_the_micro_batches_itself(store: str, place: str) -> No
         for number, passes in enumerate([1, 2, 3]):
             for _ in range(passes):
                 engine.backward(loss_of(engine, number))
-                (loss_of(plain, number) / 2).backward()  # type: ignore[no-untyped-call]
+                (loss_of(plain, number) / 2).backward()
             engine.step()
             optimizer.step()
             optimizer.zero_grad()

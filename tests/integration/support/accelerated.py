@@ -19,7 +19,13 @@ from torch import nn
 from torch.nn import functional
 
 import trainer_client
-from examples import accelerate_lora, accelerate_nlp, accelerate_vision
+
+# The examples are programs and no package: they are found as Python finds the modules beside a program.
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+
+import accelerate_lora
+import accelerate_nlp
+import accelerate_vision
 
 # The store's config for each example: among them are two stages and both offloads.
 OFFLOAD = {"device": "cpu"}

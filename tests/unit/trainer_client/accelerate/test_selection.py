@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_client.accelerate.selection import Selection
 from trainer_client.errors import ConfigError
@@ -25,7 +25,8 @@ def test_the_model_its_optimizer_and_its_schedule_are_found_among_others() -> No
     trained, frozen, data = model(), model().requires_grad_(False), torch.zeros(3)
     optimizer = optimizer_of(trained)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    loaders = [DataLoader([1, 2, 3], batch_size=size) for size in (4, 2)]
+    samples = TensorDataset(torch.zeros(3))
+    loaders = [DataLoader(samples, batch_size=size) for size in (4, 2)]
     objects = (loaders[0], frozen, schedule, optimizer, data, trained, loaders[1], nn.MSELoss())
 
     found = Selection.of(objects, has_engine=False)
