@@ -233,6 +233,12 @@ def test_what_is_not_trained_is_prepared_too_and_a_second_model_after_the_first(
         student, optimizer = accelerator.free_memory(student, optimizer)
 
 
+def test_a_second_accelerator_has_the_precision_of_the_first(store: str) -> None:
+    make(store, mixed_precision="bf16")
+
+    assert make(store).mixed_precision == "bf16"
+
+
 def test_a_model_may_be_compiled(store: str) -> None:
     accelerator = make(store, dynamo_backend="eager")
     model = build()

@@ -22,7 +22,7 @@ from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper, DummyOptim, Du
 from torch import nn
 
 from trainer_client.accelerate.optimizer import EngineOptimizer
-from trainer_client.accelerate.options import ConfigSource, Options
+from trainer_client.accelerate.options import ConfigSource, Options, without_launchers_choice
 from trainer_client.accelerate.placeholders import check_places, fill
 from trainer_client.accelerate.selection import Selection
 from trainer_client.engine import Engine
@@ -62,7 +62,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             ConfigError: an argument cannot be honoured, or two say different things.
         """
         options = Options.of(arguments, keywords, config, os.environ)
-        super().__init__(**options.arguments)
+        with without_launchers_choice(os.environ):
+            super().__init__(**options.arguments)
         self._options = options
         # The engine scales the loss, and enters autocast around the model's forward.
         self.scaler = None

@@ -6,7 +6,8 @@ Owns the rules how Accelerate's arguments and a config in DeepSpeed's format joi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, DeepSpeedPlugin
 
 from trainer_client.config.automatic import AUTO
@@ -60,13 +62,9 @@ class Options:
         positional: tuple[Any, ...],
         keywords: Mapping[str, Any],
         config: ConfigSource,
-        environ: MutableMapping[str, str],
+        environ: Mapping[str, str],
     ) -> Options:
-        """Read the arguments.
-
-        Args:
-            environ: the environment of the process. The variable with which `accelerate launch --use_deepspeed` chooses
-                DeepSpeed is set to false after its config was read, because Accelerate would look for DeepSpeed.
+        """Read the arguments, and the environment of `accelerate launch`.
 
         Raises:
             ConfigError: an argument cannot be honoured, or two say different things.
@@ -78,7 +76,7 @@ class Options:
             # Without this, Accelerate takes no notice of the ranks that torchrun starts on a machine without a GPU.
             given["cpu"] = True
         _refuse_other_ways(given, environ)
-        precision = given.get("mixed_precision") or environ.get(_PRECISION) or "no"
+        precision = given.get("mixed_precision") or _present_precision() or environ.get(_PRECISION) or "no"
         raw = _read(config, _take_plugin(given, environ), str(precision))
         raw, precision, autocasts, converts = _with_precision(raw, str(precision), given)
         given["mixed_precision"] = precision
@@ -135,17 +133,32 @@ def _refuse_other_ways(given: Mapping[str, Any], environ: Mapping[str, str]) -> 
             )
 
 
-def _take_plugin(given: dict[str, Any], environ: MutableMapping[str, str]) -> DeepSpeedPlugin | None:
-    """Remove DeepSpeed's plug-in from the arguments and from the environment, and return it."""
+@contextmanager
+def without_launchers_choice(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Hide within the context that `accelerate launch --use_deepspeed` was called, because DeepSpeed is not needed."""
+    chosen = environ.pop(_USE_DEEPSPEED, None)
+    try:
+        yield
+    finally:
+        if chosen is not None:
+            environ[_USE_DEEPSPEED] = chosen
+
+
+def _present_precision() -> str | None:
+    """Return `mixed_precision` of an Accelerator that was made before; None: this is the first one."""
+    return AcceleratorState().mixed_precision if AcceleratorState._shared_state else None
+
+
+def _take_plugin(given: dict[str, Any], environ: Mapping[str, str]) -> DeepSpeedPlugin | None:
+    """Remove DeepSpeed's plug-in from the arguments, and return it, or that of the environment."""
     plugin = given.pop("deepspeed_plugin", None) or given.pop("deepspeed_plugins", None)
     given.pop("deepspeed_plugins", None)
     if isinstance(plugin, Mapping):
         if len(plugin) != 1:
             raise ConfigError(f"Accelerator(deepspeed_plugins=...) has {len(plugin)} plug-ins: pass one")
         (plugin,) = plugin.values()
-    if environ.get(_USE_DEEPSPEED, "false").lower() == "true":
-        plugin = plugin or DeepSpeedPlugin()
-        environ[_USE_DEEPSPEED] = "false"
+    if plugin is None and environ.get(_USE_DEEPSPEED, "false").lower() == "true":
+        return DeepSpeedPlugin()
     return plugin
 
 

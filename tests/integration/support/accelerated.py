@@ -47,8 +47,8 @@ def make(library: str, example: str, directory: Path, **arguments: Any) -> Any:
     return trainer_client.Accelerator(config=CONFIGS[example] | {"paramserver": store}, **arguments)
 
 
-def smallest(accelerator: Any) -> list[float]:
-    """Train a linear model on plain tensors, as the shortest example of Accelerate does."""
+def smallest(accelerator: Any, directory: Path) -> list[float]:
+    """Train a linear model on plain tensors, as Accelerate's shortest example does, and go back three steps once."""
     torch.manual_seed(5)
     model = nn.Linear(6, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -60,13 +60,18 @@ def smallest(accelerator: Any) -> list[float]:
     assert prepared[2] is data and prepared[3] is labels
     model, optimizer, data, labels = prepared
     losses = []
-    for _ in range(6):
+    for step in range(9):
+        if step == 3:
+            accelerator.save_state(str(directory))
+        if step == 6:
+            accelerator.load_state(str(directory))
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(data), labels)
         accelerator.backward(loss)
         optimizer.step()
         schedule.step()
         losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+    assert losses[6:] == losses[3:6]
     losses.append(schedule.get_last_lr()[0])
     return losses
 
@@ -76,7 +81,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     results: dict[str, Any] = {}
     accelerator = make(library, "smallest", directory)
-    results["smallest"] = smallest(accelerator)
+    results["smallest"] = smallest(accelerator, directory / "saved")
     accelerator.free_memory()
 
     accelerator = make(library, "nlp", directory, gradient_accumulation_steps=2)

@@ -10,7 +10,7 @@ import pytest
 from accelerate.utils import AutocastKwargs, DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
-from trainer_client.accelerate.options import Options
+from trainer_client.accelerate.options import Options, without_launchers_choice
 from trainer_client.accelerate.placeholders import check_places, fill
 from trainer_client.config.loading import load_config
 from trainer_client.errors import ConfigError
@@ -107,7 +107,9 @@ def test_the_plug_in_of_the_launcher_is_read_from_the_environment(monkeypatch: p
     environ = {"ACCELERATE_USE_DEEPSPEED": "true"}
 
     assert options(environ=environ).config["zero_optimization"]["stage"] == 1
-    assert environ == {"ACCELERATE_USE_DEEPSPEED": "false"}
+    with without_launchers_choice(environ):
+        assert environ == {}
+    assert environ == {"ACCELERATE_USE_DEEPSPEED": "true"}
 
 
 @pytest.mark.parametrize(
