@@ -135,6 +135,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         check_places(config, optimizer, scheduler)
         fill(config, optimizer, scheduler, 1 if self.split_batches else self.num_processes)
         self._check_device()
+        compilation = self._compilation()
         _move_to_cpu(model)
         stands_in = isinstance(optimizer, DummyOptim)
         engine, _, _, made = initialize(
@@ -144,7 +145,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             lr_scheduler=getattr(scheduler, "lr_scheduler_callable", None),
             config=config,
         )
-        self._compile(engine)
+        if compilation is not None:
+            engine.compile(backend=compilation.pop("backend"), compile_kwargs=compilation)
         if self._options.converts_outputs:
             engine.forward = convert_outputs_to_fp32(engine.forward)  # type: ignore[method-assign]
         wrapper = EngineOptimizer(engine)
@@ -179,18 +181,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "CUDA_VISIBLE_DEVICES to an empty string for both"
             )
 
-    def _compile(self, engine: Engine) -> None:
-        """Compile the model, if the Dynamo plug-in says so."""
+    def _compilation(self) -> dict[str, Any] | None:
+        """Return the arguments with which the Dynamo plug-in compiles the model; None: it does not."""
         plugin = self.state.dynamo_plugin
         if plugin.backend is DynamoBackend.NO:
-            return
+            return None
         if plugin.use_regional_compilation:
             raise ConfigError(
                 "use_regional_compilation of the Dynamo plug-in is not honoured: compile the blocks in the script, "
                 "with block.compile()"
             )
-        arguments = plugin.to_kwargs()
-        engine.compile(backend=arguments.pop("backend"), compile_kwargs=arguments)
+        arguments: dict[str, Any] = plugin.to_kwargs()
+        return arguments
 
     # The training loop
 

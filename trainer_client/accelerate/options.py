@@ -26,7 +26,7 @@ ConfigSource = Mapping[str, Any] | str | Path | None
 
 # DeepSpeedPlugin() chooses this stage, too. Parameters are whole on every rank, so that a script may read them, while
 # gradients and optimizer states are divided among the ranks.
-_DEFAULTS: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}
+_STAGE = 2
 
 # Arguments that choose another library for the sharding, and the variables with which `accelerate launch` does.
 _OTHER_WAYS = ("fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config")
@@ -102,7 +102,8 @@ class Options:
         Raises:
             ConfigError: the batch sizes of the config contradict each other.
         """
-        config = {**_DEFAULTS, **deepcopy(dict(self.config))}
+        config = deepcopy(dict(self.config))
+        config["zero_optimization"] = {"stage": _STAGE, **config.get("zero_optimization", {})}
         micro, train = (_number(config.pop(key, None)) for key in (_MICRO_BATCH, "train_batch_size"))
         step = accumulation * world_size
         if train is not None and train != (micro or train // step) * step:

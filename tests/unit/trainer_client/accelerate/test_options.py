@@ -36,6 +36,13 @@ def test_without_a_config_the_stage_is_two_and_the_job_is_new() -> None:
     }
 
 
+def test_the_stage_is_two_where_the_section_does_not_say() -> None:
+    section = {"offload_optimizer": {"device": "cpu"}}
+
+    assert resolved(options({"zero_optimization": section}))["zero_optimization"] == {"stage": 2, **section}
+    assert resolved(options({"zero_optimization": {"stage": 0}}))["zero_optimization"] == {"stage": 0}
+
+
 def test_a_file_and_a_dict_mean_the_same(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 3}, "train_batch_size": 8, "paramserver": {"job": "mine"}}
     path = tmp_path / "config.json"
