@@ -123,12 +123,13 @@ class StepReader:
         """Make a reader of the step of `record` that holds nothing yet. `Committer.hold` fills `regions`."""
         self.job = job
         self.step = record.step
+        # The commit. A roll-back and another commit of the same number make another record.
+        self.record = record
         # The region of each slab's bytes, held until `close` frees it. None: the slab was never written, and reads as
         # zeros.
         self.regions: dict[Slab, Region | None] = {}
         # The step that wrote these bytes of each slab.
         self.versions: dict[Slab, int | None] = {}
-        self.record = record
         self._ranges = ranges
         self._backing = backing
 

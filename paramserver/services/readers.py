@@ -105,7 +105,7 @@ class Readers:
             await reader.fill(source.fqn, kind, source.offset, source.numel, view)
 
         return await self._sessions.grants.acquire_range(
-            session, source.reader_id, reader, source.fqn, dtype, nbytes, fill
+            session, source.reader_id, reader, source.fqn, convert.tensor_range(source), dtype, nbytes, fill
         )
 
     async def _acquire_many(self, session: Session, sources: Sequence[pb.TensorRange]) -> Lease:
@@ -126,7 +126,7 @@ class Readers:
 
         name = f"{len(ranges)} ranges"
         return await self._sessions.grants.acquire_range(
-            session, reader_id, reader, name, gathering.dtype, gathering.nbytes, fill
+            session, reader_id, reader, name, tuple(ranges), gathering.dtype, gathering.nbytes, fill
         )
 
     async def list_tensors(self, job: Job, request: pb.ListStoredTensorsRequest) -> pb.ListStoredTensorsResponse:

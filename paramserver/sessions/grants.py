@@ -8,13 +8,14 @@ session that has ended, because nothing would end that lease.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 
 from paramserver.optimizer_kernel import OptimizerUpdate
 from paramserver.rpc import convert
 from paramserver.sessions.host_quota import HostQuota, lease_bytes
 from paramserver.sessions.leases import Lease, LeaseMode
 from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.shared_ranges import SharedRange, SharedRanges
 from paramserver.v1 import parameter_store_pb2 as pb
 from storage.engine import Engine, Pin
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -32,6 +33,7 @@ class Grants:
     def __init__(self, engine: Engine, host_quota: HostQuota) -> None:
         self._engine = engine
         self._host_quota = host_quota
+        self._shared_ranges = SharedRanges(engine)
         self._lease_ids = itertools.count(1)
 
     async def acquire(self, session: Session, want: pb.AcquireLeasesRequest.Want) -> Lease:
@@ -73,17 +75,19 @@ class Grants:
         reader_id: int,
         reader: StepReader,
         name: str,
+        wanted: Hashable,
         dtype: DType,
         nbytes: int,
         fill: Callable[[memoryview], Awaitable[None]],
     ) -> Lease:
-        """Lease bytes of a reader's step, once the quotas have room for them.
+        """Lease bytes of a reader's step, once the quotas have room for them, or share those that are leased already.
 
         Args:
             session: gets the lease.
             reader_id: the reader's number in the session.
             reader: the reader that had that number when the request came.
             name: what is read, for error texts.
+            wanted: what is read. Leases on equal `wanted` of the same step share one range.
             dtype: the type of the elements.
             nbytes: the size of the range.
             fill: brings the bytes into the given memory.
@@ -92,14 +96,22 @@ class Grants:
             NotFoundError: the reader was closed, or the session ended, meanwhile.
             StorageError: see Engine.load.
         """
-        async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
-            range_ = await self._engine.load(reader.job, nbytes, fill)
-            if session.readers.get(reader_id) is not reader:
-                self._engine.scratch.free(range_)
-                raise NotFoundError(f"reader {reader_id} was closed while a range was leased from it")
-            lease = self._grant(session, name, LeaseMode.RANGE, nbytes, range_, None, step=reader.step)
-            lease.reader, lease.dtype = reader, dtype
-            return lease
+        shared = await self._shared_ranges.find(reader, wanted)
+        if shared is None:
+            async with self._host_quota.room_for(session.owner, reader.job, round_up(nbytes)):
+                # Another session may have begun to read the same bytes during the wait for the quotas.
+                shared = await self._shared_ranges.find(reader, wanted)
+                if shared is None:
+                    shared = await self._shared_ranges.load(reader, wanted, nbytes, fill)
+        if session.readers.get(reader_id) is not reader:
+            self._shared_ranges.release(shared)
+            raise NotFoundError(f"reader {reader_id} was closed while a range was leased from it")
+        assert shared.arena_range is not None
+        lease = self._grant(
+            session, name, LeaseMode.RANGE, nbytes, shared.arena_range, None, step=reader.step, shared=shared
+        )
+        lease.reader, lease.dtype = reader, dtype
+        return lease
 
     async def _lease_put(self, session: Session, job: Job, step: int, group: str, kind: Kind) -> Lease:
         slab = job.slab(group, kind)
@@ -129,8 +141,9 @@ class Grants:
         *,
         slab: Slab | None = None,
         step: int = 0,
+        shared: SharedRange | None = None,
     ) -> Lease:
-        lease = Lease(next(self._lease_ids), group, mode, nbytes, range_, pin, slab, step)
+        lease = Lease(next(self._lease_ids), group, mode, nbytes, range_, pin, slab, step, shared)
         if session.state is SessionState.ENDED:
             self.release_range(lease, NEVER)
             raise NotFoundError("the session ended while it waited for a lease; open a new one")
@@ -243,6 +256,8 @@ class Grants:
         lease.void = True
         if lease.update is not None:
             self._engine.free_gradient(lease.arena_range, lease.update)
+        elif lease.shared is not None:
+            self._shared_ranges.release(lease.shared)
         elif lease.pin is None:
             self._engine.scratch.free(lease.arena_range)
         else:

@@ -9,6 +9,7 @@ import asyncio
 import enum
 from dataclasses import dataclass
 
+from paramserver.sessions.shared_ranges import SharedRange
 from storage.engine import Pin
 from storage.reader import StepReader
 from storage.shard import DType
@@ -50,6 +51,7 @@ class Lease:
             to a slab, or not yet.
         slab: PUT leases: the slab whose bytes of `step` the range will become.
         step: PUT and RANGE leases: the step of the bytes.
+        shared: RANGE leases: the range, which leases of other sessions may share.
         reader: RANGE leases: the reader whose step is read.
         dtype: RANGE leases: the type of the elements.
         update: GRADIENT leases: the update that uses the gradient, as long as the client may withdraw it.
@@ -64,6 +66,7 @@ class Lease:
     pin: Pin | None
     slab: Slab | None = None
     step: int = 0
+    shared: SharedRange | None = None
     reader: StepReader | None = None
     dtype: DType | None = None
     update: asyncio.Task[None] | None = None

@@ -136,9 +136,11 @@ def test_readers_of_a_job_are_counted_and_their_ranges_too(clients: Clients) -> 
     wants = [
         pb.AcquireLeasesRequest.Want(
             mode=pb.LEASE_MODE_READ,
-            range=pb.TensorRange(fqn=f"{group}.weight.0", kind=pb.KIND_PARAM, numel=NUMEL, reader_id=opened.reader_id),
+            range=pb.TensorRange(fqn=f"{group}.weight.0", kind=pb.KIND_PARAM, numel=numel, reader_id=opened.reader_id),
         )
-        for group in (*GROUPS, *GROUPS)
+        # Leases on the same range would share its memory.
+        for numel in (NUMEL, NUMEL - 1)
+        for group in GROUPS
     ]
     with refused(CODE.RESOURCE_EXHAUSTED, "the quota of job 'tight-4', host_bytes"):
         reader.call("AcquireLeases", wants=wants)

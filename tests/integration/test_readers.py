@@ -223,3 +223,25 @@ def test_a_hostile_range_is_refused(
     with refused(code, named):
         lease_range(rank, pb.TensorRange(**(fields | changes)))
     assert_reads(rank, opened, rank)
+
+
+def test_readers_of_one_step_share_the_bytes_that_they_lease(clients: Clients, job: str) -> None:
+    rank = clients.rank(layout_of(job)).begin()
+    first, second = clients.client(name="first"), clients.client(name="second")
+    (_, fqn, kind), expected = next(iter(rank.reference.states(0).items()))
+
+    def lease(client: Client) -> pb.Lease:
+        reader_id = client.call("OpenReader", job=job).reader_id
+        return lease_range(client, tensor_range(fqn, kind, reader_id, numel=len(expected)))
+
+    leases = [lease(first), lease(second), lease(second)]
+    assert len({lease.arena_offset for lease in leases}) == 1
+    assert len({lease.lease_id for lease in leases}) == 3
+    # The bytes stay as long as one lease on them is there, whichever session ends before.
+    first.close()
+    second.call("ReleaseLeases", releases=[pb.ReleaseLeasesRequest.Release(lease_id=leases[1].lease_id)])
+    rank.train(1, 1)
+    newer = lease(second)
+    assert newer.arena_offset != leases[2].arena_offset
+    view = memoryview(second.map_arena())[leases[2].arena_offset :][: leases[2].size_bytes]
+    assert torch.equal(torch.frombuffer(view, dtype=rank.layout.dtype(kind).torch).clone(), expected)
