@@ -49,6 +49,7 @@ from trainer_client.errors import (
     UnauthenticatedError,
 )
 from trainer_client.inference import InferenceEngine, init_inference
+from trainer_client.inference.faces import disk_offload, load_checkpoint_and_dispatch
 from trainer_client.initialization import initialize
 from trainer_client.interface_version import (
     __version__,
@@ -135,10 +136,12 @@ __all__ = [
     "checkpoint",
     "checkpointing",
     "comm",
+    "disk_offload",
     "get_accelerator",
     "init_distributed",
     "init_inference",
     "initialize",
+    "load_checkpoint_and_dispatch",
     "log_dist",
     "logger",
     "moe",

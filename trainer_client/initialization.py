@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
@@ -28,8 +27,9 @@ from trainer_client.config.log_lines import describe_automatic, describe_without
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.data_parallel import check_mpu
 from trainer_client.engine import Engine
-from trainer_client.errors import ConfigError, LocalDaemonError
+from trainer_client.errors import ConfigError
 from trainer_client.exchange.first_import import import_at_start
+from trainer_client.inference.opening import InitialArguments, open_engine
 from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
@@ -43,22 +43,18 @@ from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.data_loader import TrainingLoader, make_loader
 from trainer_client.run.job import Job
 from trainer_client.run.job_place import JobPlace
-from trainer_client.run.local_daemon import LocalDaemon, local_address
+from trainer_client.run.node_store import find_store, join_processes
 from trainer_client.run.run_state import Scheduler
 from trainer_client.schedules.registry import make_schedule
 from trainer_client.schedules.schedule import ScheduleSection
 from trainer_client.section import Agreement
 from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
-from trainer_client.transport.channel import wait_until_serving
-from trainer_client.transport.credentials import NO_CREDENTIALS
 from trainer_client.transport.rank_store import RankStore
 from trainer_client.zero import external_parameters
 
 log = logging.getLogger(__name__)
 
 SchedulerArgument = LRScheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
-
-_SERVING_SECONDS = 30.0
 
 
 @RecipeRecorder.suspended()
@@ -96,7 +92,7 @@ def initialize(
             Afterwards the parameters live in the store. A new job begins with the initial values of rank 0; on a
             resume the initial values do not matter.
         optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
-            parameters to one; None: the optimizer of the config.
+            parameters to one; None: the optimizer of the config. If that has none either, the engine is for inference.
         model_parameters: the parameters to optimise, or parameter groups of them; None: all trainable parameters.
         training_data: a dataset, for the data loader that is returned. A dataset that has a length is loaded in an
             order that does not depend on the number of ranks, and its cursor is in every commit: see
@@ -123,7 +119,8 @@ def initialize(
         prefer_streams: whether to move tensors over gRPC although the store is on this node (for tests of that path).
 
     Returns:
-        (engine, optimizer, data loader or None, scheduler or None)
+        (engine, optimizer, data loader or None, scheduler or None). Without an optimizer, at stage 3, the engine is an
+        `InferenceEngine`, and the others are None.
 
     Raises:
         ConfigError: an argument or a config key cannot be honoured.
@@ -145,13 +142,35 @@ def initialize(
         _config_source(args, config, config_params), os.environ, {p.tensor.dtype for p in parameters}
     )
     policy = choose_policy(settings.paramserver.units, unit_policy)
+    if optimizer is None and settings.optimizer is None and settings.zero_optimization.stage == 3:
+        given = {"model_parameters": model_parameters, "training_data": training_data, "lr_scheduler": lr_scheduler}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"initialize({name}=...) needs an optimizer: without one, the engine is for inference"
+                )
+        inference = open_engine(
+            model,
+            parameters,
+            settings,
+            policy,
+            InitialArguments(weights, strict_weights, param_init_fn),
+            processes=(dist_init_required, distributed_port),
+            prefer_streams=prefer_streams,
+        )
+        if hasattr(args, "local_rank"):
+            args.local_rank = inference.local_rank
+        # The annotation is for training loops, because types cannot show what the config has.
+        returned: Any = (inference, None, None, None)
+        result: tuple[Engine, StoreOptimizer, None, None] = returned
+        return result
     store_optimizer = make_optimizer(
         optimizer, settings.optimizer, model_parameters, parameters, settings.paramserver.may_thaw
     )
     scheduler = _make_scheduler(lr_scheduler, settings.scheduler, optimizer, store_optimizer)
     with ExitStack() as resources:
         processes = resources.enter_context(ExitStack())
-        local_rank, device = _join_processes(dist_init_required, distributed_port, processes)
+        local_rank, device = join_processes(dist_init_required, distributed_port, processes)
         if hasattr(args, "local_rank"):
             args.local_rank = local_rank
         recorder = Recorder()
@@ -324,19 +343,6 @@ def _declare(
     )
 
 
-def _join_processes(required: bool | None, port: int, processes: ExitStack) -> tuple[int, torch.device]:
-    """Join the process group that the launcher has announced, if any. Return (local rank, device)."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    launched = "RANK" in os.environ
-    if not dist.is_initialized() and (launched or required):
-        comm.init_distributed(distributed_port=port, dist_init_required=required)
-        processes.callback(dist.destroy_process_group)
-    return local_rank, device
-
-
 def _connect(
     settings: TrainingConfig,
     collectives: Collectives,
@@ -346,24 +352,7 @@ def _connect(
     resources: ExitStack,
 ) -> RankStore:
     """Open a session with the operator's daemon, or with one that the first rank of this node starts. A collective."""
-    address = settings.store_address(os.environ)
-    credentials = NO_CREDENTIALS if address is None else settings.credentials(os.environ)
-    if address is None:
-        failure: LocalDaemonError | None = None
-        if local_rank == 0:
-            try:
-                resources.callback(LocalDaemon.of(settings).stop)
-            except LocalDaemonError as error:
-                failure = error
-        # The other ranks connect only after this collective, because the socket of an earlier daemon may have been
-        # there until now.
-        failed_somewhere = any(collectives.any_rank([failure is not None]))
-        if failure is not None:
-            raise failure
-        if failed_somewhere:
-            raise LocalDaemonError("the rank that starts a node's store daemon has failed: see its message")
-        address = local_address(settings.state_dir())
-    wait_until_serving(address, _SERVING_SECONDS, credentials)
+    address, credentials = find_store(settings, collectives, local_rank, resources)
     client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
     store = RankStore(address, client, credentials, prefer_streams=prefer_streams, recorder=recorder)
     resources.callback(store.close)

@@ -311,7 +311,10 @@ def make_optimizer(
     if argument is not None:
         return StoreOptimizer(argument(chosen), parameters, may_thaw)
     if section is None:
-        raise ConfigError('no optimizer: write {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}, or pass one')
+        raise ConfigError(
+            'no optimizer: write {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}, or pass one; for inference '
+            "without one, write zero_optimization.stage 3"
+        )
     # torch refuses an empty list of parameters, but takes a group with an empty list.
     groups = [{"params": chosen}] if model_parameters is None else chosen
     try:

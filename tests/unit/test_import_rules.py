@@ -50,19 +50,19 @@ FLOORS = {
         "arguments errors interface_version own_packages recorder standing",
         "as_deepspeed section",
         "accelerator comm not_built optimizers ranks schedules transport",
-        "checkpoint config data_parallel inference moe ops pipe sequence",
+        "checkpoint config data_parallel moe ops pipe sequence",
         "model",
         "initial store_client store_optimizer",
         "step",
         "access report run",
         "engine_getters exchange launch plan",
         "engine",
-        "assembly zero",
+        "assembly inference zero",
         "initialization runtime",
         "accelerate utils",
         "__init__",
     ),
-    "benchmarks": ("__init__ common", "dataplane storage training", "planning"),
+    "benchmarks": ("__init__ common", "dataplane inference storage training", "planning"),
 }
 
 

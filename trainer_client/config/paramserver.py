@@ -113,6 +113,20 @@ class TraceSection(Section):
         return {"file": value} if isinstance(value, str | Path) else value
 
 
+class InferenceSection(Section):
+    """An engine for inference, which `initialize` returns without an optimizer: [inference](inference.md)."""
+
+    step: NonNegativeInt | None = Field(
+        default=None, description="the committed step whose weights are used; null: the newest one"
+    )
+    # Ranks may differ, because nodes have different stores.
+    host_bytes: Annotated[ByteSize | None, Agreement.NONE] = Field(
+        default=None,
+        description="most bytes of the store's host memory that the weights in use may take; null: 13/16 of the budget "
+        "of the job's own daemon, 3/4 of that of a running one",
+    )
+
+
 class ParamserverSection(Section):
     """The store and how the job uses it."""
 
@@ -201,5 +215,6 @@ class ParamserverSection(Section):
         description="the store begins to update a unit in the backward pass, as soon as its gradient is final; see "
         "[engine](engine.md#early-updates)",
     )
+    inference: InferenceSection = Field(default=InferenceSection(), description="an engine without an optimizer")
     # Each rank writes its trace on its own, so ranks may differ.
     trace: Annotated[TraceSection | None, Agreement.NONE] = Field(default=None, description="a trace of some steps")

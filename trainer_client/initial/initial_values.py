@@ -119,6 +119,12 @@ class InitialValues:
             self._sources[parameter.index].fill(partition[first : first + count], offset)
         return partition
 
+    def whole(self, parameter: ModelParameter) -> torch.Tensor:
+        """Return all values of a parameter, flattened, fp32 on the CPU. A collective."""
+        values = torch.empty(parameter.shape.numel(), dtype=torch.float32)
+        self._sources[parameter.index].fill(values, 0)
+        return values
+
     def _agree_on_origins(self, parameters: Sequence[ModelParameter]) -> list[Origin]:
         """Return rank 0's origin of each parameter. Other ranks need no values for those that rank 0 has.
 

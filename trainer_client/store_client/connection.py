@@ -155,6 +155,24 @@ class StoreSession:
         """Whether bytes are copied through the mapped arena; otherwise they are sent."""
         return self._arena is not None
 
+    def map_privately(self) -> memoryview | None:
+        """Map the arena for reading, see `Arena.map_privately`. None: this session cannot, so bytes are copied."""
+        return None if self._arena is None else self._arena.map_privately()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the session is known to have ended."""
+        return self._session.failure is not None
+
+    def check(self) -> None:
+        """Check that the bytes of leases are still those that were leased. Call this after they were used.
+
+        Raises:
+            SessionEndedError: the daemon has ended the session, so the bytes may have been those of another session.
+        """
+        if self._arena is not None:
+            self._arena.check()
+
     def goes_on(self, call: Call) -> bool:
         """Return whether the session has not ended, after waiting for a broken stream to be resumed.
 

@@ -79,6 +79,7 @@ class Batch:
         return pb.AcquireLeasesRequest.Want(ranges=ranges, mode=pb.LEASE_MODE_READ)
 
 
+T = TypeVar("T")
 WantedT = TypeVar("WantedT", TensorPart, Batch)
 
 
@@ -309,6 +310,16 @@ class StoreReaderSync:
                         held.ahead[part] = held.lease(part, LEASE_DEADLINE_SECONDS)
 
         self._connection.resume(call, attempt)
+
+    def on_session(self, call: Call, attempt: Callable[[StoreSession, int], T]) -> T:
+        """Call `attempt` with the session and the reader's number in it, and return its result.
+
+        It is called again after each break of the connection, so it must be idempotent.
+
+        Raises:
+            StoreError: the store refuses, or the deadline has passed.
+        """
+        return self._connection.resume(call, lambda session: attempt(session, self._attach(session, call).reader_id))
 
     def _attach(self, session: StoreSession, call: Call) -> _Held:
         """Return the reader in `session`; open it (again) if this is a new session. Raises StoreError."""

@@ -63,6 +63,7 @@ class Arena:
         self._word = memoryview(mapping.memory)[description.generation_offset :][:_WORD_BYTES].cast("Q")
         self._generation = description.generation
         self._descriptor = mapping.descriptors[0]
+        self._size_bytes = len(mapping.memory)
         # In a file of huge pages, a mapping has to begin and end at a huge page, which leases do not.
         self._has_ordinary_pages = os.fstatvfs(self._descriptor).f_bsize == mmap.PAGESIZE
 
@@ -101,6 +102,14 @@ class Arena:
         because leases do not begin at huge pages.
         """
         return FileRange(descriptor=self._descriptor, offset=offset) if self._has_ordinary_pages else None
+
+    def map_privately(self) -> memoryview | None:
+        """Map the whole arena once more, for reading, and return the view, which lasts as long as it is referenced.
+
+        A write through it stays in this process. Returns None if the arena is in a file of huge pages, because written
+        pages of such a mapping cannot be discarded one by one.
+        """
+        return map_file(self._descriptor, self._size_bytes, is_private=True) if self._has_ordinary_pages else None
 
     def check(self) -> None:
         """Check that the session had not ended while bytes of its leases were read.

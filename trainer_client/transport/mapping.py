@@ -15,6 +15,7 @@ from dataclasses import dataclass
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _HUGE_PAGE_BYTES = 2 << 20
+_MADV_DONTNEED = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -26,6 +27,8 @@ _libc.mmap.argtypes = [
     ctypes.c_int,
     ctypes.c_long,
 ]
+_libc.madvise.restype = ctypes.c_int
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,10 @@ class FileRange:
     offset: int
 
 
-def map_file(descriptor: int, nbytes: int) -> memoryview:
-    """Map the first `nbytes` of a file, shared with the other processes that map it, and return a view of them.
+def map_file(descriptor: int, nbytes: int, *, is_private: bool = False) -> memoryview:
+    """Map the first `nbytes` of a file, and return a view of them, which other processes may map, too.
+
+    Writes go to the file, unless `is_private`: then a write copies its page into this process, see `map_file_at`.
 
     The mapping lasts as long as the view or a slice of it is referenced. It begins at a multiple of _HUGE_PAGE_BYTES,
     because the processor can use a huge page only there; storage/syscalls.py has the measured gain.
@@ -57,7 +62,8 @@ def map_file(descriptor: int, nbytes: int) -> memoryview:
     reserved = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
     lead = -begin % _HUGE_PAGE_BYTES
-    _map(begin + lead, nbytes, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if is_private else mmap.MAP_SHARED
+    _map(begin + lead, nbytes, flags | _MAP_FIXED, descriptor, 0)
     return memoryview(reserved)[lead : lead + nbytes]
 
 
@@ -73,6 +79,18 @@ def map_file_at(address: int, nbytes: int, source: FileRange) -> None:
     """
     # MAP_POPULATE is not used, because it would copy each page of a writable private mapping at once.
     _map(address, nbytes, mmap.MAP_PRIVATE | _MAP_FIXED, source.descriptor, source.offset)
+
+
+def show_file_again(view: memoryview) -> None:
+    """Discard what this process has written to whole pages of a private mapping, so that they show the file again.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    if _libc.madvise(address, len(view), _MADV_DONTNEED) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"madvise of {len(view)} bytes: {os.strerror(error)}")
 
 
 def map_zeros_at(address: int, nbytes: int) -> None:

@@ -1,0 +1,212 @@
+"""The engine for inference: a model whose weights are a committed step in the store.
+
+Owns the life of the hooks and of the leases. Must never change a weight, and never write to the store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from trainer_client.errors import PhaseError
+from trainer_client.inference.hooks import InferenceHooks
+from trainer_client.inference.residency import Residency
+from trainer_client.inference.weights import StepWeights
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.step.precision import cast_floating_inputs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceParts:
+    """The objects that an engine for inference calls, made by opening.py."""
+
+    weights: StepWeights
+    residency: Residency
+    hooks: InferenceHooks
+    parameters: tuple[ModelParameter, ...]
+
+
+class InferenceEngine(nn.Module):
+    """The engine that `initialize` without an optimizer and `init_inference` return.
+
+    It computes what the model computes, bit for bit: `engine(batch)`, `engine.generate(...)`, or the model itself. It
+    has no backward pass. Attributes that the engine does not have are the model's.
+
+    Attributes:
+        module: the model.
+        job: the name of the job in the store.
+        step_number: the committed step whose weights the model has.
+        device: where the model computes.
+        local_rank: the number of this rank on its node.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: InferenceParts,
+        device: torch.device,
+        local_rank: int,
+        compute_dtype: torch.dtype | None,
+        resources: ExitStack,
+    ) -> None:
+        """Join the parts to an engine.
+
+        Args:
+            compute_dtype: floating-point inputs are cast to it; None: they stay as they are.
+            resources: closed with the engine.
+        """
+        super().__init__()
+        self.module = model
+        self.job = parts.weights.job
+        self.step_number = parts.weights.step
+        self.device = device
+        self.local_rank = local_rank
+        self._parts = parts
+        self._compute_dtype = compute_dtype
+        self._resources = resources
+        self._closed = False
+        self.eval()
+        self._refusal = model.register_state_dict_pre_hook(self._refuse_released)
+        atexit.register(self.close)
+        log.info(
+            "the model has the weights of step %d of job %r; %d bytes of them stay in memory, %s",
+            *(self.step_number, self.job, parts.residency.kept_bytes),
+            "the others are fetched for each use" if parts.residency.streams else "which are all",
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward without gradients, and return its output.
+
+        Raises:
+            SessionEndedError: the store had ended this process's session, so the output was discarded. The next call
+                uses a new session.
+            StoreError: the store failed, or did not come back in time.
+        """
+        if self._compute_dtype is not None:
+            args, kwargs = cast_floating_inputs((args, kwargs), self._compute_dtype)
+        with torch.no_grad():
+            return self.module(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's `generate`, without gradients.
+
+        Raises:
+            AttributeError: the model has no such method.
+        """
+        with torch.no_grad():
+            return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a backward pass. Raises PhaseError."""
+        self._refuse("backward()")
+
+    def step(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a training step. Raises PhaseError."""
+        self._refuse("step()")
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a commit. Raises PhaseError."""
+        self._refuse("save_checkpoint()")
+
+    @staticmethod
+    def _refuse(what: str) -> NoReturn:
+        raise PhaseError(
+            f"{what} of an engine for inference: it has no optimizer and changes nothing in the store; pass an "
+            "optimizer to initialize(), or write one into the config"
+        )
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the model's state by name, as copies on the CPU: parameters, their tied names, and buffers."""
+        self._require_open()
+        weights = self._parts.weights
+        copies: dict[int, torch.Tensor] = {}
+        for parameter in self._parts.parameters:
+            tensor = weights.tensors.get(parameter.fqn)
+            copies[id(parameter.tensor)] = (
+                torch.empty(parameter.shape, dtype=parameter.tensor.dtype)
+                if tensor is None
+                else weights.read(tensor, torch.device("cpu"))
+            )
+        self._refusal.remove()
+        try:
+            names = self.module.state_dict(keep_vars=True)
+        finally:
+            self._refusal = self.module.register_state_dict_pre_hook(self._refuse_released)
+        return {
+            name: copies[id(entry)] if id(entry) in copies else entry.detach().cpu().clone()
+            for name, entry in names.items()
+            if isinstance(entry, torch.Tensor)
+        }
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model's modules, as dropout has; training is not possible in either."""
+        super().train(mode)
+        return self
+
+    def close(self) -> None:
+        """Release the weights, and stop the daemon that belongs to the engine. Idempotent.
+
+        The model has no weights afterwards, and a forward of it raises RuntimeError.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._resources.close()
+
+    # DeepSpeed's name for the end of an engine.
+    destroy = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model, because the engine has none of this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        return getattr(self.module, name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Return the engine if `fn`, as `to` or `half` make it, would change no tensor; refuse it if it would.
+
+        Raises:
+            RuntimeError: `fn` gives tensors another device or dtype than the stored weights have.
+        """
+        for tensor in (*self.parameters(), *self.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=self.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise RuntimeError(
+                    f"the weights of an engine for inference stay {probe.dtype} on {probe.device}, and cannot become "
+                    f"{moved.dtype} on {moved.device}: pass dtype= when the engine is made, or remove the call"
+                )
+        return self
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine for inference is closed")
+
+    def _refuse_released(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Refuse `state_dict()` while some weights are not in memory."""
+        if self._parts.residency.streams or self._closed:
+            raise RuntimeError(
+                "not all of the model's weights are in memory: call engine.full_state_dict() instead of state_dict()"
+            )

@@ -1,0 +1,177 @@
+"""The opening of an engine for inference: from a model and a config to an engine, step by step.
+
+Owns the order of these steps. Must never leave a daemon, a session or a process group behind after an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.errors import ConfigError
+from trainer_client.inference.engine import InferenceEngine, InferenceParts
+from trainer_client.inference.hooks import InferenceHooks
+from trainer_client.inference.residency import Residency
+from trainer_client.inference.stored_job import newest_step, put
+from trainer_client.inference.units import check_fit, divide
+from trainer_client.inference.weights import StepWeights
+from trainer_client.initial.initial_values import InitialValues
+from trainer_client.initial.loading import Weights
+from trainer_client.initial.module_init import ParamInitFn
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.unit_policy import UnitPolicy
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.run.node_store import choose_device, find_store, join_processes
+from trainer_client.step.precision import PrecisionPolicy
+from trainer_client.store_client.client_sync import StoreClientSync
+
+log = logging.getLogger(__name__)
+
+# The parts of the host budget that weights in use may take if the config does not say it: of a daemon of the job's own,
+# and of one that other jobs may use, too. The daemon's own buffers take up to an eighth.
+_OWN_SHARE = 13 / 16
+_COMMON_SHARE = 3 / 4
+
+
+@dataclass(frozen=True, slots=True)
+class InitialArguments:
+    """Where the values of a job come from that the store does not have yet; see `initialize`."""
+
+    weights: str | Path | None = None
+    strict_weights: bool = True
+    param_init_fn: ParamInitFn | None = None
+
+
+def open_engine(
+    model: nn.Module,
+    parameters: Sequence[ModelParameter],
+    settings: TrainingConfig,
+    policy: UnitPolicy,
+    initial: InitialArguments,
+    *,
+    processes: tuple[bool | None, int] | None = None,
+    prefer_streams: bool = False,
+) -> InferenceEngine:
+    """Return an engine whose model has the weights of a committed step. A collective of the process group, if any.
+
+    If the store does not have the job, the values of the model, or those that `initial` names, are put there first.
+
+    Args:
+        model: the model; its parameters do not require gradients afterwards.
+        parameters: all of its parameters.
+        settings: the config.
+        policy: chooses the blocks that are fetched as a whole.
+        initial: the source of a new job's values.
+        processes: the arguments `dist_init_required` and `distributed_port` of `initialize`, which joins the process
+            group that a launcher has announced. None: the process group is used as it is.
+        prefer_streams: whether to copy the weights through gRPC although the store is on this node.
+
+    Raises:
+        ConfigError: the stored model is another one, or a key of the config cannot be honoured.
+        StoreError, LocalDaemonError: the store refused, cannot be reached or cannot be started.
+    """
+    section = settings.paramserver
+    with ExitStack() as resources:
+        joined = resources.enter_context(ExitStack())
+        local_rank, device = choose_device() if processes is None else join_processes(*processes, joined)
+        collectives = Collectives(device, section.collective_timeout_seconds)
+        joined.callback(collectives.close)
+        address, credentials = find_store(settings, collectives, local_rank, resources)
+        # The process group is left before the daemon is stopped, so that no other rank waits for a daemon that is gone.
+        resources.callback(joined.close)
+        name = f"pid {os.getpid()} on {socket.gethostname()}, inference"
+        client = StoreClientSync.connect(address, credentials=credentials, client=name, prefer_streams=prefer_streams)
+        resources.callback(client.close)
+        policy_of_dtypes = PrecisionPolicy.of(settings)
+        dtypes = [policy_of_dtypes.dtype_of(parameter) for parameter in parameters]
+        weights = _read(client, model, parameters, dtypes, settings, initial, collectives, local_rank, device)
+        resources.callback(weights.close)
+        units = divide(model, parameters, weights.tensors, policy)
+        residency = Residency(units, weights, _host_bytes(settings, weights))
+        resources.callback(residency.close)
+        residency.load()
+        hooks = InferenceHooks(model, units, residency)
+        resources.callback(hooks.remove)
+        parts = InferenceParts(weights=weights, residency=residency, hooks=hooks, parameters=tuple(parameters))
+        return InferenceEngine(model, parts, device, local_rank, policy_of_dtypes.compute_dtype, resources.pop_all())
+
+
+def _read(
+    client: StoreClientSync,
+    model: nn.Module,
+    parameters: Sequence[ModelParameter],
+    dtypes: Sequence[torch.dtype],
+    settings: TrainingConfig,
+    initial: InitialArguments,
+    collectives: Collectives,
+    local_rank: int,
+    device: torch.device,
+) -> StepWeights:
+    """Return the step that the config names, put it into the store first if it is missing, and fill the buffers."""
+    section = settings.paramserver
+    is_there = newest_step(client, section.job) is not None
+    if section.resume == "must" and not is_there:
+        raise ConfigError(f"paramserver.resume is 'must', and the store has no committed step of job {section.job!r}")
+    if section.resume == "never" and is_there:
+        raise ConfigError(f"paramserver.resume is 'never', and the store has job {section.job!r} already")
+    (is_missing,) = collectives.any_rank([not is_there], "the look for the stored model")
+    (is_meta,) = collectives.any_rank([any(p.tensor.is_meta for p in parameters)], "the look at the model")
+    if is_missing or is_meta or initial.weights is not None:
+        values = InitialValues(
+            model,
+            parameters,
+            collectives,
+            param_init_fn=initial.param_init_fn,
+            weights=Weights(initial.weights) if initial.weights is not None else None,
+            strict_weights=initial.strict_weights,
+        )
+        if is_missing:
+            writes = local_rank == 0 and not is_there
+            put(client, section.job, parameters, dtypes, values, collectives, is_writer=writes)
+    if is_there:
+        log.info("job %r is in the store already: its weights count, and not those of the model", section.job)
+    weights = StepWeights(client, section.job, section.inference.step, device)
+    try:
+        for parameter, dtype in zip(parameters, dtypes, strict=True):
+            tensor = parameter.tensor
+            tensor.requires_grad_(False)
+            if tensor.dtype != dtype or tensor.device != device:
+                # The values come from the store, so a parameter of the right kind is enough here.
+                tensor.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(tensor.shape)
+        check_fit(parameters, weights.tensors, f"step {weights.step} of job {section.job!r}")
+        _fill_buffers(model, weights, device)
+    except BaseException:
+        weights.close()
+        raise
+    return weights
+
+
+@torch.no_grad()
+def _fill_buffers(model: nn.Module, weights: StepWeights, device: torch.device) -> None:
+    """Give the buffers the values that a trainer has committed, and bring all of them to the device."""
+    known = dict(model.named_buffers(remove_duplicate=False))
+    for name, values in weights.buffers.items():
+        if name in known and known[name].shape == values.shape:
+            known[name].copy_(values)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _host_bytes(settings: TrainingConfig, weights: StepWeights) -> int:
+    """Return the most bytes of the store's memory that leases of this process may hold."""
+    given = settings.paramserver.inference.host_bytes
+    if given is not None:
+        return int(given)
+    share = _OWN_SHARE if settings.store_address(os.environ) is None else _COMMON_SHARE
+    return int(weights.arena_bytes * share)

@@ -1,0 +1,245 @@
+"""Which units of a model are in memory during inference, and which are fetched ahead.
+
+As many units as the budget allows stay in memory from the beginning on, so that they cost nothing later. The others are
+fetched for each use, in the order of the last forward, and the first units follow the last one, because a forward is
+repeated for each token. Owns the units' leases. Must never hold more bytes than the budget, but for the unit in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from trainer_client.errors import SessionEndedError, StoreBudgetError
+from trainer_client.inference.units import WeightUnit
+from trainer_client.inference.weights import Fetch, HeldTensors, StepWeights
+
+log = logging.getLogger(__name__)
+
+# The units that do not stay in memory share the room of at most this many of the largest of them.
+_MOST_AHEAD = 4
+# While the units that stay are brought into memory, this many requests are under way.
+_LOADING = 3
+
+
+class Residency:
+    """The units of one model and where they are."""
+
+    def __init__(self, units: Sequence[WeightUnit], weights: StepWeights, host_bytes: int) -> None:
+        """Choose the units that stay in memory. None of them is there before `load`.
+
+        Args:
+            units: the units, in the order of their first use as far as that is known.
+            weights: the step.
+            host_bytes: the most bytes of the store's host memory that leases of this process may hold.
+        """
+        self._weights = weights
+        self._units = tuple(units)
+        self._ahead: dict[WeightUnit, Fetch] = {}
+        # The units that were used by a function without a forward of their module. They are released with the outermost
+        # forward under way.
+        self._borrowed: list[WeightUnit] = []
+        self._last: WeightUnit | None = None
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._window_bytes = 0
+        # The units that are copied from the store part by part, because the window cannot hold two of one.
+        self._large: set[WeightUnit] = set()
+        # For each unit that does not stay, the one that is expected after it.
+        self._next: dict[WeightUnit, WeightUnit] = {}
+        self._divide(host_bytes)
+
+    def _divide(self, host_bytes: int) -> None:
+        """Choose the units that stay, and divide the rest of the budget between the others."""
+        streamed = _choose(self._units, host_bytes)
+        self._window_bytes = max(0, host_bytes - self.kept_bytes)
+        self._large = {unit for unit in streamed if 2 * unit.plan.nbytes > self._window_bytes}
+        self._next = dict(zip(streamed, [*streamed[1:], *streamed[:1]], strict=True))
+
+    @property
+    def streams(self) -> bool:
+        """Whether some units are fetched for each use."""
+        return bool(self._next)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the units that stay in memory."""
+        return sum(unit.plan.nbytes for unit in self._units if unit.stays)
+
+    def load(self) -> None:
+        """Release all parameters, and bring the units that stay into memory.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        staying = [unit for unit in self._units if unit.stays]
+        for unit in self._units:
+            unit.hide(self.borrow)
+        for number, unit in enumerate(staying):
+            for later in staying[number : number + _LOADING]:
+                self._request(later)
+            try:
+                unit.show(self._fetched(unit))
+            except StoreBudgetError as error:
+                log.warning("not all of the model stays in memory as planned: %s", error)
+                self._make_do()
+                return
+
+    def _make_do(self) -> None:
+        """Take what was granted so far as the budget, because the store's memory has no room for more."""
+        self._drop_ahead(keep=())
+        held = [unit for unit in self._units if unit.held is not None]
+        self._divide(sum(unit.plan.nbytes for unit in held))
+        for unit in held:
+            if not unit.stays:
+                self._release(unit)
+
+    def enter(self, unit: WeightUnit) -> None:
+        """Bring a unit into memory for a forward that needs it, and request those that come next.
+
+        Raises:
+            StoreError: the store failed, or did not come back in time.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the engine for inference is closed, and the model has no weights any more")
+            if unit.held is not None and unit.held.is_lost and not unit.users:
+                self._forget(unit)
+            if unit.held is None:
+                unit.show(self._fetched(unit))
+            unit.users += 1
+            if not unit.stays:
+                self._note(unit)
+                self._request_ahead(unit)
+
+    def leave(self, unit: WeightUnit) -> None:
+        """End a forward that needs a unit, and release the unit if it does not stay.
+
+        Raises:
+            SessionEndedError: the unit's leases had ended before, so the results cannot be used.
+        """
+        with self._lock:
+            unit.users -= 1
+            held = unit.held
+            if held is None:
+                return
+            if unit.stays or unit.users:
+                held.check()
+                return
+            self._release(unit)
+
+    def borrow(self, unit: WeightUnit) -> None:
+        """Bring a unit into memory that a function uses outside of the forward of the unit's modules."""
+        with self._lock:
+            self.enter(unit)
+            self._borrowed.append(unit)
+
+    def return_borrowed(self) -> None:
+        """Release what was borrowed. The outermost forward calls this at its end. Raises SessionEndedError."""
+        with self._lock:
+            borrowed, self._borrowed = self._borrowed, []
+            for unit in borrowed:
+                self.leave(unit)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a view of a parameter that is released after its use."""
+        if tensor.layout is not torch.strided or not self._next:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return any(
+            address == parameter.untyped_storage().data_ptr()
+            for unit in self._next
+            if unit.held is not None
+            for parameter in unit.held.tensors.values()
+        )
+
+    def close(self) -> None:
+        """Take all values away from the parameters, and release all leases; idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._drop_ahead(keep=())
+            for unit in self._units:
+                if unit.held is not None:
+                    self._forget(unit)
+
+    def _release(self, unit: WeightUnit) -> None:
+        held = unit.hide(self.borrow)
+        if held is not None:
+            self._weights.release(held)
+
+    def _forget(self, unit: WeightUnit) -> None:
+        """Take the values of a unit away whose leases may have ended."""
+        try:
+            self._release(unit)
+        except SessionEndedError as error:
+            log.debug("the leases on %s had ended: %s", unit.name, error)
+
+    def _fetched(self, unit: WeightUnit) -> HeldTensors:
+        if unit in self._large:
+            tensors = [place.tensor for place in unit.plan.places]
+            return HeldTensors({tensor.fqn: self._weights.read(tensor) for tensor in tensors})
+        if not unit.plan.wants:
+            return HeldTensors({})
+        return self._weights.finish(unit.plan, self._ahead.pop(unit, None))
+
+    def _request(self, unit: WeightUnit) -> None:
+        """Request a unit's leases ahead, unless that was done or is not necessary."""
+        if unit.held is None and unit not in self._ahead and unit.plan.wants and unit not in self._large:
+            fetch = self._weights.begin(unit.plan)
+            if fetch is not None:
+                self._ahead[unit] = fetch
+
+    def _note(self, unit: WeightUnit) -> None:
+        """Take note of the order in which units are used."""
+        if self._last is not None and self._last is not unit and self._last in self._next:
+            self._next[self._last] = unit
+        self._last = unit
+
+    def _request_ahead(self, unit: WeightUnit) -> None:
+        """Request the units that were used after this one the last time, as far as the window has room."""
+        held = [other for other in self._next if other.held is not None and other not in self._large]
+        room = self._window_bytes - sum(other.plan.nbytes for other in held)
+        coming: list[WeightUnit] = []
+        following = self._next[unit]
+        while following is not unit and following not in coming and len(coming) < _MOST_AHEAD:
+            if following.held is None and following not in self._large:
+                room -= following.plan.nbytes
+                if room < 0:
+                    break
+            coming.append(following)
+            following = self._next[following]
+        self._drop_ahead(keep=coming)
+        for other in coming:
+            self._request(other)
+
+    def _drop_ahead(self, keep: Iterable[Any]) -> None:
+        """Give up the requests for units that are not expected next."""
+        for unit in set(self._ahead) - set(keep):
+            self._weights.cancel(self._ahead.pop(unit))
+
+
+def _choose(units: Sequence[WeightUnit], host_bytes: int) -> list[WeightUnit]:
+    """Mark the units that stay in memory, and return the others.
+
+    If not all units fit, the others keep room for some of the largest of them: the one in use, and those that are
+    fetched meanwhile.
+    """
+    if sum(unit.plan.nbytes for unit in units) <= host_bytes:
+        room = host_bytes
+    else:
+        largest = max(unit.plan.nbytes for unit in units)
+        room = host_bytes - max(2 * largest, min(host_bytes // 2, _MOST_AHEAD * largest))
+    streamed = []
+    for unit in units:
+        unit.stays = unit.plan.nbytes <= room
+        if unit.stays:
+            room -= unit.plan.nbytes
+        else:
+            streamed.append(unit)
+    return streamed

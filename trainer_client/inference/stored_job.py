@@ -1,0 +1,101 @@
+"""The job that an engine for inference reads: found in the store, or put there once from a model or its files.
+
+Owns the writing of such a job. Must never write to a job that has a committed step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import grpc
+import torch
+
+from trainer_client.errors import JobConflictError, StoreTimeoutError
+from trainer_client.initial.initial_values import InitialValues
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.store_client.types import TensorSpec
+
+log = logging.getLogger(__name__)
+
+# Another process may be putting the same model into the store. It is waited for so long, and looked at so often.
+_OTHER_WRITER_SECONDS = 1800.0
+_LOOK_SECONDS = 0.2
+
+
+def newest_step(client: StoreClientSync, job: str) -> int | None:
+    """Return the newest committed step of a job; None: the store has no such job, or it has no committed step."""
+    return next((stored.step for stored in client.list_jobs() if stored.name == job), None)
+
+
+def put(
+    client: StoreClientSync,
+    job: str,
+    parameters: Sequence[ModelParameter],
+    dtypes: Sequence[torch.dtype],
+    values: InitialValues,
+    collectives: Collectives,
+    *,
+    is_writer: bool,
+) -> None:
+    """Put the model into its node's store, unless another process does so just now. A collective.
+
+    One parameter at a time is in memory, in fp32 and in its own dtype.
+
+    Args:
+        client: this rank's client of the store.
+        job: the job's name.
+        parameters: the model's parameters.
+        dtypes: the dtype in which each is stored.
+        values: the parameters' values.
+        collectives: the collectives of this rank.
+        is_writer: whether this rank puts the model into its store.
+
+    Raises:
+        StoreError: the store has no room, or failed.
+    """
+    specs = {
+        parameter.fqn: TensorSpec(shape=tuple(parameter.shape), dtype=dtype)
+        for parameter, dtype in zip(parameters, dtypes, strict=True)
+        if parameter.shape.numel()
+    }
+    writer = None
+    try:
+        if is_writer:
+            try:
+                writer = client.open(job, specs)
+            except JobConflictError:
+                log.info("another process is putting job %r into the store", job)
+            if writer is not None and writer.step is not None:
+                # Another process has committed the model since this one looked.
+                writer.close()
+                writer = None
+        if writer is not None or collectives.world_size > 1:
+            for parameter, dtype in zip(parameters, dtypes, strict=True):
+                whole = values.whole(parameter)
+                if writer is not None and parameter.fqn in specs:
+                    writer.put({parameter.fqn: whole.to(dtype).view(parameter.shape)})
+        if writer is not None:
+            writer.commit()
+    finally:
+        if writer is not None:
+            writer.close()
+    if is_writer:
+        _wait_for_step(client, job)
+    collectives.any_rank([False], "the end of the model's import")
+
+
+def _wait_for_step(client: StoreClientSync, job: str) -> None:
+    """Wait until another process has committed the job's first step. Raises StoreTimeoutError."""
+    deadline = time.monotonic() + _OTHER_WRITER_SECONDS
+    while newest_step(client, job) is None:
+        if time.monotonic() > deadline:
+            raise StoreTimeoutError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"another client has had job {job!r} open for {_OTHER_WRITER_SECONDS:g} s without a commit; end it, or "
+                "name another job",
+            )
+        time.sleep(_LOOK_SECONDS)

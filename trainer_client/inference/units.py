@@ -1,0 +1,138 @@
+"""The units of a model for inference: parameters that are brought into memory and released together.
+
+A block is a unit, as in training. What belongs to no block is divided by the modules that own it, so that an embedding
+is not in memory while the blocks compute. Owns what a unit's parameters point to. Must never decide when to fetch or to
+release: residency.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer_client.errors import ConfigError
+from trainer_client.inference.weights import HeldTensors, Plan
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.released import release, restore
+from trainer_client.model.unit_policy import UnitPolicy, find_units
+from trainer_client.store_client.types import StoredTensor
+
+
+@dataclass(slots=True, eq=False)
+class WeightUnit:
+    """Some parameters, and the modules that need them.
+
+    Attributes:
+        name: the name of its first module.
+        modules: the modules whose forward needs the parameters.
+        parameters: the parameters.
+        plan: the leases that bring them into memory.
+        stays: whether they stay in memory once they are there.
+        held: their tensors while they are in memory.
+        users: the number of forwards under way that need them.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[ModelParameter, ...]
+    plan: Plan
+    stays: bool = False
+    held: HeldTensors | None = None
+    users: int = 0
+
+    def show(self, held: HeldTensors) -> None:
+        """Make tensors the values of the parameters."""
+        self.held = held
+        for parameter in self.parameters:
+            restore(parameter.tensor)
+            if parameter.shape.numel():
+                parameter.tensor.data = held.tensors[parameter.fqn]
+
+    def hide(self, on_use: Callable[[WeightUnit], None]) -> HeldTensors | None:
+        """Take the values away from the parameters, and return the tensors that they were.
+
+        Args:
+            on_use: called before a function of torch gets a parameter of the unit; it has to call `show`.
+        """
+        held, self.held = self.held, None
+        # The cache may have a tensor that autocast has made of a parameter.
+        torch.clear_autocast_cache()
+        for parameter in self.parameters:
+            tensor = parameter.tensor
+            restore(tensor)
+            if parameter.shape.numel():
+                tensor.data = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(
+                    parameter.shape
+                )
+                release(tensor, lambda _: on_use(self))
+        return held
+
+
+def divide(
+    model: nn.Module,
+    parameters: Sequence[ModelParameter],
+    stored: Mapping[str, StoredTensor],
+    policy: UnitPolicy,
+) -> list[WeightUnit]:
+    """Return the units of a model, in the model's order.
+
+    Args:
+        model: the model.
+        parameters: all parameters of the model.
+        stored: the stored tensors, by the parameters' names.
+        policy: chooses the blocks.
+    """
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for tensor in module.parameters(recurse=False):
+            owners.setdefault(id(tensor), []).append((name, module))
+    found: list[WeightUnit] = []
+    root, *blocks = find_units(model, parameters, policy)
+    of_root: dict[tuple[str, ...], list[ModelParameter]] = {}
+    for parameter in root.parameters:
+        of_root.setdefault(tuple(name for name, _ in owners[id(parameter.tensor)]), []).append(parameter)
+    for members in of_root.values():
+        holders = owners[id(members[0].tensor)]
+        modules = tuple(module for _, module in holders)
+        found.append(_unit(holders[0][0], modules, members, stored))
+    found += [_unit(spec.fqn, (spec.module,), spec.parameters, stored) for spec in blocks if spec.parameters]
+    return sorted(found, key=lambda unit: unit.parameters[0].index)
+
+
+def _unit(
+    name: str, modules: tuple[nn.Module, ...], parameters: Sequence[ModelParameter], stored: Mapping[str, StoredTensor]
+) -> WeightUnit:
+    plan = Plan.of([stored[parameter.fqn] for parameter in parameters if parameter.shape.numel()])
+    return WeightUnit(name, modules, tuple(parameters), plan)
+
+
+def check_fit(parameters: Sequence[ModelParameter], stored: Mapping[str, StoredTensor], where: str) -> None:
+    """Check that the stored tensors are the parameters of the model.
+
+    Args:
+        where: the step and the job, for the message.
+
+    Raises:
+        ConfigError: a name, a shape or a dtype differs; the message lists the first differences.
+    """
+    wanted = {parameter.fqn: parameter for parameter in parameters if parameter.shape.numel()}
+    problems = [f"{fqn} is not stored" for fqn in wanted if fqn not in stored]
+    problems += [f"{fqn} is stored, and the model has no such parameter" for fqn in stored if fqn not in wanted]
+    for fqn, parameter in wanted.items():
+        tensor = stored.get(fqn)
+        if tensor is not None and tensor.shape != tuple(parameter.shape):
+            problems.append(f"{fqn} is stored as {list(tensor.shape)}, and is {list(parameter.shape)} in the model")
+        elif tensor is not None and tensor.dtype != parameter.tensor.dtype:
+            problems.append(f"{fqn} is stored as {tensor.dtype}, and is {parameter.tensor.dtype} in the model")
+    if problems:
+        more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ConfigError(
+            f"{where} has another model than this one:\n"
+            + "\n".join(problems[:5])
+            + more
+            + "\nBuild the stored model, "
+            "convert this one with .to(dtype), or name another job (paramserver.job)"
+        )

@@ -1,0 +1,292 @@
+"""The weights of one committed step, leased from the store and shown as tensors without a copy where that is possible.
+
+On the daemon's node, a tensor is a view of the daemon's shared memory, mapped so that a write would stay in this
+process. All processes that lease the same tensors of one step share that memory. On another node, or for another device
+than the CPU, the bytes are copied, and the leases end at once. Owns the reader that holds the step. Must never write to
+the store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import torch
+
+from paramserver.contract import kinds
+from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.errors import StoreError, StoreNotFoundError
+from trainer_client.model.slot_table import round_up
+from trainer_client.run import client_state
+from trainer_client.store_client.client_sync import StoreClientSync
+from trainer_client.store_client.connection import Call, StoreSession, release, result_of
+from trainer_client.store_client.reader import Batch, TensorPart
+from trainer_client.store_client.types import StoredTensor
+from trainer_client.transport.channel import LEASE_DEADLINE_SECONDS
+from trainer_client.transport.mapping import show_file_again
+
+log = logging.getLogger(__name__)
+
+# Tensors of at most this size share a lease. A larger one has a lease of its own, because the daemon then reads it from
+# the device to its place without a copy.
+_SMALL_BYTES = 128 << 10
+_PAGE_BYTES = 4096
+# A request that is made ahead waits for so long for a store that is away.
+_AHEAD_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a tensor lies in the leases of its unit.
+
+    Attributes:
+        tensor: the tensor.
+        lease: the number of the lease in the request.
+        offset: the tensor's first byte in that lease.
+    """
+
+    tensor: StoredTensor
+    lease: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel * self.tensor.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The leases that bring some tensors into memory.
+
+    Attributes:
+        wants: what is asked for, one lease each.
+        places: the places of the tensors in these leases.
+        nbytes: the bytes of all leases, in whole pages.
+    """
+
+    wants: tuple[TensorPart | Batch, ...]
+    places: tuple[Place, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[StoredTensor]) -> Plan:
+        """Return the plan for tensors, each of which has elements."""
+        batch, places, end = Batch(), [], 0
+        wants: list[TensorPart | Batch] = []
+        nbytes = 0
+        for tensor in tensors:
+            part = TensorPart(fqn=tensor.fqn, kind=kinds.PARAM, offset=0, numel=tensor.numel)
+            size = tensor.numel * tensor.dtype.itemsize
+            if size > _SMALL_BYTES:
+                places.append(Place(tensor=tensor, lease=len(wants), offset=0))
+                wants.append(part)
+                nbytes += round_up(size, _PAGE_BYTES)
+                continue
+            start = round_up(end, GATHER_ALIGNMENT_BYTES)
+            batch.parts.append(part)
+            batch.places.append(start)
+            end = start + size
+        small = {tensor.fqn: tensor for tensor in tensors}
+        places += [
+            Place(tensor=small[part.fqn], lease=len(wants), offset=start)
+            for part, start in zip(batch.parts, batch.places, strict=True)
+        ]
+        if batch.parts:
+            wants.append(batch)
+        return cls(tuple(wants), tuple(places), nbytes + round_up(end, _PAGE_BYTES))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """A request for the leases of a plan that is under way."""
+
+    session: StoreSession
+    future: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensors:
+    """Tensors in memory.
+
+    Attributes:
+        tensors: the tensors, by name.
+        session: the session whose leases the tensors are views of; None: they are copies.
+        lease_ids: the leases.
+        views: the bytes of the leases.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    session: StoreSession | None = None
+    lease_ids: Sequence[int] = ()
+    views: Sequence[memoryview] = field(default=())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the leases have ended with their session."""
+        return self.session is not None and self.session.has_ended
+
+    def check(self) -> None:
+        """Check that the tensors still are what was leased. Raises SessionEndedError."""
+        if self.session is not None:
+            self.session.check()
+
+
+class StepWeights:
+    """The parameters of one committed step of a job, held for reading.
+
+    Attributes:
+        job: the job's name.
+        step: the number of the step.
+        tensors: the step's parameters by name.
+        aliases: the name of the parameter that each further name of a tied one means.
+        buffers: the buffers that the trainer has committed with the step, by name.
+    """
+
+    def __init__(self, client: StoreClientSync, job: str, step: int | None, device: torch.device) -> None:
+        """Open a reader of a step; None: the newest one. `close` closes the client, too.
+
+        Raises:
+            StoreNotFoundError: there is no such job or step, or this store does not have all of it.
+            StoreError: the store cannot be reached, or refuses.
+        """
+        self._client = client
+        self._device = device
+        self._reader = client.read(job, step=step)
+        self._mapped: tuple[StoreSession, memoryview | None] | None = None
+        self.job = job
+        self.step = self._reader.step
+        self.tensors: dict[str, StoredTensor] = {tensor.fqn: tensor for tensor in self._reader.tensors()}
+        for tensor in self.tensors.values():
+            if tensor.held != ((0, tensor.numel),):
+                raise StoreNotFoundError(
+                    grpc.StatusCode.NOT_FOUND,
+                    f"step {self.step} of job {job!r}: this store has only a part of {tensor.fqn!r}, because the ranks "
+                    "of the job are attached to several stores; export the step, and import it into this store",
+                )
+        model = self._committed_model()
+        self.aliases: Mapping[str, str] = model.get("aliases", {})
+        self.buffers: Mapping[str, torch.Tensor] = model.get("buffers", {})
+
+    def _committed_model(self) -> Mapping[str, Any]:
+        """Return what a trainer's commit says of names and buffers; nothing if no trainer has committed the step."""
+        try:
+            encoded = self._reader.client_state(0)
+        except StoreNotFoundError:
+            return {}
+        model: Mapping[str, Any] | None = client_state.decode(encoded).get("model") if encoded else None
+        return model or {}
+
+    @property
+    def arena_bytes(self) -> int:
+        """The store's host budget."""
+        call = Call(None, LEASE_DEADLINE_SECONDS)
+        return self._reader.on_session(call, lambda session, _: session.arena_bytes)
+
+    def close(self) -> None:
+        """Release everything, so that the store may delete the step; idempotent."""
+        self._reader.close()
+        self._client.close()
+        self._mapped = None
+
+    def begin(self, plan: Plan) -> Fetch | None:
+        """Request the leases of a plan without waiting; None: the store is away just now, so `finish` asks again."""
+        try:
+            return self._reader.on_session(
+                Call(_AHEAD_SECONDS, _AHEAD_SECONDS), lambda session, reader: _request(session, reader, plan)
+            )
+        except StoreError as error:
+            log.debug("the weights cannot be requested ahead: %s", error)
+            return None
+
+    def finish(self, plan: Plan, fetch: Fetch | None, seconds: float = LEASE_DEADLINE_SECONDS) -> HeldTensors:
+        """Wait for the leases of a plan and return its tensors. After a restart of the daemon, ask its successor.
+
+        Raises:
+            StoreBudgetError: the store's host memory had no room for the bytes for too long.
+            StoreNotFoundError: the daemon was restarted, and the step is gone.
+            StoreError: the store failed, or did not come back in time.
+        """
+        call = Call(seconds, LEASE_DEADLINE_SECONDS)
+        begun = fetch
+
+        def attempt(session: StoreSession, reader: int) -> HeldTensors:
+            nonlocal begun
+            mine, begun = begun, None
+            if mine is None or mine.session is not session:
+                mine = _request(session, reader, plan)
+            leases = result_of(mine.future).leases
+            return self._show(session, call, plan, leases)
+
+        return self._reader.on_session(call, attempt)
+
+    def read(self, tensor: StoredTensor, device: torch.device | None = None) -> torch.Tensor:
+        """Return a copy of a tensor, read part by part, so that it may be larger than the store's memory."""
+        return self._reader.get(tensor.fqn).to(device or self._device)
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Give up a request: release its leases as soon as they are granted."""
+
+        def on_done(future: Any) -> None:
+            if not future.cancelled() and future.exception() is None:
+                release(fetch.session, [lease.lease_id for lease in future.result().leases])
+
+        fetch.future.add_done_callback(on_done)
+
+    def release(self, held: HeldTensors) -> None:
+        """Release tensors that were used. The caller has made sure that no module has them any more.
+
+        Raises:
+            SessionEndedError: the leases had ended before this call, so the bytes may have been those of another
+                session.
+        """
+        if held.session is None:
+            return
+        held.check()
+        for view in held.views:
+            show_file_again(view)
+        release(held.session, list(held.lease_ids))
+
+    def _show(self, session: StoreSession, call: Call, plan: Plan, leases: Sequence[pb.Lease]) -> HeldTensors:
+        """Return the tensors of granted leases: views where they can be mapped, else copies, on the device."""
+        mapped = self._memory(session) if self._device.type == "cpu" else None
+        ids = [lease.lease_id for lease in leases]
+        # A tensor that is made in inference mode could not be assigned to a parameter outside of it.
+        with torch.inference_mode(False):
+            if mapped is not None:
+                views = [
+                    mapped[lease.arena_offset : lease.arena_offset + round_up(lease.size_bytes, _PAGE_BYTES)]
+                    for lease in leases
+                ]
+                return HeldTensors(dict(_tensors(plan, views)), session, ids, views)
+            try:
+                copies = []
+                for lease in leases:
+                    copy = torch.empty(lease.size_bytes, dtype=torch.uint8)
+                    session.copy_out(call, lease, copy)
+                    copies.append(copy.numpy().data)
+                return HeldTensors({name: tensor.to(self._device) for name, tensor in _tensors(plan, copies)})
+            finally:
+                release(session, ids)
+
+    def _memory(self, session: StoreSession) -> memoryview | None:
+        """Return this process's mapping of the arena for reading; None: it cannot be mapped."""
+        if self._mapped is None or self._mapped[0] is not session:
+            self._mapped = session, session.map_privately()
+        return self._mapped[1]
+
+
+def _request(session: StoreSession, reader: int, plan: Plan) -> Fetch:
+    wants = [want.to_want(reader) for want in plan.wants]
+    return Fetch(session, session.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=wants), LEASE_DEADLINE_SECONDS))
+
+
+def _tensors(plan: Plan, views: Sequence[memoryview]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of a plan as a view of its lease's bytes, with a storage of its own size."""
+    for place in plan.places:
+        tensor = place.tensor
+        flat = torch.frombuffer(views[place.lease], dtype=tensor.dtype, count=tensor.numel, offset=place.offset)
+        yield tensor.fqn, flat.view(tensor.shape)

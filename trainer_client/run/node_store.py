@@ -1,0 +1,74 @@
+"""A rank's way to the store of its node: the process group, the device, and the daemon that serves the node's ranks.
+
+Owns the order in which ranks meet before they use a daemon. Must never leave a process group or a daemon behind: what
+it begins is closed with the exit stacks that its callers pass.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from trainer_client import comm
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.errors import LocalDaemonError
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.run.local_daemon import LocalDaemon, local_address
+from trainer_client.transport.channel import wait_until_serving
+from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
+
+_SERVING_SECONDS = 30.0
+
+
+def choose_device() -> tuple[int, torch.device]:
+    """Return this rank's number on its node, and its device, which is made the current one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return local_rank, device
+
+
+def join_processes(required: bool | None, port: int, processes: ExitStack) -> tuple[int, torch.device]:
+    """Join the process group that the launcher has announced, if any. Return (local rank, device)."""
+    local_rank, device = choose_device()
+    launched = "RANK" in os.environ
+    if not dist.is_initialized() and (launched or required):
+        comm.init_distributed(distributed_port=port, dist_init_required=required)
+        processes.callback(dist.destroy_process_group)
+    return local_rank, device
+
+
+def find_store(
+    settings: TrainingConfig, collectives: Collectives, local_rank: int, resources: ExitStack
+) -> tuple[str, Credentials]:
+    """Return the address and credentials of the operator's daemon, or of one that the node's first rank starts.
+
+    A collective. Returns when the daemon serves.
+
+    Raises:
+        LocalDaemonError: the daemon cannot be started.
+        StoreUnavailableError: the operator's daemon does not answer.
+    """
+    address = settings.store_address(os.environ)
+    credentials = NO_CREDENTIALS if address is None else settings.credentials(os.environ)
+    if address is None:
+        failure: LocalDaemonError | None = None
+        if local_rank == 0:
+            try:
+                resources.callback(LocalDaemon.of(settings).stop)
+            except LocalDaemonError as error:
+                failure = error
+        # The other ranks connect only after this collective, because the socket of an earlier daemon may have been
+        # there until now.
+        failed_somewhere = any(collectives.any_rank([failure is not None]))
+        if failure is not None:
+            raise failure
+        if failed_somewhere:
+            raise LocalDaemonError("the rank that starts a node's store daemon has failed: see its message")
+        address = local_address(settings.state_dir())
+    wait_until_serving(address, _SERVING_SECONDS, credentials)
+    return address, credentials
