@@ -17,8 +17,7 @@ TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
   fuzz readers restarts matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small \
-  bench-plan proto lock \
-  clean distclean
+  bench-inference bench-plan proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,6 +128,9 @@ bench-moe: venv ## Measure how often prefetching hits, for predictable and unpre
 
 bench-small: venv ## Measure 20,000 and 200,000 small tensors, and the daemon's event loop; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.dataplane.small_tensors --results
+
+bench-inference: venv ## Measure forwards with weights from the store beside plain PyTorch and disk_offload; updates RESULTS.md
+	$(BIN)/python -m benchmarks.inference.forwards --results
 
 bench-plan: venv ## Compare the plan of eight small jobs with what they take; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.planning.plan --results
