@@ -1,7 +1,7 @@
 """`init_inference` as DeepSpeed has it, `load_checkpoint_and_dispatch` and `disk_offload` as Accelerate has them.
 
-Owns what each of their arguments means here, and the names of jobs that the user has not named. Must never accept an argument
-that changes the result elsewhere, and ignore it.
+Owns what each of their arguments means here, and the names of jobs that the user has not named. Must never accept an
+argument that changes the result elsewhere, and ignore it.
 """
 
 from __future__ import annotations
