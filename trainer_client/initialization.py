@@ -143,12 +143,12 @@ def initialize(
     )
     policy = choose_policy(settings.paramserver.units, unit_policy)
     if optimizer is None and settings.optimizer is None and settings.zero_optimization.stage == 3:
-        given = {"model_parameters": model_parameters, "training_data": training_data, "lr_scheduler": lr_scheduler}
-        for name, value in given.items():
-            if value is not None:
-                raise ConfigError(
-                    f"initialize({name}=...) needs an optimizer: without one, the engine is for inference"
-                )
+        _refuse_for_inference(
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            checkpoint=checkpoint,
+        )
         inference = open_engine(
             model,
             parameters,
@@ -246,6 +246,16 @@ def initialize(
         if owner_of(parameter) is engine:
             engine.register_external_parameter(module, parameter)
     return engine, store_optimizer, loader, scheduler
+
+
+def _refuse_for_inference(**arguments: Any) -> None:
+    """Raise ConfigError for the first argument that is given, because an engine for inference has no use for it."""
+    for name, value in arguments.items():
+        if value is not None:
+            instead = "; write the checkpoint into the store with `paramserver import`" if name == "checkpoint" else ""
+            raise ConfigError(
+                f"initialize({name}=...) needs an optimizer: without one, the engine is for inference{instead}"
+            )
 
 
 def _config_source(
