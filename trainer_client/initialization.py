@@ -94,6 +94,7 @@ def initialize(
         optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
             parameters to one; None: the optimizer of the config. If that has none either, the engine is for inference.
         model_parameters: the parameters to optimise, or parameter groups of them; None: all trainable parameters.
+            Without effect beside an optimizer instance, which has its groups (as with DeepSpeed).
         training_data: a dataset, for the data loader that is returned. A dataset that has a length is loaded in an
             order that does not depend on the number of ranks, and its cursor is in every commit: see
             run/data_loader.py.

@@ -297,15 +297,14 @@ def make_optimizer(
         argument: an optimizer that the store runs, or a callable that takes parameters and returns such an optimizer.
         section: the config's section `optimizer`.
         model_parameters: the parameters or parameter groups to optimise; None stands for all trainable parameters.
+            Without effect beside an optimizer instance, which has its groups.
         parameters: all parameters of the model.
         may_thaw: see StoreOptimizer.
 
     Raises:
-        ConfigError: see StoreOptimizer; or there is no optimizer, or more than one source of parameters.
+        ConfigError: see StoreOptimizer; or there is no optimizer.
     """
     if isinstance(argument, torch.optim.Optimizer):
-        if model_parameters is not None:
-            raise ConfigError("model_parameters and an optimizer instance are both given: the optimizer has its groups")
         return StoreOptimizer(argument, parameters, may_thaw)
     chosen = [p.tensor for p in parameters if p.tensor.requires_grad] if model_parameters is None else model_parameters
     if argument is not None:

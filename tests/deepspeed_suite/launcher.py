@@ -1,9 +1,8 @@
 """DeepSpeed's launcher of ranks, adapted. The processes of the tests are forked from one that has imported this module.
 
-Owns three adaptations: what a rank ends by is reported as an exception of Python, because the pool that runs it would
-wait without end for the result of a rank that ends by another one; a test whose ranks do not end fails, and does not end
-the session; and the ranks of a failed test are ended, because they may be waiting for each other. Must never make a
-failing test pass.
+Owns three adaptations. What a rank ends by is reported as an exception of Python, because the pool that runs the rank
+would never get another one's result. A test whose ranks do not end fails, and does not end the session. The ranks of a
+failed test are ended, because they may be waiting for each other. Must never make a failing test pass.
 """
 
 from __future__ import annotations

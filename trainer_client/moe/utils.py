@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
-
-from trainer_client.not_built import refuse
 
 __all__ = ["has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"]
 
@@ -22,9 +21,13 @@ def is_moe_param(param: torch.Tensor) -> bool:
     return False
 
 
-def split_params_into_different_moe_groups_for_optimizer(*_: Any, **__: Any) -> NoReturn:
-    """Refuse the call. Raises NotBuiltError."""
-    refuse(
-        "split_params_into_different_moe_groups_for_optimizer()",
-        "expert parallelism is not built; all parameters are divided among all ranks, so leave the groups as they are",
-    )
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float = 178956971
+) -> list[dict[str, Any]]:
+    """Return the parameter groups as they are, in a list, because none of their parameters belongs to a layer MoE.
+
+    Args:
+        param_groups: one group or several.
+        max_group_size: without effect, because only the groups of experts are divided.
+    """
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

@@ -35,6 +35,7 @@ FACES = [
     "runtime.dataloader",
     "runtime.engine",
     "runtime.utils",
+    "runtime.zero.offload_config",
     "sequence.layer",
     "utils",
     "utils.groups",

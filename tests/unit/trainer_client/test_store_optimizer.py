@@ -392,6 +392,16 @@ def test_a_callable_goes_before_the_config_and_no_optimizer_at_all_is_refused() 
         make_optimizer(None, None, None, list_parameters(net))
 
 
+def test_an_optimizer_keeps_its_groups_when_model_parameters_are_passed_beside_it() -> None:
+    """Scripts for DeepSpeed pass both; the groups are the optimizer's."""
+    net = model()
+    own = AdamW([{"params": [next(net.parameters())], "lr": 0.5}])
+
+    optimizer = make_optimizer(own, None, net.parameters(), list_parameters(net))
+
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1] and row(optimizer, 0).lr == 0.5
+
+
 def test_a_model_without_trainable_parameters_can_be_thawed_later() -> None:
     net = model().requires_grad_(False)
     config = load_config(
