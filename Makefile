@@ -16,7 +16,7 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts matrix bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small \
+  fuzz readers restarts matrix peers bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small \
   bench-inference bench-plan proto lock clean distclean
 
 help: ## List the targets
@@ -103,6 +103,9 @@ deepspeed-tests: venv ## Run DeepSpeed's own tests over this library (SUITE=DIR,
 	$(BIN)/python -m pip install --quiet --target build/deepspeed-tests hjson==3.1.0
 	PYTHONPATH=build/deepspeed-tests $(BIN)/python -m tests.deepspeed_suite $(SUITE) --sample $(SAMPLE) \
 	  --json build/deepspeed-tests.json
+
+peers: venv ## Run the tests that compare this library with others on two ranks, Accelerate and the Trainer of transformers
+	$(PYTEST) --peers tests/integration/test_accelerate.py tests/integration/test_as_deepspeed.py
 
 bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates benchmarks/RESULTS.md (needs fio)
 	$(BIN)/python -m benchmarks.storage.tiers --results

@@ -90,6 +90,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/integration/test_matrix.py: each training at each place and world size, not a part of them",
     )
+    parser.addoption(
+        "--peers", action="store_true", help="also the tests marked `peers`, which run a library beside this one"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests beside original libraries, unless they are asked for."""
+    if not config.getoption("--peers"):
+        skip = pytest.mark.skip(reason="runs beside the original library: make peers")
+        for item in items:
+            if item.get_closest_marker("peers"):
+                item.add_marker(skip)
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], uvloop.Loop]]:

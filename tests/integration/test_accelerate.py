@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 
 from tests.integration.support.ranks import run_ranks
 
+# Two runs of five models on two ranks take minutes. test_accelerator.py compares one rank with Accelerate each time.
+pytestmark = pytest.mark.peers
+
 WORLD_SIZE = 2
 
 

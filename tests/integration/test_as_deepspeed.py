@@ -73,11 +73,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]
 @pytest.mark.parametrize(
     ("stage", "offload", "keys"),
     [
-        (2, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, {}),
-        (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, {}),
-        (3, {}, OF_THE_CONFIG),
+        pytest.param(
+            *(2, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, {}),
+            marks=pytest.mark.peers,
+            id="stage-2",
+        ),
+        pytest.param(
+            *(3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, {}), id="stage-3"
+        ),
+        pytest.param(*(3, {}, OF_THE_CONFIG), marks=pytest.mark.peers, id="stage-3-all-of-the-config"),
     ],
-    ids=["stage-2", "stage-3", "stage-3-all-of-the-config"],
 )
 def test_the_trainer_of_transformers_trains_as_without(
     tmp_path: Path, plain: list[tuple[float, float]], stage: int, offload: dict[str, Any], keys: dict[str, Any]

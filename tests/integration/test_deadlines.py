@@ -61,11 +61,17 @@ def holder(clients: Clients, daemon: Daemon, job: str) -> Rank:
     """A rank that holds nearly all of the host memory by leases on ranges of a parameter."""
     rank = clients.rank(Layout(name=job, numels=(NUMEL,), groups=("a",))).begin()
     reader = rank.call("OpenReader", job=job).reader_id
-    wanted = pb.TensorRange(fqn="a.weight.0", kind=pb.KIND_PARAM, numel=NUMEL, reader_id=reader)
-    want = pb.AcquireLeasesRequest.Want(mode=pb.LEASE_MODE_READ, range=wanted)
     held = tiers(daemon.address)[0]
     free = (held.budget_bytes - held.used_bytes + held.evictable_bytes) // MIB
-    rank.call("AcquireLeases", wants=[want] * (free - 1))
+    # The ranges differ, because leases on the same range would share its memory. Each takes 1 MiB.
+    ranges = [
+        pb.TensorRange(fqn="a.weight.0", kind=pb.KIND_PARAM, numel=NUMEL - index, reader_id=reader)
+        for index in range(free - 1)
+    ]
+    rank.call(
+        "AcquireLeases",
+        wants=[pb.AcquireLeasesRequest.Want(mode=pb.LEASE_MODE_READ, range=wanted) for wanted in ranges],
+    )
     return rank
 
 

@@ -271,7 +271,7 @@ def test_ranges_that_cannot_share_a_lease_are_refused(daemon: Daemon, clients: C
 @pytest.mark.parametrize("ends", ["reader", "session"])
 def test_thousands_of_leases_come_back_with_what_they_are_of(daemon: Daemon, clients: Clients, ends: str) -> None:
     """The daemon frees the leases in slices after the reader or the session has ended, and frees all of them."""
-    tensors = {"w": torch.arange(48, dtype=torch.float32)}
+    tensors = {"w": torch.arange(1548, dtype=torch.float32)}
     with StoreClientSync.connect(daemon.address) as store:
         with store.open("leases", tensors) as job:
             job.put(tensors)
@@ -279,9 +279,13 @@ def test_thousands_of_leases_come_back_with_what_they_are_of(daemon: Daemon, cli
         client = clients.client()
         reader = client.call("OpenReader", job="leases").reader_id
         used = leased_bytes(daemon)
-        range_ = pb.TensorRange(fqn="w", kind=pb.KIND_PARAM, numel=48, reader_id=reader)
-        want = pb.AcquireLeasesRequest.Want(mode=pb.LEASE_MODE_READ, range=range_)
-        leases = client.call("AcquireLeases", wants=[want] * 1500, seconds=60.0).leases
+        # The ranges differ, because leases on the same range would share its memory.
+        ranges = [
+            pb.TensorRange(fqn="w", kind=pb.KIND_PARAM, offset=offset, numel=48, reader_id=reader)
+            for offset in range(1500)
+        ]
+        wants = [pb.AcquireLeasesRequest.Want(mode=pb.LEASE_MODE_READ, range=range_) for range_ in ranges]
+        leases = client.call("AcquireLeases", wants=wants, seconds=60.0).leases
         assert len({lease.lease_id for lease in leases}) == 1500
         assert leased_bytes(daemon) == used + 1500 * 4096
         if ends == "reader":

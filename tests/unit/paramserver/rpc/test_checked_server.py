@@ -26,7 +26,9 @@ ADMIN = admin_pb.DESCRIPTOR.services_by_name["StoreAdmin"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 # The rights of the RPCs that need neither a session (the others of ParameterStore) nor an admin (of StoreAdmin).
-OTHERWISE = {"Session": Right.TOKEN, "Read": Right.TOKEN, "Write": Right.TOKEN, "DeleteJob": Right.TOKEN}
+OTHERWISE = dict.fromkeys(
+    ("Session", "Read", "Write", "DeleteJob", "KeepStep", "ForgetStep", "ListKeptSteps"), Right.TOKEN
+)
 
 
 class Context:

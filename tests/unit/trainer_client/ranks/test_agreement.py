@@ -55,6 +55,7 @@ def test_only_these_keys_may_differ_between_ranks() -> None:
         "paramserver.insecure",
         "paramserver.state_dir",
         "paramserver.data.workers",
+        "paramserver.inference.host_bytes",
         "paramserver.trace",
     }
     assert said["zero_optimization.stage"] is None
