@@ -16,8 +16,8 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts matrix peers bench-storage bench-commits bench-dataplane bench-step bench-scale bench-moe bench-small \
-  bench-inference bench-plan proto lock clean distclean
+  fuzz readers restarts matrix peers bench-check bench-storage bench-commits bench-dataplane bench-step bench-scale \
+  bench-moe bench-small bench-inference bench-plan proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,7 +105,10 @@ deepspeed-tests: venv ## Run DeepSpeed's own tests over this library (SUITE=DIR,
 	  --json build/deepspeed-tests.json
 
 peers: venv ## Run the tests that compare this library with others on two ranks, Accelerate and the Trainer of transformers
-	$(PYTEST) --peers tests/integration/test_accelerate.py tests/integration/test_as_deepspeed.py
+	$(PYTEST) --with peers -m peers tests/integration/test_accelerate.py tests/integration/test_as_deepspeed.py
+
+bench-check: venv ## Run all benchmarks at a small size, and check their figures
+	$(PYTEST) --with bench -m bench tests/integration/test_bench_step.py tests/integration/test_benchmarks.py
 
 bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates benchmarks/RESULTS.md (needs fio)
 	$(BIN)/python -m benchmarks.storage.tiers --results

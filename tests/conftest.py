@@ -20,6 +20,9 @@ REPORTED_SECONDS = 0.5
 # A loop that is blocked for longer hangs, so its test fails.
 FAILED_SECONDS = 20.0
 
+# The groups of tests that take minutes and run only when they are asked for: the name of the marker, and the target.
+GROUPS = {"peers": "make peers", "bench": "make bench-check"}
+
 # The key of the user property under which a blocked loop is attached to a test's report.
 BLOCKED = "blocked"
 # Reports of blocked loops in the running phase of a test (set-up, call or tear-down).
@@ -91,17 +94,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests/integration/test_matrix.py: each training at each place and world size, not a part of them",
     )
     parser.addoption(
-        "--peers", action="store_true", help="also the tests marked `peers`, which run a library beside this one"
+        "--with", action="append", default=[], choices=list(GROUPS), help="also run the tests of this group; repeatable"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests beside original libraries, unless they are asked for."""
-    if not config.getoption("--peers"):
-        skip = pytest.mark.skip(reason="runs beside the original library: make peers")
-        for item in items:
-            if item.get_closest_marker("peers"):
-                item.add_marker(skip)
+    """Skip the tests of groups that have a target of their own, unless they are asked for."""
+    for group, target in GROUPS.items():
+        if group not in config.getoption("--with"):
+            skip = pytest.mark.skip(reason=f"is run by `{target}`")
+            for item in items:
+                if item.get_closest_marker(group):
+                    item.add_marker(skip)
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], uvloop.Loop]]:

@@ -103,6 +103,7 @@ def test_the_trainer_of_transformers_trains_as_without(
     assert norms == pytest.approx(plain_norms, rel=1e-3)
 
 
+@pytest.mark.peers
 def test_the_trainer_saves_resumes_and_loads_the_best(tmp_path: Path) -> None:
     ds_config = config(tmp_path / "state", 3)
     ds_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

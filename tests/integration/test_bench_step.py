@@ -41,6 +41,7 @@ def run(module: str, directory: Path, *options: str) -> dict[str, Any]:
     return value
 
 
+@pytest.mark.bench
 def test_a_heat_states_what_each_contestant_took_and_cost(tmp_path: Path) -> None:
     result = run("training.step", tmp_path, "--heat", "nvme", "--clip", "0.5")
     assert set(result) == {"machine", "provenance", "parameters", "heats", "targets"}
@@ -118,6 +119,7 @@ def test_the_probe_moves_whole_requests_and_leaves_nothing(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.bench
 def test_cost_by_size_is_a_table_and_a_plot(tmp_path: Path) -> None:
     plain = standing("compute", "compute", [block(1, 1)], [1.0])
     nvme = standing("nvme", "ours", [block(3, 3)], [2.0])

@@ -48,6 +48,7 @@ def assert_says_where_it_was_measured(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("with_fio", [True, False], ids=["with fio", "without fio"])
+@pytest.mark.bench
 def test_every_case_moves_the_bytes_that_it_states(tmp_path: Path, with_fio: bool) -> None:
     if with_fio and shutil.which("fio") is None:
         pytest.skip("fio is not installed")
@@ -79,6 +80,7 @@ def test_every_case_moves_the_bytes_that_it_states(tmp_path: Path, with_fio: boo
     assert all(commits[f"{part}_seconds"]["median"] > 0 for part in ("update", "commit", "catalog"))
 
 
+@pytest.mark.bench
 def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
     result, _ = run("storage.commits", tmp_path)
     assert_says_where_it_was_measured(result)
@@ -91,6 +93,7 @@ def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
         assert sample["free_runs"] >= 1
 
 
+@pytest.mark.bench
 def test_the_data_plane_is_measured_on_one_node_and_against_tcp_and_beside_a_crowd() -> None:
     result, _ = run("dataplane.transfers", None)
     assert_says_where_it_was_measured(result)
