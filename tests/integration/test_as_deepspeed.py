@@ -70,18 +70,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]
     return train(tmp_path_factory.mktemp("trainer") / "plain", 2, None)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("stage", "offload", "keys"),
     [
-        pytest.param(
-            *(2, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, {}),
-            marks=pytest.mark.peers,
-            id="stage-2",
-        ),
+        pytest.param(*(2, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, {}), id="stage-2"),
         pytest.param(
             *(3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, {}), id="stage-3"
         ),
-        pytest.param(*(3, {}, OF_THE_CONFIG), marks=pytest.mark.peers, id="stage-3-all-of-the-config"),
+        pytest.param(*(3, {}, OF_THE_CONFIG), id="stage-3-all-of-the-config"),
     ],
 )
 def test_the_trainer_of_transformers_trains_as_without(
