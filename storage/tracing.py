@@ -1,6 +1,6 @@
-"""Trace spans: the engine reports each finished operation to one listener. Without a listener it costs almost nothing.
+"""Trace spans: the engine reports each finished operation to its listeners. Without one it costs almost nothing.
 
-Owns no memory, because the listener decides which spans it keeps. Must never raise into the traced operation.
+Owns no memory, because the listeners decide which spans they keep. Must never raise into the traced operation.
 """
 
 from __future__ import annotations
@@ -62,33 +62,44 @@ class Span:
 
 
 class Tracer:
-    """The tracer of a store.
-
-    Attributes:
-        listener: the function that is called with each span when it has ended, on any thread; None: tracing is off.
-    """
+    """The tracer of a store. Listeners come and go on one thread; spans may come from any."""
 
     def __init__(self) -> None:
-        self.listener: Callable[[Span], None] | None = None
+        # A tuple that is replaced as a whole, because other threads iterate over it.
+        self._listeners: tuple[Callable[[Span], None], ...] = ()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a listener."""
+        return bool(self._listeners)
+
+    def listen(self, listener: Callable[[Span], None]) -> None:
+        """Call `listener` with each span when it has ended, on the thread of its end. It must not raise."""
+        self._listeners = (*self._listeners, listener)
+
+    def ignore(self, listener: Callable[[Span], None]) -> None:
+        """Call `listener` no more. A span that ends just now may still reach it."""
+        self._listeners = tuple(other for other in self._listeners if other != listener)
 
     @contextmanager
     def span(self, activity: Activity, label: str, nbytes: int = 0) -> Iterator[None]:
         """Trace an operation that lasts as long as the context."""
-        if self.listener is None:
+        if not self._listeners:
             yield
             return
         began = time.monotonic()
         try:
             yield
         finally:
-            # The attribute is read again, because the listener may have been removed meanwhile.
-            if (listener := self.listener) is not None:
-                ended = time.monotonic()
-                listener(Span(activity=activity, label=label, began_seconds=began, ended_seconds=ended, nbytes=nbytes))
+            span = Span(
+                activity=activity, label=label, began_seconds=began, ended_seconds=time.monotonic(), nbytes=nbytes
+            )
+            for listener in self._listeners:
+                listener(span)
 
     def traced(self, activity: Activity, label: str, work: Callable[[ArgumentT], None]) -> Callable[[ArgumentT], None]:
         """Return a function that does `work` and reports each call as a span."""
-        return work if self.listener is None else functools.partial(self._run, activity, label, work)
+        return functools.partial(self._run, activity, label, work) if self._listeners else work
 
     def _run(self, activity: Activity, label: str, work: Callable[[ArgumentT], None], argument: ArgumentT) -> None:
         with self.span(activity, label):

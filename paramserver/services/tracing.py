@@ -34,6 +34,7 @@ class Traces:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._collections: dict[str, _Collection] = {}
+        self._listens = False
 
     def collect(self, session_id: str, job: str, *, ends: bool) -> pb.CollectSpansResponse:
         """Return the spans of a job since the session's last call, or no spans at its first call.
@@ -46,7 +47,7 @@ class Traces:
         collected = self._collections.pop(session_id, None) or _Collection(job)
         if not ends:
             self._collections[session_id] = _Collection(job)
-        self._listen()
+        self._listen_if_wanted()
         return pb.CollectSpansResponse(
             spans=[_span_to_wire(span) for span in collected.spans],
             dropped=collected.dropped,
@@ -56,10 +57,14 @@ class Traces:
     def end_session(self, session_id: str) -> None:
         """Discard what is kept for a session that has ended."""
         if self._collections.pop(session_id, None) is not None:
-            self._listen()
+            self._listen_if_wanted()
 
-    def _listen(self) -> None:
-        self._tracer.listener = self._on_span if self._collections else None
+    def _listen_if_wanted(self) -> None:
+        if self._collections and not self._listens:
+            self._tracer.listen(self._on_span)
+        elif self._listens and not self._collections:
+            self._tracer.ignore(self._on_span)
+        self._listens = bool(self._collections)
 
     def _on_span(self, span: Span) -> None:
         # This iterates over a copy, because the event loop's thread may add or remove collections meanwhile.

@@ -1,4 +1,4 @@
-"""The listener gets spans with their jobs; without a listener, `traced` returns the function itself."""
+"""Each listener gets spans with their jobs; without one, `traced` returns the function itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from storage.tracing import Activity, Span, Tracer
 def test_a_span_is_told_when_it_has_ended_also_by_an_error() -> None:
     spans: list[Span] = []
     tracer = Tracer()
-    tracer.listener = spans.append
+    tracer.listen(spans.append)
 
     with tracer.span(Activity.NVME_READ, "a job\nlayout/block.0[0:16]/param at step 3", 4096):
         assert spans == []
@@ -32,15 +32,23 @@ def test_work_that_nobody_watches_is_the_work_itself() -> None:
         done.append(1)
 
     spans: list[Span] = []
-    tracer.listener = spans.append
+    tracer.listen(spans.append)
     tracer.traced(Activity.OPTIMIZER, "job/group/step 1", done.append)(2)
     assert done == [1, 2]
     assert [span.activity for span in spans] == [Activity.OPTIMIZER]
 
 
 def test_a_listener_that_goes_within_a_span_is_not_called() -> None:
-    tracer = Tracer()
-    tracer.listener = lambda _: pytest.fail("it has gone")
+    tracer, stays = Tracer(), list[Span]()
 
+    def goes(_: Span) -> None:
+        pytest.fail("it has gone")
+
+    tracer.listen(goes)
+    tracer.listen(stays.append)
     with tracer.span(Activity.PREFETCH, "job/group/param at step 1"):
-        tracer.listener = None
+        tracer.ignore(goes)
+
+    assert [span.activity for span in stays] == [Activity.PREFETCH]
+    tracer.ignore(stays.append)
+    assert not tracer.is_on
