@@ -64,6 +64,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
     tls_client_ca: Annotated[Path | None, typer.Option(help="PEM authorities that sign clients.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File of `paramserver tokens`; every call needs one.")] = None,
+    metrics_listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the HTTP endpoint /metrics for Prometheus. [none]")
+    ] = None,
     huge_pages: Annotated[
         bool | None, typer.Option("--huge-pages", help="Shared memory in pages of 2 MiB where there are enough.")
     ] = None,
@@ -92,6 +95,7 @@ def serve(
         "tls_key": tls_key,
         "tls_client_ca": tls_client_ca,
         "token_file": token_file,
+        "metrics_listen": metrics_listen,
         "huge_pages": huge_pages,
         "lock_memory": lock_memory,
         "log_level": log_level,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from paramserver.contract.address import is_loopback
+from paramserver.contract.address import host_and_port, is_loopback
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.sockets import check_path
 from paramserver.errors import ConfigError
@@ -58,6 +58,15 @@ class DaemonConfig(BaseModel):
     )
     quotas: QuotasSection = Field(
         default=QuotasSection(), description="limits of jobs, and of tokens over all their jobs"
+    )
+    metrics_listen: str | None = Field(
+        default=None, description="HOST:PORT of the HTTP endpoint /metrics for Prometheus"
+    )
+    metrics_jobs: int = Field(
+        default=100,
+        ge=0,
+        le=10_000,
+        description="most jobs with metrics of their own: those in use first, then the newest commits",
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -142,8 +151,11 @@ class DaemonConfig(BaseModel):
         missing = [key for key, path in tls.items() if path is None]
         if 0 < len(missing) < len(tls):
             raise ValueError(f"{', '.join(missing)}: missing; TLS needs all of {', '.join(tls)}")
-        if not missing and self.listen is None:
-            raise ValueError("tls_certificate: TLS is for TCP, and `listen` (--listen) is not set")
+        if not missing and self.listen is None and self.metrics_listen is None:
+            raise ValueError(
+                "tls_certificate: TLS is for TCP, and neither `listen` (--listen) nor `metrics_listen` "
+                "(--metrics-listen) is set"
+            )
         if not missing and self.insecure:
             raise ValueError("insecure: true, beside tls_certificate; remove one of them")
         if self.listen is not None and missing and not self.insecure and not is_loopback(self.listen):
@@ -152,6 +164,15 @@ class DaemonConfig(BaseModel):
                 "nor authenticated; set tls_certificate, tls_key and tls_client_ca (`paramserver certs` makes them), "
                 "listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
             )
+        if self.metrics_listen is not None:
+            host_and_port(self.metrics_listen)
+            if missing and not self.insecure and not is_loopback(self.metrics_listen):
+                raise ValueError(
+                    f"metrics_listen: {self.metrics_listen} can be reached from other machines, and would show the "
+                    "names of jobs to all of them; set tls_certificate, tls_key and tls_client_ca (`paramserver "
+                    "certs` makes them), listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted "
+                    "network"
+                )
         return self
 
     @model_validator(mode="after")

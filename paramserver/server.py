@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 
 from paramserver import __version__
 from paramserver.config import DaemonConfig
@@ -24,6 +25,9 @@ from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
 from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.dataplane.read_write import Streams
 from paramserver.errors import ConfigError, StartError
+from paramserver.metrics.collector import StoreCollector
+from paramserver.metrics.durations import Durations
+from paramserver.metrics.endpoint import MetricsEndpoint
 from paramserver.process import numa
 from paramserver.process.descriptors import connections_of_a_listener, raise_limit
 from paramserver.process.loop_watch import LoopWatch, StallLog
@@ -36,6 +40,7 @@ from paramserver.security.tokens import TokenFile
 from paramserver.services.access import Access
 from paramserver.services.parameter_store import ParameterStore
 from paramserver.services.store_admin import StoreAdmin
+from paramserver.services.store_view import StoreView
 from paramserver.services.tracing import Traces
 from paramserver.sessions.notices import describe_waits
 from paramserver.sessions.seats import SeatLimits
@@ -187,10 +192,12 @@ async def _serve(
     streams = Streams(engine, chunk_budget, config.stream_window)
     health_service = health.aio.HealthServicer()
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
-    checked = CheckedServer(server, access.admission, lambda: describe_waits(engine))
+    view = StoreView(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir)
+    durations = _serve_metrics(config.metrics_listen, config, engine, view, gate, cleanup)
+    note_call = None if durations is None else durations.note_call
+    checked = CheckedServer(server, access.admission, lambda: describe_waits(engine), note_call)
     checked.add(STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, access, quotas, traces))
-    store_admin = StoreAdmin(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir, gate, quotas)
-    checked.add(ADMIN_SERVICE, store_admin)
+    checked.add(ADMIN_SERVICE, StoreAdmin(engine, sessions, view, gate, quotas))
     checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
     # Reflection describes the services, so it answers only callers who hold a token.
     described = reflection.aio.ReflectionServicer([service.full_name for service in services])
@@ -214,6 +221,29 @@ async def _serve(
         config.socket_path.unlink(missing_ok=True)
 
 
+def _serve_metrics(
+    address: str | None,
+    config: DaemonConfig,
+    engine: Engine,
+    view: StoreView,
+    gate: Gate,
+    cleanup: contextlib.AsyncExitStack,
+) -> Durations | None:
+    """Serve the metrics until `cleanup`, and return the histograms in which calls are counted; None: no address."""
+    if address is None:
+        return None
+    registry = CollectorRegistry()
+    for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
+        registry.register(collector)
+    registry.register(StoreCollector(view, asyncio.get_running_loop(), __version__, config.metrics_jobs))
+    durations = Durations(registry)
+    engine.tracer.listen(durations.note_span)
+    endpoint = MetricsEndpoint(address, registry, gate, _certificate_files(config))
+    cleanup.push_async_callback(asyncio.to_thread, endpoint.close)
+    log.info("metrics at %s://%s/metrics", "https" if config.tls_certificate else "http", endpoint.address)
+    return durations
+
+
 def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
     """Return gRPC's options for connections. gRPC applies the limit of connections to each listener separately."""
     idle_millis = int(config.connection_idle_seconds * 1000)
@@ -230,11 +260,14 @@ def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
 
 
 def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
+    files = _certificate_files(config)
+    return None if files is None else server_credentials(files)
+
+
+def _certificate_files(config: DaemonConfig) -> CertificateFiles | None:
     if config.tls_certificate is None or config.tls_key is None or config.tls_client_ca is None:
         return None
-    return server_credentials(
-        CertificateFiles(certificate=config.tls_certificate, key=config.tls_key, client_ca=config.tls_client_ca)
-    )
+    return CertificateFiles(certificate=config.tls_certificate, key=config.tls_key, client_ca=config.tls_client_ca)
 
 
 def _tell_who_is_trusted(config: DaemonConfig) -> None:

@@ -32,6 +32,18 @@ def socket_path(address: str) -> Path:
     return absolute
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the parts of `host:port`; an IPv6 address is in brackets there.
+
+    Raises:
+        ValueError: the port is missing, or no number from 0 to 65535.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:9464")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach `host:port`."""
     host = address.rpartition(":")[0].strip("[]")

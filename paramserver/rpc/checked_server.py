@@ -8,8 +8,11 @@ UNKNOWN, and a stack in the log. Must never register a method that declares no r
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -28,15 +31,23 @@ from storage.errors import InvalidRequestError
 Admit = Callable[[Any, Context], Any]
 # Takes what gRPC gives, parses the request and checks the right. Returns the request and what Admit has returned.
 _Enter = Callable[[Any, Context], tuple[Any, Any]]
+# Is called with the name, the status and the seconds of each call that has ended, and whether it streams.
+NoteCall = Callable[[str, grpc.StatusCode, float, bool], None]
 # Calls a method with those of three arguments that it takes: the request, the result of Admit, and the context.
 _Invoke = Callable[[Any, Any, Context], Any]
+
+_STATUS_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class CheckedServer:
     """A gRPC server that calls each method only for a caller who has the right that the method declares."""
 
     def __init__(
-        self, server: grpc.aio.Server, admission: Callable[[Right], Admit], describe_waits: Callable[[], str]
+        self,
+        server: grpc.aio.Server,
+        admission: Callable[[Right], Admit],
+        describe_waits: Callable[[], str],
+        note_call: NoteCall | None = None,
     ) -> None:
         """Wrap a server that has not been started yet.
 
@@ -44,10 +55,12 @@ class CheckedServer:
             server: gRPC's own.
             admission: returns the check of a right.
             describe_waits: says what requests wait for now, for clients whose deadline is near.
+            note_call: counts calls that have ended; None: they are not counted.
         """
         self._server = server
         self._admission = admission
         self._describe_waits = describe_waits
+        self._note_call = note_call
 
     def add(self, service: ServiceDescriptor, servicer: object, *, library_right: Right | None = None) -> None:
         """Add a service to the server.
@@ -80,7 +93,7 @@ class CheckedServer:
         if rpc.client_streaming:
             # gRPC parses the messages where the method takes them from the stream.
             behaviour = _streaming(rpc.name, lambda requests, context: (requests, admit(None, context)), method, invoke)
-            return grpc.stream_stream_rpc_method_handler(behaviour, parse, serialize)
+            return grpc.stream_stream_rpc_method_handler(self._noted(rpc.name, behaviour), parse, serialize)
         assert parse is not None
 
         def enter(data: bytes, context: Context) -> tuple[Any, Any]:
@@ -89,9 +102,42 @@ class CheckedServer:
 
         if rpc.server_streaming:
             behaviour = _streaming(rpc.name, enter, method, invoke)
-            return grpc.unary_stream_rpc_method_handler(behaviour, response_serializer=serialize)
+            return grpc.unary_stream_rpc_method_handler(self._noted(rpc.name, behaviour), response_serializer=serialize)
         behaviour = _unary(rpc.name, enter, invoke, self._describe_waits)
-        return grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=serialize)
+        noted = self._noted(rpc.name, behaviour, is_stream=False)
+        return grpc.unary_unary_rpc_method_handler(noted, response_serializer=serialize)
+
+    def _noted(self, name: str, behaviour: Callable[..., Any], *, is_stream: bool = True) -> Callable[..., Any]:
+        """Return the behaviour of a method, with a note of each call at its end."""
+        if (note := self._note_call) is None:
+            return behaviour
+
+        async def call(message: Any, context: Context) -> Any:
+            with _noting(note, name, context, is_stream=is_stream):
+                return await behaviour(message, context)
+
+        async def generate(message: Any, context: Context) -> AsyncIterator[Any]:
+            with _noting(note, name, context, is_stream=is_stream):
+                async for response in behaviour(message, context):
+                    yield response
+
+        return generate if inspect.isasyncgenfunction(behaviour) else call
+
+
+@contextmanager
+def _noting(note: NoteCall, name: str, context: Context, *, is_stream: bool) -> Iterator[None]:
+    began = time.perf_counter()
+    ended_by_client = False
+    try:
+        yield
+    except (asyncio.CancelledError, GeneratorExit):
+        ended_by_client = True
+        raise
+    finally:
+        # gRPC has the code that a method was aborted with as a number, and 0 for one that was not.
+        number: Any = context.code()
+        code = grpc.StatusCode.CANCELLED if ended_by_client else _STATUS_BY_NUMBER[number or 0]
+        note(name, code, time.perf_counter() - began, is_stream)
 
 
 def _invoke(method: Callable[..., Any], declared: Declaration) -> _Invoke:

@@ -76,9 +76,16 @@ class Gate:
         Raises:
             UnauthenticatedError: the call carries no token, an unknown one or an expired one.
         """
+        return self.principal_of(next((v for k, v in context.invocation_metadata() or () if k == AUTHORIZATION), None))
+
+    def principal_of(self, given: str | bytes | None) -> Principal:
+        """Return the principal behind the value of an authorization header, on any thread; None: there is no header.
+
+        Raises:
+            UnauthenticatedError: it has no token, an unknown one or an expired one.
+        """
         if self._tokens is None:
             return ANYONE
-        given = next((v for k, v in context.invocation_metadata() or () if k == AUTHORIZATION), None)
         if not isinstance(given, str) or given[: len(_SCHEME)].lower() != _SCHEME:
             raise UnauthenticatedError("no token")
         entry = self._tokens.find(given[len(_SCHEME) :])
@@ -95,9 +102,13 @@ class Gate:
             UnauthenticatedError: the call carries no token that counts.
             ForbiddenError: the token is another role's.
         """
-        principal = self.principal(context)
-        if principal.role is not Role.ADMIN:
-            raise ForbiddenError(f"token {principal.name} is no admin's")
+        check_admin(self.principal(context))
+
+
+def check_admin(principal: Principal) -> None:
+    """Check that the principal is an admin. Raises ForbiddenError."""
+    if principal.role is not Role.ADMIN:
+        raise ForbiddenError(f"token {principal.name} is no admin's")
 
 
 def certificate_name(context: Context) -> str:

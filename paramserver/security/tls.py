@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import logging
+import ssl
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +75,40 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         _Reload(files, seen),  # type: ignore[arg-type]  # the type stubs lack that the function may return None
         require_client_authentication=True,
     )
+
+
+class HttpsContext:
+    """The TLS context of an HTTP server: it demands a certificate of every client, and follows changes of the files."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        """Read the files. Raises ConfigError; see CertificateFiles.read."""
+        files.read()
+        self._files = files
+        self._seen = files.fingerprints()
+        self._context = self._load()
+        self._lock = threading.Lock()
+
+    def current(self) -> ssl.SSLContext:
+        """Return the context of the files as they are now, or of the last good ones. May be called on any thread."""
+        with self._lock:
+            now = self._files.fingerprints()
+            if now != self._seen:
+                try:
+                    self._files.read()
+                    self._context, self._seen = self._load(), now
+                except (ConfigError, OSError):
+                    # `_Reload` logs the reason when a gRPC client connects. The files are read again at the next
+                    # connection, when they may be complete.
+                    log.debug("changed certificates cannot be used for HTTPS yet", exc_info=True)
+            return self._context
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self._files.certificate, self._files.key)
+        context.load_verify_locations(self._files.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
 
 class _Reload:

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 
-from paramserver.dataplane.chunk_budget import ChunkBudget
-from paramserver.process.loop_watch import LoopWatch
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
 from paramserver.rpc.rights import Right, needs
@@ -20,22 +16,18 @@ from paramserver.rpc.status import finished
 from paramserver.security.gate import Context, Gate, check_deletion, check_job
 from paramserver.security.principals import Principal, Role
 from paramserver.security.quotas import Quotas
+from paramserver.services.store_view import StoreView
 from paramserver.sessions.host_quota import limits_of
-from paramserver.sessions.session import Session, SessionState
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
-from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, NotFoundError
 from storage.kept_steps import KeptSize
 from storage.shard import Kind, Shard, TierName
 from storage.slab import Slab
 from storage.slices import in_slices
-from storage.tiers.base import TierCounters
-from storage.tiers.contract import Tier
-from storage.tiers.data_file import DataFile
 from storage.versions import Job
 
 MIN_WATCH_SECONDS = 0.1
@@ -48,25 +40,19 @@ class StoreAdmin:
         self,
         engine: Engine,
         sessions: Sessions,
-        chunk_budget: ChunkBudget,
-        watch: LoopWatch,
-        epoch: str,
-        state_dir: Path,
+        view: StoreView,
         gate: Gate,
         quotas: Quotas,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
-        self._chunk_budget = chunk_budget
-        self._watch = watch
-        self._epoch = epoch
-        self._state_dir = state_dir
+        self._view = view
         self._gate = gate
         self._quotas = quotas
 
     @needs(Right.ADMIN)
     async def GetTiers(self, _: admin_pb.GetTiersRequest) -> admin_pb.GetTiersResponse:
-        return self._read_tiers()
+        return self._view.tiers()
 
     @needs(Right.ADMIN, takes_context=True)
     async def WatchTiers(
@@ -76,24 +62,19 @@ class StoreAdmin:
         if not math.isfinite(interval) or interval < MIN_WATCH_SECONDS:
             raise InvalidRequestError(f"interval_seconds {interval} must be at least {MIN_WATCH_SECONDS}")
         while True:
-            yield self._read_tiers()
+            yield self._view.tiers()
             await asyncio.sleep(interval)
             # The check comes again each time, because the token may have been withdrawn since the last reading.
-            self._gate.require_admin(context)
             self._gate.require_admin(context)
 
     @needs(Right.ADMIN)
     async def GetAccounts(self, _: admin_pb.GetAccountsRequest) -> admin_pb.GetAccountsResponse:
-        accounts = self._engine.accounts(
-            leased=(lease.arena_range for session in self._sessions for lease in session.leases.values()),
-            quarantined=self._sessions.quarantine.ranges,
-        )
-        return admin_pb.GetAccountsResponse(accounts=[_describe_account(account) for account in accounts])
+        return admin_pb.GetAccountsResponse(accounts=self._view.accounts())
 
     @needs(Right.ADMIN)
     async def ListJobs(self, _: admin_pb.ListJobsRequest) -> admin_pb.ListJobsResponse:
-        names = sorted({*self._engine.jobs, *self._engine.jobs_with_kept_steps})
-        return admin_pb.ListJobsResponse(jobs=[self._describe_job(name) async for name in in_slices(names)])
+        names = self._view.job_names
+        return admin_pb.ListJobsResponse(jobs=[self._view.job(name) async for name in in_slices(names)])
 
     @needs(Right.ADMIN)
     async def ListShards(self, request: admin_pb.ListShardsRequest) -> admin_pb.ListShardsResponse:
@@ -111,7 +92,7 @@ class StoreAdmin:
 
     @needs(Right.ADMIN)
     async def ListSessions(self, _: admin_pb.ListSessionsRequest) -> admin_pb.ListSessionsResponse:
-        return admin_pb.ListSessionsResponse(sessions=[self._describe_session(s) for s in self._sessions])
+        return admin_pb.ListSessionsResponse(sessions=self._view.sessions())
 
     @needs(Right.TOKEN)
     async def DeleteJob(self, request: admin_pb.DeleteJobRequest, principal: Principal) -> admin_pb.DeleteJobResponse:
@@ -139,7 +120,7 @@ class StoreAdmin:
         limits = limits_of(self._quotas, principal, request.job)
         # This is finished even if the client goes, because the client may then ask which steps are kept.
         kept = await finished(self._engine.keep(job, step, name, note=note if request.note else "", limits=limits))
-        return admin_pb.KeepStepResponse(kept=_describe_kept(kept, None), state_dir=str(self._state_dir.absolute()))
+        return admin_pb.KeepStepResponse(kept=_describe_kept(kept, None), state_dir=str(self._view.state_dir))
 
     @needs(Right.TOKEN)
     async def ForgetStep(
@@ -164,7 +145,7 @@ class StoreAdmin:
         )
         return admin_pb.ListKeptStepsResponse(
             kept=[_describe_kept(step, sizes[step.spec.kept]) for step in kept],
-            state_dir=str(self._state_dir.absolute()),
+            state_dir=str(self._view.state_dir),
         )
 
     def _job(self, name: str) -> Job:
@@ -180,90 +161,8 @@ class StoreAdmin:
 
     def _no_job(self, name: str) -> NotFoundError:
         """Return the error for an operator who names a job that is not there. Its text lists the jobs that are."""
-        known = ", ".join(sorted({*self._engine.jobs, *self._engine.jobs_with_kept_steps})) or "none"
+        known = ", ".join(self._view.job_names) or "none"
         return NotFoundError(f"there is no job {name!r}; known jobs: {known}")
-
-    def _read_tiers(self) -> admin_pb.GetTiersResponse:
-        return admin_pb.GetTiersResponse(
-            tiers=[self._describe_tier(tier) for tier in self._engine.tiers],
-            epoch=self._epoch,
-            state_dir=str(self._state_dir.absolute()),
-            sessions=len(self._sessions),
-            unix_seconds=time.time(),
-            loop_stalls=self._watch.stalls,
-            longest_loop_stall_seconds=self._watch.longest_stall_seconds,
-            transfer_bytes=self._chunk_budget.used_bytes,
-            transfer_budget_bytes=self._chunk_budget.budget_bytes,
-        )
-
-    def _describe_tier(self, tier: Tier) -> admin_pb.TierInfo:
-        engine = self._engine
-        info = admin_pb.TierInfo(
-            tier=TIER_TO_WIRE[tier.name],
-            budget_bytes=tier.budget_bytes,
-            used_bytes=tier.used_bytes,
-            queue_depth=tier.queue_depth,
-            detail=tier.detail,
-            problems=engine.backing.problems_of(tier),
-        )
-        _fill_counters(info, tier.counters)
-        if tier is engine.host:
-            info.leased_bytes = engine.host_cache.leased_bytes + engine.scratch.nbytes
-            info.evictable_bytes = engine.host_cache.evictable_bytes
-            info.quarantined_bytes = self._sessions.quarantine.nbytes
-            info.queue_depth += engine.queue.depth
-        elif tier is engine.nvme:
-            info.devices.extend(_describe_device(file) for file in engine.nvme.files)
-            info.damaged_blocks = engine.nvme.damaged_blocks
-            info.bad_bytes = engine.nvme.bad_bytes
-            info.scrubbed_bytes = engine.scrubber.bytes_read
-            info.scrub_passes = engine.scrubber.passes
-        return info
-
-    def _describe_session(self, session: Session) -> admin_pb.SessionInfo:
-        writing = sum(lease.mode.is_for_writing for lease in session.leases.values())
-        return admin_pb.SessionInfo(
-            client=session.client,
-            peer=session.peer,
-            job=session.run.spec.name if session.run else "",
-            rank=max(0, session.rank),
-            maps_arena=session.slot is not None and self._engine.arena.slots.is_held(session.slot),
-            read_leases=len(session.leases) - writing,
-            write_leases=writing,
-            leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
-            readers=len(session.readers),
-            transfers=self._chunk_budget.count(session.session_id),
-            opened_at_unix_seconds=session.opened_at_unix_seconds,
-            heard_seconds_ago=asyncio.get_running_loop().time() - session.heard_at,
-            detached=session.state is SessionState.DETACHED,
-        )
-
-    def _describe_job(self, name: str) -> admin_pb.JobInfo:
-        kept = self._engine.kept_steps(name)
-        if name not in self._engine.jobs:
-            # Nothing but kept steps is left of the job, because none of its commits was durable before a restart.
-            spec = next(iter(kept.values())).spec
-            durability = convert.durability_to_wire(spec.durability)
-            return admin_pb.JobInfo(name=name, world_size=spec.world_size, durability=durability, kept_steps=len(kept))
-        job = self._engine.job(name)
-        newest, durable = job.newest, max(job.durable, default=None)
-        # All layouts count, because the store has two of them while one replaces the other.
-        tallies = [layout.tally for layout in self._engine.layouts(name)]
-        size = {TierName.HOST: sum(tally.copied_bytes for tally in tallies)}
-        size |= {tier.name: sum(t.version_bytes(tier.name) for t in tallies) for tier in self._engine.backing}
-        return admin_pb.JobInfo(
-            name=job.spec.name,
-            world_size=job.spec.world_size,
-            sessions=self._sessions.attached(job.spec.name),
-            parameters=job.tally.elements,
-            durability=convert.durability_to_wire(job.spec.durability),
-            committed_step=newest,
-            durable_step=durable,
-            bytes=[admin_pb.JobInfo.TierBytes(tier=TIER_TO_WIRE[tier], bytes=nbytes) for tier, nbytes in size.items()],
-            created_at_unix_seconds=job.created_at,
-            committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
-            kept_steps=len(kept),
-        )
 
 
 def _no_job(name: str) -> NotFoundError:
@@ -283,35 +182,6 @@ def _describe_kept(kept: Job, size: KeptSize | None) -> admin_pb.KeptStep:
         committed_at_unix_seconds=record.committed_at,
         bytes=0 if size is None else size.nbytes,
         alone_bytes=0 if size is None else size.alone_bytes,
-    )
-
-
-def _describe_account(account: TierAccount) -> admin_pb.TierAccount:
-    return admin_pb.TierAccount(
-        tier=TIER_TO_WIRE[account.tier],
-        used_bytes=account.used_bytes,
-        holdings=[
-            admin_pb.TierAccount.Holding(holder=holder, bytes=account.held_bytes[holder])
-            for holder in Holder
-            if account.held_bytes.get(holder, 0)
-        ],
-        unexplained_bytes=account.unexplained_bytes,
-        settled=account.is_balanced,
-    )
-
-
-def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:
-    load = file.io.load
-    return admin_pb.TierInfo.Device(
-        path=str(file.path),
-        direct=file.direct,
-        used_bytes=file.used_bytes,
-        size_bytes=file.size_bytes,
-        free_runs=file.free_runs,
-        bytes_in_flight=load.bytes_in_flight,
-        busy_seconds=load.busy_seconds,
-        stalled_seconds=load.stalled_seconds,
-        bytes_per_second=file.bandwidth,
     )
 
 
@@ -350,14 +220,3 @@ def _describe_shard(slab: Slab, shard: Shard) -> admin_pb.ShardInfo:
         tiers=[TIER_TO_WIRE[tier] for tier in tiers],
         placement=TIER_TO_WIRE[slab.spec.placement],
     )
-
-
-def _fill_counters(info: admin_pb.TierInfo, counters: TierCounters) -> None:
-    info.hits = counters.hits
-    info.misses = counters.misses
-    info.promotions = counters.promotions
-    info.demotions = counters.demotions
-    info.bytes_read = counters.bytes_read
-    info.bytes_written = counters.bytes_written
-    info.read_seconds = counters.reading.seconds
-    info.write_seconds = counters.writing.seconds

@@ -42,6 +42,7 @@ FLOORS = {
         "admin sessions store_need",
         "dataplane",
         "services",
+        "metrics",
         "server",
         "cli",
         "__main__",

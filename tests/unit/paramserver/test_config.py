@@ -121,10 +121,25 @@ def test_tls_needs_all_of_its_files(missing: str) -> None:
 
 
 def test_tls_without_tcp_and_tls_that_is_insecure_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tls_certificate: TLS is for TCP, and `listen`"):
+    with pytest.raises(ConfigError, match="tls_certificate: TLS is for TCP, and neither `listen`"):
         load_config(None, {"state_dir": "/d"} | TLS)
+    load_config(None, {"state_dir": "/d", "metrics_listen": "0.0.0.0:1"} | TLS)
     with pytest.raises(ConfigError, match="insecure: true, beside tls_certificate"):
         load_config(None, {"state_dir": "/d", "listen": "0.0.0.0:1", "insecure": True} | TLS)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("0.0.0.0:9464", "metrics_listen: 0.0.0.0:9464 can be reached from other machines"),
+        ("9464", "'9464' is not HOST:PORT"),
+        ("127.0.0.1:65536", "'127.0.0.1:65536' is not HOST:PORT"),
+    ],
+)
+def test_metrics_that_other_machines_could_read_and_bad_addresses_are_refused(address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, {"state_dir": "/d", "metrics_listen": address})
+    load_config(None, {"state_dir": "/d", "metrics_listen": "[::1]:0"})
 
 
 def test_quotas_are_read_from_tables(tmp_path: Path) -> None:

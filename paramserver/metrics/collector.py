@@ -1,0 +1,85 @@
+"""The collector that reads the store when a monitoring system asks.
+
+Owns nothing. The store's objects belong to the event loop, so the readings are taken there, whatever thread asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paramserver.metrics import families
+from paramserver.services.store_view import StoreView
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from storage.slices import in_slices
+
+_READING_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Readings:
+    tiers: admin_pb.GetTiersResponse
+    sessions: Sequence[admin_pb.SessionInfo]
+    jobs: Sequence[admin_pb.JobInfo]
+    all_jobs: int
+
+
+class StoreCollector(Collector):
+    """The metrics of one store, read anew for each scrape."""
+
+    def __init__(self, view: StoreView, loop: asyncio.AbstractEventLoop, version: str, most_jobs: int) -> None:
+        """Make a collector.
+
+        Args:
+            view: the store's readings.
+            loop: the event loop on which they may be taken.
+            version: the daemon's version.
+            most_jobs: the number of jobs that have metrics of their own: those with sessions first, then those with the
+                newest commits. It bounds the number of time series.
+        """
+        self._view = view
+        self._loop = loop
+        self._version = version
+        self._most_jobs = most_jobs
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the registry must not take readings when the collector is registered."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all metrics of one reading. Must not be called on the event loop's thread.
+
+        Raises:
+            TimeoutError: the event loop did not answer in time.
+        """
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        try:
+            readings = reading.result(_READING_SECONDS)
+        finally:
+            reading.cancel()
+        build = InfoMetricFamily(f"{families.PREFIX}build", "The daemon's version.")
+        build.add_metric((), {"version": self._version})
+        yield build
+        for figure in families.DAEMON:
+            yield figure.family((), [((), readings.tiers)])
+        yield from families.tier_families(readings.tiers.tiers)
+        for of_sessions in families.SESSIONS:
+            yield of_sessions.family((), [((), readings.sessions)])
+        yield GaugeMetricFamily(f"{families.PREFIX}jobs", "Jobs in the catalog.", value=readings.all_jobs)
+        yield from families.job_families(readings.jobs)
+
+    async def _read(self) -> _Readings:
+        names = self._view.job_names
+        jobs = [self._view.job(name) async for name in in_slices(names)]
+        chosen = heapq.nlargest(self._most_jobs, jobs, key=_rank)
+        return _Readings(tiers=self._view.tiers(), sessions=self._view.sessions(), jobs=chosen, all_jobs=len(names))
+
+
+def _rank(job: admin_pb.JobInfo) -> tuple[bool, float]:
+    """Return a key by which jobs in use are the largest, and among the others those with the newest commits."""
+    return job.sessions > 0, job.committed_at_unix_seconds

@@ -1,0 +1,230 @@
+"""The metrics of a store's readings: name, meaning, and the field of the reading that each of them shows.
+
+Names follow the conventions of Prometheus: base units, and `_total` at the end of a counter. docs/metrics.md lists
+them, and a test compares both. Must never have a label whose values clients could make without bound: the collector
+limits the names of jobs, and there is no label for sessions or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from paramserver.contract.words import word_of
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+
+PREFIX = "paramserver_"
+ReadingT = TypeVar("ReadingT")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure(Generic[ReadingT]):
+    """One metric of one kind of reading.
+
+    Attributes:
+        name: the metric's name without the prefix and without `_total`.
+        meaning: one sentence for people, with the unit if the name has none.
+        value: returns the value in a reading; None: this reading has none.
+        is_counter: the value only grows, and begins at 0 with the daemon.
+        tiers: for figures of tiers, those that have it; empty: all.
+    """
+
+    name: str
+    meaning: str
+    value: Callable[[ReadingT], float | None]
+    is_counter: bool = False
+    tiers: tuple[pb.Tier, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """The name under which a monitoring system finds the metric."""
+        return f"{PREFIX}{self.name}{'_total' if self.is_counter else ''}"
+
+    def family(self, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], ReadingT]]) -> Metric:
+        """Return the metric with a value for each row of label values and reading."""
+        kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
+        family = kind(PREFIX + self.name, self.meaning, labels=labels)
+        for values, reading in rows:
+            if (value := self.value(reading)) is not None:
+                family.add_metric(values, value)
+        return family
+
+
+_HOST, _NVME = (pb.TIER_HOST,), (pb.TIER_NVME,)
+
+TIERS: tuple[Figure[admin_pb.TierInfo], ...] = (
+    Figure("tier_budget_bytes", "The tier's budget.", lambda tier: tier.budget_bytes),
+    Figure("tier_used_bytes", "Allocated bytes.", lambda tier: tier.used_bytes),
+    Figure(
+        "tier_evictable_bytes",
+        "Bytes of clean copies that can be evicted at once.",
+        lambda tier: tier.evictable_bytes,
+        tiers=_HOST,
+    ),
+    Figure("tier_leased_bytes", "Bytes under a lease or an update.", lambda tier: tier.leased_bytes, tiers=_HOST),
+    Figure(
+        "tier_quarantined_bytes",
+        "Bytes that processes of ended sessions still map for writing.",
+        lambda tier: tier.quarantined_bytes,
+        tiers=_HOST,
+    ),
+    Figure("tier_queue_depth", "Requests that wait or are under way.", lambda tier: tier.queue_depth),
+    Figure("tier_problems", "Problems of the tier; with any, it is degraded.", lambda tier: len(tier.problems)),
+    Figure("tier_hits", "Reads that the tier served.", lambda tier: tier.hits, is_counter=True, tiers=_HOST),
+    Figure("tier_misses", "Reads that needed a lower tier.", lambda tier: tier.misses, is_counter=True, tiers=_HOST),
+    Figure(
+        "tier_promotions",
+        "Slabs brought into the tier from a lower one.",
+        lambda tier: tier.promotions,
+        is_counter=True,
+    ),
+    Figure(
+        "tier_demotions",
+        "Slabs evicted from the tier, or written to a lower one.",
+        lambda tier: tier.demotions,
+        is_counter=True,
+    ),
+    Figure("tier_read_bytes", "Bytes read from the tier.", lambda tier: tier.bytes_read, is_counter=True),
+    Figure("tier_written_bytes", "Bytes written to the tier.", lambda tier: tier.bytes_written, is_counter=True),
+    Figure(
+        "tier_read_seconds",
+        "Time in which at least one read was under way.",
+        lambda tier: tier.read_seconds,
+        is_counter=True,
+    ),
+    Figure(
+        "tier_write_seconds",
+        "Time in which at least one write was under way.",
+        lambda tier: tier.write_seconds,
+        is_counter=True,
+    ),
+    Figure(
+        "tier_damaged_blocks",
+        "Reads that found a damaged block.",
+        lambda tier: tier.damaged_blocks,
+        is_counter=True,
+        tiers=_NVME,
+    ),
+    Figure(
+        "tier_bad_bytes",
+        "Bytes that are never used again, because damage was found there.",
+        lambda tier: tier.bad_bytes,
+        tiers=_NVME,
+    ),
+    Figure(
+        "tier_scrubbed_bytes",
+        "Bytes verified in the background.",
+        lambda tier: tier.scrubbed_bytes,
+        is_counter=True,
+        tiers=_NVME,
+    ),
+    Figure(
+        "tier_scrub_passes",
+        "How often all bytes were verified in the background.",
+        lambda tier: tier.scrub_passes,
+        is_counter=True,
+        tiers=_NVME,
+    ),
+)
+
+DEVICES: tuple[Figure[admin_pb.TierInfo.Device], ...] = (
+    Figure("device_used_bytes", "Allocated bytes of the data file.", lambda device: device.used_bytes),
+    Figure("device_size_bytes", "The size of the data file.", lambda device: device.size_bytes),
+    Figure("device_inflight_bytes", "Bytes at the device now.", lambda device: device.bytes_in_flight),
+    Figure(
+        "device_busy_seconds",
+        "Time in which reads were under way, plus time in which writes were.",
+        lambda device: device.busy_seconds,
+        is_counter=True,
+    ),
+    Figure("device_stalled_seconds", "Age of the oldest request at the device.", lambda device: device.stalled_seconds),
+    Figure(
+        "device_bandwidth_bytes_per_second",
+        "Measured speed, by which new bytes are spread.",
+        lambda device: device.bytes_per_second if device.HasField("bytes_per_second") else None,
+    ),
+)
+
+DAEMON: tuple[Figure[admin_pb.GetTiersResponse], ...] = (
+    Figure("transfer_bytes", "Bytes of chunks that the daemon holds for clients.", lambda all_: all_.transfer_bytes),
+    Figure("transfer_budget_bytes", "Most bytes of such chunks.", lambda all_: all_.transfer_budget_bytes),
+    Figure(
+        "event_loop_stalls",
+        "How often the event loop was blocked for more than 100 ms.",
+        lambda all_: all_.loop_stalls,
+        is_counter=True,
+    ),
+    Figure("event_loop_longest_stall_seconds", "The longest such stall.", lambda all_: all_.longest_loop_stall_seconds),
+)
+
+JOBS: tuple[Figure[admin_pb.JobInfo], ...] = (
+    Figure("job_sessions", "Attached sessions.", lambda job: job.sessions),
+    Figure("job_parameters", "Elements of this node's parameters.", lambda job: job.parameters),
+    Figure("job_kept_steps", "Kept steps.", lambda job: job.kept_steps),
+    Figure(
+        "job_committed_step",
+        "The newest committed step.",
+        lambda job: job.committed_step if job.HasField("committed_step") else None,
+    ),
+    Figure(
+        "job_durable_step",
+        "The newest durable step.",
+        lambda job: job.durable_step if job.HasField("durable_step") else None,
+    ),
+    Figure(
+        "job_committed_timestamp_seconds",
+        "When the newest step was committed, in seconds since 1970.",
+        lambda job: job.committed_at_unix_seconds if job.HasField("committed_at_unix_seconds") else None,
+    ),
+)
+
+SESSIONS: tuple[Figure[Sequence[admin_pb.SessionInfo]], ...] = (
+    Figure("sessions", "Sessions of clients.", len),
+    Figure(
+        "sessions_detached",
+        "Sessions whose stream broke, and that end unless the client resumes them.",
+        lambda sessions: sum(session.detached for session in sessions),
+    ),
+    Figure("sessions_read_leases", "Leases for reading.", lambda sessions: sum(s.read_leases for s in sessions)),
+    Figure("sessions_write_leases", "Leases for writing.", lambda sessions: sum(s.write_leases for s in sessions)),
+    Figure("sessions_readers", "Open readers.", lambda sessions: sum(session.readers for session in sessions)),
+    Figure(
+        "sessions_silent_seconds",
+        "The longest time for which a client has not been heard of.",
+        lambda sessions: max((session.heard_seconds_ago for session in sessions), default=0.0),
+    ),
+)
+
+
+def tier_families(tiers: Sequence[admin_pb.TierInfo]) -> Iterable[Metric]:
+    """Yield the metrics of all tiers, and those of their devices."""
+    for figure in TIERS:
+        having = [tier for tier in tiers if not figure.tiers or tier.tier in figure.tiers]
+        yield figure.family(("tier",), [((word_of(pb.Tier, tier.tier),), tier) for tier in having])
+    devices = [device for tier in tiers for device in tier.devices]
+    for of_device in DEVICES:
+        yield of_device.family(("path",), [((device.path,), device) for device in devices])
+
+
+def job_families(jobs: Sequence[admin_pb.JobInfo]) -> Iterable[Metric]:
+    """Yield the metrics of some jobs."""
+    for figure in JOBS:
+        yield figure.family(("job",), [((job.name,), job) for job in jobs])
+    size = GaugeMetricFamily(f"{PREFIX}job_bytes", JOB_BYTES_MEANING, labels=("job", "tier"))
+    for job in jobs:
+        for part in job.bytes:
+            size.add_metric((job.name, word_of(pb.Tier, part.tier)), part.bytes)
+    yield size
+
+
+JOB_BYTES_MEANING = "Bytes of the job on the tier."
+
+
+def meanings() -> Mapping[str, str]:
+    """Return the meaning of each metric in this module by its full name."""
+    figures: tuple[Figure[Any], ...] = (*TIERS, *DEVICES, *DAEMON, *JOBS, *SESSIONS)
+    return {figure.full_name: figure.meaning for figure in figures} | {f"{PREFIX}job_bytes": JOB_BYTES_MEANING}

@@ -1,0 +1,188 @@
+"""The readings of a running store, as the messages of StoreAdmin: tiers, jobs, sessions and accounts.
+
+The admin service sends them to operators, and the metrics are made from them, so both always agree. Owns nothing. Must
+never change the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paramserver.dataplane.chunk_budget import ChunkBudget
+from paramserver.process.loop_watch import LoopWatch
+from paramserver.rpc import convert
+from paramserver.sessions.session import Session, SessionState
+from paramserver.sessions.sessions import Sessions
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.vocabulary import TIER_TO_WIRE
+from storage.accounts import Holder, TierAccount
+from storage.engine import Engine
+from storage.shard import TierName
+from storage.tiers.base import TierCounters
+from storage.tiers.contract import Tier
+from storage.tiers.data_file import DataFile
+
+
+class StoreView:
+    """The readings of one daemon. All methods are called on its event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        chunk_budget: ChunkBudget,
+        watch: LoopWatch,
+        epoch: str,
+        state_dir: Path,
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._chunk_budget = chunk_budget
+        self._watch = watch
+        self._epoch = epoch
+        self.state_dir = state_dir.absolute()
+
+    @property
+    def job_names(self) -> list[str]:
+        """The names of all jobs, sorted; also of those of which nothing but kept steps is left."""
+        return sorted({*self._engine.jobs, *self._engine.jobs_with_kept_steps})
+
+    def accounts(self) -> Iterator[admin_pb.TierAccount]:
+        """Yield who holds the used bytes of each tier. Visits all shards."""
+        accounts = self._engine.accounts(
+            leased=(lease.arena_range for session in self._sessions for lease in session.leases.values()),
+            quarantined=self._sessions.quarantine.ranges,
+        )
+        return map(_describe_account, accounts)
+
+    def sessions(self) -> Sequence[admin_pb.SessionInfo]:
+        """Return what each session is and holds, oldest first."""
+        return [self.session(session) for session in self._sessions]
+
+    def tiers(self) -> admin_pb.GetTiersResponse:
+        """Return one reading of every tier."""
+        return admin_pb.GetTiersResponse(
+            tiers=[self._describe_tier(tier) for tier in self._engine.tiers],
+            epoch=self._epoch,
+            state_dir=str(self.state_dir),
+            sessions=len(self._sessions),
+            unix_seconds=time.time(),
+            loop_stalls=self._watch.stalls,
+            longest_loop_stall_seconds=self._watch.longest_stall_seconds,
+            transfer_bytes=self._chunk_budget.used_bytes,
+            transfer_budget_bytes=self._chunk_budget.budget_bytes,
+        )
+
+    def _describe_tier(self, tier: Tier) -> admin_pb.TierInfo:
+        engine = self._engine
+        info = admin_pb.TierInfo(
+            tier=TIER_TO_WIRE[tier.name],
+            budget_bytes=tier.budget_bytes,
+            used_bytes=tier.used_bytes,
+            queue_depth=tier.queue_depth,
+            detail=tier.detail,
+            problems=engine.backing.problems_of(tier),
+        )
+        _fill_counters(info, tier.counters)
+        if tier is engine.host:
+            info.leased_bytes = engine.host_cache.leased_bytes + engine.scratch.nbytes
+            info.evictable_bytes = engine.host_cache.evictable_bytes
+            info.quarantined_bytes = self._sessions.quarantine.nbytes
+            info.queue_depth += engine.queue.depth
+        elif tier is engine.nvme:
+            info.devices.extend(_describe_device(file) for file in engine.nvme.files)
+            info.damaged_blocks = engine.nvme.damaged_blocks
+            info.bad_bytes = engine.nvme.bad_bytes
+            info.scrubbed_bytes = engine.scrubber.bytes_read
+            info.scrub_passes = engine.scrubber.passes
+        return info
+
+    def session(self, session: Session) -> admin_pb.SessionInfo:
+        """Return what a session is and holds."""
+        writing = sum(lease.mode.is_for_writing for lease in session.leases.values())
+        return admin_pb.SessionInfo(
+            client=session.client,
+            peer=session.peer,
+            job=session.run.spec.name if session.run else "",
+            rank=max(0, session.rank),
+            maps_arena=session.slot is not None and self._engine.arena.slots.is_held(session.slot),
+            read_leases=len(session.leases) - writing,
+            write_leases=writing,
+            leased_bytes=sum(lease.nbytes for lease in session.leases.values()),
+            readers=len(session.readers),
+            transfers=self._chunk_budget.count(session.session_id),
+            opened_at_unix_seconds=session.opened_at_unix_seconds,
+            heard_seconds_ago=asyncio.get_running_loop().time() - session.heard_at,
+            detached=session.state is SessionState.DETACHED,
+        )
+
+    def job(self, name: str) -> admin_pb.JobInfo:
+        """Return the figures of a job, which is attached, or committed, or has kept steps."""
+        kept = self._engine.kept_steps(name)
+        if name not in self._engine.jobs:
+            # Nothing but kept steps is left of the job, because none of its commits was durable before a restart.
+            spec = next(iter(kept.values())).spec
+            durability = convert.durability_to_wire(spec.durability)
+            return admin_pb.JobInfo(name=name, world_size=spec.world_size, durability=durability, kept_steps=len(kept))
+        job = self._engine.job(name)
+        newest, durable = job.newest, max(job.durable, default=None)
+        # All layouts count, because the store has two of them while one replaces the other.
+        tallies = [layout.tally for layout in self._engine.layouts(name)]
+        size = {TierName.HOST: sum(tally.copied_bytes for tally in tallies)}
+        size |= {tier.name: sum(t.version_bytes(tier.name) for t in tallies) for tier in self._engine.backing}
+        return admin_pb.JobInfo(
+            name=job.spec.name,
+            world_size=job.spec.world_size,
+            sessions=self._sessions.attached(job.spec.name),
+            parameters=job.tally.elements,
+            durability=convert.durability_to_wire(job.spec.durability),
+            committed_step=newest,
+            durable_step=durable,
+            bytes=[admin_pb.JobInfo.TierBytes(tier=TIER_TO_WIRE[tier], bytes=nbytes) for tier, nbytes in size.items()],
+            created_at_unix_seconds=job.created_at,
+            committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
+            kept_steps=len(kept),
+        )
+
+
+def _describe_account(account: TierAccount) -> admin_pb.TierAccount:
+    return admin_pb.TierAccount(
+        tier=TIER_TO_WIRE[account.tier],
+        used_bytes=account.used_bytes,
+        holdings=[
+            admin_pb.TierAccount.Holding(holder=holder, bytes=account.held_bytes[holder])
+            for holder in Holder
+            if account.held_bytes.get(holder, 0)
+        ],
+        unexplained_bytes=account.unexplained_bytes,
+        settled=account.is_balanced,
+    )
+
+
+def _describe_device(file: DataFile) -> admin_pb.TierInfo.Device:
+    load = file.io.load
+    return admin_pb.TierInfo.Device(
+        path=str(file.path),
+        direct=file.direct,
+        used_bytes=file.used_bytes,
+        size_bytes=file.size_bytes,
+        free_runs=file.free_runs,
+        bytes_in_flight=load.bytes_in_flight,
+        busy_seconds=load.busy_seconds,
+        stalled_seconds=load.stalled_seconds,
+        bytes_per_second=file.bandwidth,
+    )
+
+
+def _fill_counters(info: admin_pb.TierInfo, counters: TierCounters) -> None:
+    info.hits = counters.hits
+    info.misses = counters.misses
+    info.promotions = counters.promotions
+    info.demotions = counters.demotions
+    info.bytes_read = counters.bytes_read
+    info.bytes_written = counters.bytes_written
+    info.read_seconds = counters.reading.seconds
+    info.write_seconds = counters.writing.seconds

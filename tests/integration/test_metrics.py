@@ -1,0 +1,147 @@
+"""The metrics of a real daemon: they agree with the admin service, and the endpoint stands its callers."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paramserver.metrics.endpoint import MOST_REQUESTS
+from paramserver.security.certificates import make_certificates
+from paramserver.security.principals import Role
+from paramserver.security.tokens import add_token
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from tests.integration.support.daemon import Daemon, admin_of, run_serve
+from tests.integration.support.ranks import free_port
+from tests.integration.support.store_client import Clients
+from tests.unit.storage.builders import Layout
+
+SECONDS = 30.0
+
+
+def read(address: str, token: str = "", path: str = "/metrics", context: ssl.SSLContext | None = None) -> str:
+    scheme = "http" if context is None else "https"
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{scheme}://{address}{path}", headers=headers)
+    with urllib.request.urlopen(request, timeout=SECONDS, context=context) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def status_of(address: str, token: str = "", path: str = "/metrics") -> int:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        read(address, token, path)
+    caught.value.close()
+    return caught.value.code
+
+
+def scrape(address: str) -> Mapping[tuple[str, ...], float]:
+    """Return the value of each sample by its name and the values of its labels, which are in alphabetical order."""
+    families = text_string_to_metric_families(read(address))
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+def test_metrics_agree_with_the_admin_service(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with Daemon(tmp_path / "state", {"metrics_listen": address, "metrics_jobs": 1}) as daemon:
+        before = scrape(address)
+        with Clients(daemon.address) as clients:
+            clients.rank(Layout(name="idle", numels=(16,), groups=("a",))).begin().close()
+            rank = clients.rank(Layout(name='a "job"\\', numels=(5000, 16), groups=("a", "b"))).begin()
+            rank.train(1, 3)
+            found = scrape(address)
+            with admin_of(daemon.address) as admin:
+                shown = admin.GetTiers(admin_pb.GetTiersRequest())
+                jobs = {job.name: job for job in admin.ListJobs(admin_pb.ListJobsRequest()).jobs}
+        ended = scrape(address)
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log
+
+    for tier, info in zip(("host", "nvme"), shown.tiers, strict=True):
+        assert found["paramserver_tier_used_bytes", tier] == info.used_bytes
+        assert found["paramserver_tier_budget_bytes", tier] == info.budget_bytes
+        assert found["paramserver_tier_written_bytes_total", tier] == info.bytes_written
+    assert found["paramserver_device_used_bytes", str(tmp_path / "state" / "data.0")] == shown.tiers[1].used_bytes
+    assert found["paramserver_sessions",] == 1
+    assert found["paramserver_jobs",] == 2
+    assert found["paramserver_job_committed_step", 'a "job"\\'] == 3 == jobs['a "job"\\'].committed_step
+    assert ("paramserver_job_sessions", "idle") not in found, "one job has metrics of its own: the one in use"
+    assert found["paramserver_rpc_seconds_count", "OK", "CommitStep"] >= 3
+    assert found["paramserver_operation_seconds_count", "commit"] >= 4
+    assert before["paramserver_operation_seconds_count", "commit"] == 0
+    sessions = [value for key, value in ended.items() if key[0] == "paramserver_streams_total" and "Session" in key]
+    assert sum(sessions) == 2
+    assert ended["process_resident_memory_bytes",] > 0
+
+
+def test_the_endpoint_answers_while_other_callers_are_silent(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    host, port = "127.0.0.1", int(address.rpartition(":")[2])
+    with Daemon(tmp_path / "state", {"metrics_listen": address}) as daemon:
+        silent = [socket.create_connection((host, port)) for _ in range(MOST_REQUESTS - 1)]
+        try:
+            assert "paramserver_build_info" in read(address)
+            assert status_of(address, path="/") == 404
+            with socket.create_connection((host, port)) as hostile:
+                hostile.sendall(b"\x16\x03\x01" + bytes(200) + b"\r\n\r\n")
+                assert b"200" not in hostile.recv(64)
+            # One caller more takes the last thread, so the next one is turned away at once.
+            with socket.create_connection((host, port)), pytest.raises(OSError):
+                read(address)
+        finally:
+            for connection in silent:
+                connection.close()
+        assert daemon.stop() == 0, "a stop does not wait for callers"
+        assert "Traceback" not in daemon.log
+
+
+def test_metrics_need_the_token_of_an_admin(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    tokens = tmp_path / "tokens.toml"
+    admin = add_token(tokens, "operator", Role.ADMIN)
+    other = add_token(tokens, "trainer", Role.JOB, ["*"])
+    with Daemon(tmp_path / "state", {"metrics_listen": address, "token_file": str(tokens)}) as daemon:
+        assert status_of(address) == 401
+        assert status_of(address, "guessed") == 401
+        assert status_of(address, other) == 403
+        assert "paramserver_tier_used_bytes" in read(address, admin)
+        assert daemon.stop() == 0
+
+
+def test_metrics_over_mutual_tls(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    make_certificates(tmp_path, ["127.0.0.1"], ["client"], 1)
+    config = {
+        "metrics_listen": address,
+        **{
+            f"tls_{key}": str(tmp_path / f"{name}.pem")
+            for key, name in (("certificate", "server"), ("key", "server-key"), ("client_ca", "ca"))
+        },
+    }
+    stranger = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    known.load_cert_chain(tmp_path / "client.pem", tmp_path / "client-key.pem")
+    with Daemon(tmp_path / "state", config) as daemon:
+        assert "paramserver_build_info" in read(address, context=known)
+        with pytest.raises(OSError):
+            read(address, context=stranger)
+        with pytest.raises(OSError):
+            read(address)
+        make_certificates(tmp_path, ["127.0.0.1"], ["client"], 2)
+        assert "paramserver_build_info" in read(address, context=known), "renewed certificates are in use"
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log
+
+
+def test_an_address_in_use_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = run_serve("--state-dir", str(tmp_path / "state"), "--metrics-listen", address, "--host-budget", "16MiB")
+    assert ended.returncode == 1
+    assert f"metrics_listen: cannot listen on {address}: Address already in use" in ended.stderr
