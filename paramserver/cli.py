@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +48,13 @@ def _root(
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Option(help='TOML file with the keys below (host_budget = "8GiB").')] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help='TOML file with the keys below (host_budget = "8GiB"). Variables such as '
+            "PARAMSERVER_SERVE_HOST_BUDGET win over it, and flags over both."
+        ),
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Directory for catalog, data, lock and socket.")] = None,
     host_budget: Annotated[
         str | None, typer.Option(help="Shared memory of the host tier, taken at start. [1GiB]")
@@ -102,7 +109,7 @@ def serve(
         "log_format": log_format,
     }
     try:
-        settings = load_config(config, flags)
+        settings = load_config(config, flags, os.environ)
     except ConfigError as error:
         typer.echo(f"paramserver: {error}", err=True)
         raise typer.Exit(2) from None

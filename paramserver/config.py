@@ -1,8 +1,9 @@
-"""The daemon's configuration: a TOML file and flags, checked as a whole before anything starts."""
+"""The daemon's configuration: a TOML file, variables and flags, checked as a whole before anything starts."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,13 @@ from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.sockets import check_path
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import QuotasSection
+
+# The environment variable of a key is this prefix with the key in capitals.
+ENVIRONMENT_PREFIX = "PARAMSERVER_SERVE_"
+# The keys whose value is a list, which a variable has as paths with colons between them.
+_PATHS = ("nvme_dirs",)
+# The keys that are tables, which a variable cannot hold.
+_TABLES = ("quotas",)
 
 # One half of this budget holds the first small chunks of some hundred transfers, and the other half holds whole chunks.
 _MIN_TRANSFER_BUDGET_BYTES = 4 << 20
@@ -210,8 +218,15 @@ class DaemonConfig(BaseModel):
         return self.socket_path.with_name(self.socket_path.name + ".arena")
 
 
-def load_config(path: Path | None, flags: Mapping[str, Any]) -> DaemonConfig:
-    """Return the configuration of the file at `path`, if any, in which `flags` that are not None override keys.
+def load_config(
+    path: Path | None, flags: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> DaemonConfig:
+    """Return the configuration of a file, in which variables and then flags override keys.
+
+    Args:
+        path: the TOML file; None: there is none.
+        flags: values by key; those that are None do not count.
+        environment: variables, of which those with ENVIRONMENT_PREFIX count.
 
     Raises:
         ConfigError: the message names the key, its value and what is allowed.
@@ -224,6 +239,7 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> DaemonConfig:
             raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+    values |= _of_environment(environment or {})
     values |= {key: value for key, value in flags.items() if value is not None}
     try:
         return DaemonConfig.model_validate(values)
@@ -231,6 +247,23 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> DaemonConfig:
         where = f" (file {path})" if path is not None else ""
         lines = [_explain(tuple(map(str, e["loc"])), e["type"], e["msg"], e.get("input")) for e in error.errors()]
         raise ConfigError("\n".join(f"bad configuration{where}: {line}" for line in lines)) from error
+
+
+def _of_environment(environment: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the values by key that the variables of an environment set. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for name in sorted(environment):
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if key in _TABLES:
+            raise ConfigError(f"{name}: {key!r} is a table; write it into the config file instead")
+        if key not in DaemonConfig.model_fields:
+            close = difflib.get_close_matches(key, DaemonConfig.model_fields, n=1)
+            hint = f"did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else "unset it"
+            raise ConfigError(f"{name}: there is no key {key!r}; {hint}")
+        values[key] = environment[name].split(os.pathsep) if key in _PATHS else environment[name]
+    return values
 
 
 def _explain(location: tuple[str, ...], kind: str, message: str, value: object) -> str:

@@ -31,6 +31,7 @@ from paramserver.metrics.endpoint import MetricsEndpoint
 from paramserver.process import numa
 from paramserver.process.descriptors import connections_of_a_listener, raise_limit
 from paramserver.process.loop_watch import LoopWatch, StallLog
+from paramserver.process.manager import tell_manager
 from paramserver.rpc.checked_server import CheckedServer
 from paramserver.rpc.rights import Right
 from paramserver.security.gate import Gate
@@ -208,17 +209,24 @@ async def _serve(
         _bind(server, config.listen, f"listen address {config.listen}", credentials)
         _tell_who_is_trusted(config)
     await server.start()
-    for service in ("", STORE_SERVICE.full_name, ADMIN_SERVICE.full_name):
-        await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
-    log.info("serving on %s%s", config.socket_path, f" and {config.listen}" if config.listen else "")
     try:
+        await _tell_ready(health_service)
+        log.info("serving on %s%s", config.socket_path, f" and {config.listen}" if config.listen else "")
         await stop.wait()
     finally:
         log.info("stopping")
+        tell_manager("STOPPING=1")
         await health_service.enter_graceful_shutdown()
         session_service.announce_stop()
         await server.stop(STOP_GRACE_SECONDS)
         config.socket_path.unlink(missing_ok=True)
+
+
+async def _tell_ready(health_service: health.aio.HealthServicer) -> None:
+    """Tell clients of the health service, and the service manager, that the daemon serves."""
+    for service in ("", STORE_SERVICE.full_name, ADMIN_SERVICE.full_name):
+        await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
+    tell_manager("READY=1")
 
 
 def _serve_metrics(

@@ -142,6 +142,35 @@ def test_metrics_that_other_machines_could_read_and_bad_addresses_are_refused(ad
     load_config(None, {"state_dir": "/d", "metrics_listen": "[::1]:0"})
 
 
+def test_variables_go_before_the_file_and_after_flags(tmp_path: Path) -> None:
+    path = written(tmp_path, 'state_dir = "/d"\nhost_budget = "1GiB"\nio_read_threads = 2\n')
+    environment = {
+        "PARAMSERVER_SERVE_HOST_BUDGET": "2GiB",
+        "PARAMSERVER_SERVE_NVME_BUDGET": "3GiB",
+        "PARAMSERVER_SERVE_NVME_DIRS": "/a:/b c",
+        "PARAMSERVER_SERVE_HUGE_PAGES": "true",
+        "PARAMSERVER_SERVE_IO_READ_THREADS": "5",
+        "PARAMSERVER_ADDRESS": "unix:/elsewhere",
+    }
+    config = load_config(path, {"nvme_budget": "4GiB"}, environment)
+
+    assert (config.host_budget, config.nvme_budget, config.io_read_threads) == (2 << 30, 4 << 30, 5)
+    assert config.nvme_dirs == (Path("/a"), Path("/b c")) and config.huge_pages
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("HOST_BUDGT", "1GiB", "PARAMSERVER_SERVE_HOST_BUDGT: .*did you mean PARAMSERVER_SERVE_HOST_BUDGET"),
+        ("QUOTAS", "{}", "PARAMSERVER_SERVE_QUOTAS: 'quotas' is a table"),
+        ("HOST_BUDGET", "much", "host_budget = 'much'"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_named(name: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, {"state_dir": "/d"}, {f"PARAMSERVER_SERVE_{name}": value})
+
+
 def test_quotas_are_read_from_tables(tmp_path: Path) -> None:
     path = written(
         tmp_path,
