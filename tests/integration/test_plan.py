@@ -19,7 +19,10 @@ from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from tests.integration.support.waiting import wait_until
 from trainer_client.config.loading import load_config
 from trainer_client.plan.layout import Layout, World, lay_out
+from trainer_client.plan.memory import plan_memory
 from trainer_client.plan.model import build, find_builder
+from trainer_client.plan.rehearsal import Rehearsal
+from trainer_client.plan.step_time import find_traffic
 
 MIB = 1 << 20
 HOST_BUDGET = 64 * MIB
@@ -97,6 +100,35 @@ def test_the_bytes_of_a_plan_are_those_of_the_store(
         assert held["host"]["jobs"] == need.home_bytes > 0
     else:
         assert need.home_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "homes"), [(3, ("nvme", "nvme")), (3, ("host", "host")), (1, ("device", "nvme"))], ids=str
+)
+def test_the_bytes_that_a_plan_moves_are_those_of_the_step_report(
+    tmp_path: Path, stage: int, homes: tuple[str, str]
+) -> None:
+    raw = config(tmp_path / "state", stage=stage, homes=homes, bf16=True)
+    layout, _ = planned(tmp_path, raw)
+    loaded = load_config(raw, {})
+    memory = plan_memory("cpu", layout, loaded, Rehearsal(operations={}, flops=0, events=(), tokens=8), find_need)
+    traffic = find_traffic(layout, memory, 1, 1.0, is_cpu=True)
+
+    engine, *_ = trainer_client.initialize(model=model(), config=raw)
+    with engine:
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        # The first step learns the order of the units.
+        for _ in range(3):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        engine.wait_for_commit()
+        report = engine.step_report()
+
+    assert report is not None
+    assert report.bytes["store_to_trainer"] == traffic.to_rank
+    assert report.bytes["trainer_to_store"] == traffic.from_rank
+    # The bytes that the store reads are not compared, because its scrubber reads meanwhile, too.
+    assert traffic.nvme_read == 0
 
 
 def test_the_smallest_host_budget_of_a_plan_is_the_one_that_the_daemon_asks_for(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def assumptions(plan: Plan, rates_from: str, compute_from: str) -> list[str]:
         "budget.",
         f"The store takes {STORE_SECONDS_PER_BYTE * GB:.2f} CPU seconds for each GB that it reads or writes.",
         f"{plan.time.traffic.hit:.0%} of the parameters that pass through host memory are still there at their next "
-        "use.",
+        f"use, and {plan.time.traffic.states_hit:.0%} of the optimizer states on NVMe at their next update.",
         "The step neither evaluates, nor logs, nor waits for data.",
     ]
     if device == "cpu":

@@ -6,12 +6,12 @@ never measure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from trainer_client.config.home import Home
 from trainer_client.model.placement import Residence
-from trainer_client.plan.layout import Layout
+from trainer_client.plan.layout import Layout, PlannedGroup
 from trainer_client.plan.machine import Rates
 from trainer_client.plan.memory import MemoryPlan
 from trainer_client.recorder import Link
@@ -22,6 +22,7 @@ COLLECTIVES = Link.COLLECTIVES.value
 STORE_PROCESSOR = "store_processor"
 TRAINER_COPIES = "trainer_copies"
 DEVICE_UPDATE = "device_update"
+HAND_OVER = "hand_over"
 # CPU seconds of the daemon for each byte that it reads or writes: checksums and system calls
 # (benchmarks/RESULTS.md, "NVMe tier and engine": 0.13 to 0.17 s/GB in requests of 1 to 4 MiB).
 STORE_SECONDS_PER_BYTE = 0.15e-9
@@ -40,7 +41,12 @@ class Traffic:
         collectives: of whole buffers that one rank gathers or reduces.
         nvme_read, nvme_written: of the node.
         updated: elements that the node's store updates; `updated_on_device` those of one rank's device.
+        put: of states on one rank's device that it hands to the store, which writes them before it answers.
+        gradients: of one rank's part of the gradients.
+        mapped: of parameters that one rank maps from its store's memory.
+        copied: of parameters that one rank copies out of its store's memory, because it may not map them.
         hit: the part of passing parameters that is expected to stay in host memory between two uses.
+        states_hit: the part of the optimizer states on NVMe that is expected to stay there from update to update.
     """
 
     to_rank: int
@@ -50,7 +56,12 @@ class Traffic:
     nvme_written: int
     updated: int
     updated_on_device: int
+    put: int
+    gradients: int
+    mapped: int
+    copied: int
     hit: float
+    states_hit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +101,12 @@ def find_traffic(
     ranks, several = layout.world.ranks, layout.world.size > 1
     # On the CPU, ranks of one node read all partitions in their store's memory (Job._choose_gather).
     one_sided = is_cpu and layout.world.nodes == 1
-    to_rank = from_rank = collectives = read = put = updated = on_device = 0
+    to_rank = from_rank = collectives = read = put = updated = on_device = gradients = mapped = copied = 0
     need = memory.store
-    free = memory.host_budget - need.host_bytes
-    hit = 1.0 if not need.passing_bytes else max(0.0, min(1.0, free / need.passing_bytes))
+    free = max(0, memory.host_budget - need.host_bytes)
+    hit = _part(free, need.passing_bytes)
+    # A rank leases the root and the last unit of the forward once for both passes.
+    held = {planned.group.name for unit in (layout.units[0], layout.units[-1]) for planned in unit.groups}
     for planned in layout.groups:
         group, placement = planned.group, planned.placement
         part, whole = group.slot_table.partition_numel, group.slot_table.numel
@@ -101,12 +114,19 @@ def find_traffic(
         if placement.residence is Residence.SHARDED:
             uses = (2 if group.trainable else 1) * micro_batches
             reads_all = one_sided and placement.parameters is not Home.DEVICE
-            if placement.parameters is not Home.DEVICE:
-                to_rank += uses * (group.whole_bytes if reads_all else group.partition_bytes)
+            leased = _leases(planned, uses, micro_batches, held, one_sided=one_sided) * (
+                group.whole_bytes if reads_all else group.partition_bytes
+            )
+            to_rank += leased
+            # Several ranks copy parameters that only pass through the store's memory (step/residency.py).
+            may_map = reads_all and (placement.parameters is Home.HOST or not several)
+            mapped += leased if may_map else 0
+            copied += leased if is_cpu and not may_map else 0
             collectives += uses * group.whole_bytes if several and not reads_all else 0
         if not group.trainable:
             continue
         gradient = group.gradient_dtype.itemsize
+        gradients += part * gradient
         collectives += whole * gradient if several else 0
         if in_store:
             updated += part
@@ -125,17 +145,46 @@ def find_traffic(
             put += sum(group.dtype_of(kind).itemsize for kind in group.kinds) * part
     uses = 2 * micro_batches
     passing = int(uses * need.passing_bytes * (1.0 - hit)) if layout.residence is Residence.SHARDED else 0
+    # An update makes a copy of each state for which the host budget has room, and the next update works on it. All room
+    # that is not taken otherwise holds such copies. They give way to parameters, whose next use is known.
+    states_hit = _part(max(0, free - need.passing_bytes), read * ranks)
     stored = any(p.group.trainable and p.placement.optimizer is not Home.DEVICE for p in layout.groups)
     return Traffic(
         to_rank=to_rank,
         from_rank=from_rank + int(put * commits_per_step),
         collectives=collectives,
-        nvme_read=read * ranks + passing,
+        nvme_read=int(read * ranks * (1.0 - states_hit)) + passing,
         nvme_written=need.written_bytes if stored else int(put * ranks * commits_per_step),
         updated=updated * ranks,
         updated_on_device=on_device,
+        put=int(put * commits_per_step),
+        gradients=gradients,
+        mapped=mapped,
+        copied=copied,
         hit=hit,
+        states_hit=states_hit,
     )
+
+
+def _leases(planned: PlannedGroup, uses: int, micro_batches: int, held: Collection[str], *, one_sided: bool) -> int:
+    """Return how often a rank leases the parameters of a sharded group in a step with this number of uses.
+
+    Args:
+        held: the names of the groups that stay leased from the forward to the backward.
+        one_sided: whether ranks read the partitions of all ranks in their store's memory.
+    """
+    home = planned.placement.parameters
+    if home is Home.DEVICE:
+        return 0
+    if one_sided and home is Home.HOST:
+        # A mapping of memory that stays takes none itself, so it lasts until the step ends.
+        return 1
+    return micro_batches if planned.group.name in held else uses
+
+
+def _part(room: int, nbytes: int) -> float:
+    """Return the part of the bytes for which there is room; 1 if there are none."""
+    return min(1.0, room / nbytes) if nbytes else 1.0
 
 
 def predict(
@@ -152,7 +201,8 @@ def predict(
     """Return the time of a step.
 
     On a GPU all resources work at the same time. On the CPU the ranks copy and communicate themselves, one after the
-    other with their computation, and so does the store where the ranks use all processors.
+    other with their computation, and so does the store where the ranks use all processors. A rank that hands states
+    of its device to the store waits until they are written.
 
     Args:
         compute_seconds: forward and backward of all micro-batches of the step on one rank.
@@ -160,8 +210,9 @@ def predict(
         store_has_cores: whether the store has processors of its own, so that its threads work at the same time.
         optimizer_threads: the daemon's key of this name.
     """
-    gradient_passes = 3 * traffic.from_rank
-    mapped = traffic.to_rank if is_cpu else 0
+    ranks = layout.world.ranks
+    # A gradient is copied, checked for infinities, and read once more for its norm.
+    passes = 3 * traffic.gradients + traffic.put + traffic.copied
     link = (traffic.to_rank + traffic.from_rank) / (rates.copy if is_cpu else rates.device_link)
     moved = traffic.nvme_read + traffic.nvme_written
     updating, serving = traffic.updated / rates.update, moved * STORE_SECONDS_PER_BYTE
@@ -175,12 +226,15 @@ def predict(
             max(updating / optimizer_threads, serving / _IO_THREADS) if store_has_cores else updating + serving
         ),
         DEVICE_UPDATE: traffic.updated_on_device / rates.update if is_cpu else 0.0,
+        HAND_OVER: traffic.put * ranks / rates.nvme_write,
     }
     if is_cpu:
-        resources[TRAINER_COPIES] = gradient_passes / rates.copy + mapped / MAPPED_BYTES_PER_SECOND
+        # Units that are copied get fresh pages each time, which cost as much as mapped ones.
+        touched = traffic.mapped + traffic.copied
+        resources[TRAINER_COPIES] = passes / rates.copy + touched / MAPPED_BYTES_PER_SECOND
     else:
         resources[STORE_LINK] = link
-    own = [COMPUTE, COLLECTIVES, DEVICE_UPDATE, *([TRAINER_COPIES] if is_cpu else [])]
+    own = [COMPUTE, COLLECTIVES, DEVICE_UPDATE, HAND_OVER, *([TRAINER_COPIES] if is_cpu else [])]
     if is_cpu and not store_has_cores:
         own.append(STORE_PROCESSOR)
     serial = sum(resources[name] for name in own) if is_cpu else 0.0

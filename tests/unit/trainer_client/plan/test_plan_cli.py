@@ -49,6 +49,32 @@ def test_a_plan_for_another_machine_needs_no_probe(tmp_path: Path) -> None:
     assert found["best"]["seconds"] <= found["step"]["seconds"]
 
 
+def test_states_for_which_the_host_budget_has_room_are_not_read(tmp_path: Path) -> None:
+    def traffic(budget: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        options = f"{MACHINE} {LINKS} --tokens 16 --no-search --json --host-budget {budget}"
+        found = json.loads(plan(tmp_path, options).stdout)
+        return found["store"], found["step"]["traffic"]
+
+    store, ample = traffic(128 << 20)
+    _, scarce = traffic(store["least_host_budget"])
+
+    assert 0 <= scarce["states_hit"] < ample["states_hit"] == 1
+    assert scarce["nvme_read"] > ample["nvme_read"] == 0
+
+
+def test_states_of_a_device_are_written_before_the_rank_goes_on(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    machine = MACHINE.replace("--device cuda --hbm 8GiB", "--device cpu")
+    found = json.loads(plan(tmp_path, f"{machine} --flops 1e13 --tokens 16 --no-search --json", config).stdout)
+
+    step = found["step"]
+    # The parameters and two states of AdamW, in fp32.
+    assert step["traffic"]["put"] >= 12 * found["parameters"]
+    assert step["resources"]["hand_over"] == step["traffic"]["put"] / 2e9
+    serial = ("compute", "hand_over", "device_update", "trainer_copies", "store_processor")
+    assert step["seconds"] == pytest.approx(sum(step["resources"][name] for name in serial))
+
+
 def test_what_does_not_fit_is_named_with_a_change_that_helps(tmp_path: Path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
