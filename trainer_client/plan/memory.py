@@ -22,12 +22,13 @@ MIB = 1 << 20
 # README states; those of a rank are an allowance for Python, torch and transformers.
 RANK_BYTES = {"cpu": 480 * MIB, "cuda": 1536 * MIB}
 DAEMON_BYTES = {"cpu": 240 * MIB, "cuda": 384 * MIB}
-# Buffers of gRPC, gloo and torch's libraries, and modules that are imported with the first step: a model of 120,000
-# parameters takes 92 to 102 MB, and larger ones some 35 MB more, which the threads of matrix products keep (measured).
-RANK_ALLOWANCE = 130 * MIB
-# gloo computes a collective on one of two threads, each with a heap of its own that keeps a copy of the input and one
-# of the result. That is set so that it fits three measured jobs of two ranks (benchmarks/planning).
-COLLECTIVE_COPIES = 4
+# Modules that are imported with the model, and buffers of gRPC: a model of 120,000 parameters takes 40 MiB in fp32, of
+# which the modules are 36, and 52 in bf16. Larger models take some 35 MiB more, which the threads of matrix products
+# keep. This was measured on a processor with bf16 instructions; one with AVX2 alone took 92 to 102 MB, and not 40 MiB.
+RANK_ALLOWANCE = 75 * MIB
+# gloo makes one copy for each collective: of the input that it reduces, and of the result that it gathers. It has two
+# threads, and the heap keeps a copy for each of them.
+COLLECTIVE_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
