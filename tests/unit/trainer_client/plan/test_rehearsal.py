@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from trainer_client.plan.heap import Heap
-from trainer_client.plan.probe import seconds_of
-from trainer_client.plan.rehearsal import GradientRule, Rehearsal, rehearse
+from trainer_client.plan.probe import operand_sets, seconds_of
+from trainer_client.plan.rehearsal import GradientRule, Operation, Rehearsal, TensorSpec, rehearse
 
 WIDTH, SAMPLES = 256, 8
 MIB = 1 << 20
@@ -47,6 +47,16 @@ def test_the_operations_are_those_of_forward_and_backward() -> None:
     assert found.flops == 8 * 2 * SAMPLES * WIDTH * WIDTH
     assert sum(count for one, count in found.operations.items() if one.name == "aten.mm.default") == 8
     assert all(seconds_of(operation, "cpu") > 0 for operation in found.operations)
+
+
+def test_the_operands_of_products_come_from_memory_and_not_from_the_cache() -> None:
+    found = rehearsal()
+    sets = {one.name: operand_sets(one) for one in found.operations}
+
+    assert sets["aten.mm.default"] > 1
+    assert {count for name, count in sets.items() if name != "aten.mm.default"} == {1}
+    spec = TensorSpec((8192, 8192), (8192, 1), torch.float32)
+    assert operand_sets(Operation(name="aten.mm.default", text="", arguments=((spec, spec), {}))) == 1
 
 
 def test_the_peak_follows_the_gradients_that_are_kept() -> None:
