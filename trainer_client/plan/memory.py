@@ -26,8 +26,8 @@ DAEMON_BYTES = {"cpu": 240 * MIB, "cuda": 384 * MIB}
 # which the modules are 36, and 52 in bf16. Larger models take some 35 MiB more, which the threads of matrix products
 # keep. This was measured on a processor with bf16 instructions; one with AVX2 alone took 92 to 102 MB, and not 40 MiB.
 RANK_ALLOWANCE = 75 * MIB
-# gloo makes one copy for each collective: of the input that it reduces, and of the result that it gathers. It has two
-# threads, and the heap keeps a copy for each of them.
+# gloo makes one copy for each collective: of the input that it reduces, and of the result that it gathers. How many of
+# them the heap keeps is not known. Two, one for each thread of gloo, fit three measured jobs (docs/plan.md).
 COLLECTIVE_COPIES = 2
 
 
