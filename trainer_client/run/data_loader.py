@@ -23,9 +23,9 @@ class GlobalOrder(Sampler[list[int]]):
     """A sampler of one rank's micro-batches, as lists of indexes, from the cursor to the end of its epoch.
 
     The order of an epoch follows from seed and epoch alone. Each step takes the next `batch.train` samples; the last
-    step of an epoch is filled up with the epoch's first samples, or left out (`drop_last`). Micro-batch j of a step on
-    rank r has `batch.micro` of the step's samples, from number `(j * world_size + r) * batch.micro` on. So a step has
-    the same samples on any number of ranks.
+    step of an epoch is filled up with the epoch's first samples, or left out (`drop_last`). The ranks take turns at the
+    samples: number i of an epoch is rank `i % world_size`'s. So a step has the same samples on any number of ranks, and
+    each rank has those that torch's DistributedSampler would give it, which DeepSpeed's loader uses.
 
     Attributes:
         size: number of samples of the dataset.
@@ -78,8 +78,16 @@ class GlobalOrder(Sampler[list[int]]):
         micro = self._batch.micro
         for start in range(self.samples, self.end, self._batch.train):
             for index in range(self._batch.accumulation):
-                first = start + (index * self._world_size + self._rank) * micro
-                yield [int(order[sample % self.size]) for sample in range(first, first + micro)]
+                first = start + index * micro * self._world_size + self._rank
+                yield [int(order[(first + turn * self._world_size) % self.size]) for turn in range(micro)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, as DistributedSampler's `set_epoch`. In the middle of it, stay there.
+
+        A loop calls this at the beginning of each epoch. A resumed run is in the middle of one, and goes on there.
+        """
+        if epoch != self.epoch:
+            self.epoch, self.samples = epoch, 0
 
     def advance(self, micro_batches: int) -> None:
         """Move the cursor past a step that has consumed `micro_batches` on each rank."""
@@ -95,10 +103,8 @@ class GlobalOrder(Sampler[list[int]]):
     def _order(self) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(self.size)
-        generator = torch.Generator().manual_seed(self.seed)
-        # Each epoch has a seed of its own, drawn from `seed`. With seed + epoch instead, runs with neighbouring seeds
-        # would share the orders of most epochs.
-        generator.manual_seed(int(torch.randint(1 << 62, (self.epoch + 1,), generator=generator)[-1]))
+        # DistributedSampler shuffles so, and a script of DeepSpeed keeps its losses when it moves here.
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.size, generator=generator)
 
 
@@ -138,6 +144,11 @@ class TrainingLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The epoch of the next step, from 0."""
         return self._order.epoch
+
+    @property
+    def data_sampler(self) -> GlobalOrder:
+        """The order of the samples, under DeepSpeed's name, for `loader.data_sampler.set_epoch(epoch)`."""
+        return self._order
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises a class of its own
         self._taken = self._used = 0

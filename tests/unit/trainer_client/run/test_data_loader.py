@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.paramserver import DataSection
@@ -70,6 +71,31 @@ def steps_of(world_size: int, accumulation: int, epochs: int = 2) -> list[list[i
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 3), (2, 1), (3, 2), (4, 3), (12, 1)])
 def test_a_step_has_the_same_samples_on_any_number_of_ranks(world_size: int, accumulation: int) -> None:
     assert steps_of(world_size, accumulation) == steps_of(1, 1)
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (2, 3)])
+def test_each_rank_has_the_samples_of_torchs_distributed_sampler(world_size: int, accumulation: int) -> None:
+    """DeepSpeed's loader uses it, so a script that moves here sees the same batches, as far as they are full."""
+    for rank in range(world_size):
+        loader = loader_of(rank, world_size, accumulation)
+        sampler: DistributedSampler[int] = DistributedSampler(Squares(), num_replicas=world_size, rank=rank)
+        expected = DataLoader(Squares(), batch_size=TRAIN // world_size // accumulation, sampler=sampler)
+        for epoch in (0, 1, 4):
+            loader.data_sampler.set_epoch(epoch)
+            sampler.set_epoch(epoch)
+            full = SIZE // TRAIN * accumulation
+            ours, torchs = ([batch.tolist() for batch in itertools.islice(of, full)] for of in (loader, expected))
+            assert ours == torchs
+
+
+def test_setting_the_epoch_that_a_resumed_run_is_in_stays_in_its_middle() -> None:
+    order = GlobalOrder(SIZE, batch_of(1), 0, 1, seed=7, shuffle=True)
+    whole = list(order)
+    order.advance(1)
+    order.set_epoch(0)
+    assert list(order) == whole[1:]
+    order.set_epoch(1)
+    assert (order.epoch, order.samples) == (1, 0)
 
 
 def test_an_epoch_has_every_sample_and_fills_its_last_step_up_with_its_first() -> None:
