@@ -171,7 +171,7 @@ class DeepSpeed(WithEngine):
             port = probe.getsockname()[1]
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.update(rendezvous | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-        import deepspeed  # type: ignore[import-not-found]  # noqa: PLC0415 - only its own environment has it
+        import deepspeed  # noqa: PLC0415 - only its own environment has it
 
         model = build(spec.task)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(spec.config))

@@ -1,7 +1,8 @@
 """DeepSpeed's environment: its own venv with the versions of deepspeed.requirements.txt, and its compiled parts.
 
 `prepare` sets it up once. That needs a C++ compiler, and libaio's headers for NVMe. If a part cannot be set up, the
-benchmark goes on without it, and the result states the reason.
+benchmark goes on without it, and the result states the reason. As a program, it sets up the environment for tests:
+`python -m benchmarks.training.deepspeed_environment DIRECTORY`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BUILD_SECONDS = 1800.0
 ERROR_LINES = 6
 
 # DeepSpeed's parts in C++. Without `_build` they would be compiled at first use, which takes minutes.
-_ADAM = ("ShareMemCommBuilder", "PinMemoryBuilder", "CPUAdamBuilder")
+_ADAM = ("ShareMemCommBuilder", "PinMemoryBuilder", "CPUAdamBuilder", "FusedAdamBuilder")
 _NVME = ("AsyncIOBuilder",)
 _BUILD = (
     "import sys; from deepspeed.accelerator import get_accelerator; "
@@ -60,15 +61,9 @@ def prepare(directory: Path, progress: Progress) -> DeepSpeedEnvironment:
     Raises:
         DeepSpeedUnavailableError: the packages cannot be installed.
     """
-    directory = directory.absolute()
-    python = directory / "bin" / "python"
-    variables = {
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
-        "PATH": f"{directory / 'bin'}:{os.environ.get('PATH', os.defpath)}",
-    }
-    if not _stands(python, variables):
-        _install(directory, python, progress)
+    python, variables = interpreter(directory)
+    if not is_installed(directory):
+        _install(directory.absolute(), python, progress)
     return DeepSpeedEnvironment(
         python=python,
         variables=variables,
@@ -77,8 +72,19 @@ def prepare(directory: Path, progress: Progress) -> DeepSpeedEnvironment:
     )
 
 
-def _stands(python: Path, variables: Mapping[str, str]) -> bool:
-    """Return whether the environment exists with the required version of DeepSpeed."""
+def interpreter(directory: Path) -> tuple[Path, Mapping[str, str]]:
+    """Return the Python of the environment in `directory`, and environment variables for its processes."""
+    directory = directory.absolute()
+    return directory / "bin" / "python", {
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
+        "PATH": f"{directory / 'bin'}:{os.environ.get('PATH', os.defpath)}",
+    }
+
+
+def is_installed(directory: Path) -> bool:
+    """Return whether the environment exists in `directory` with the required version of DeepSpeed."""
+    python, variables = interpreter(directory)
     if not python.exists():
         return False
     wanted = {line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("deepspeed==")}
@@ -128,3 +134,18 @@ def _problem(command: tuple[str, ...], variables: Mapping[str, str], timeout_sec
     except subprocess.CalledProcessError as error:
         return " | ".join(line.strip() for line in error.stdout.splitlines()[-ERROR_LINES:])
     return None
+
+
+def main() -> None:
+    """Set up the environment in the directory that the first argument names; exit with the reason if Adam is missing.
+
+    Raises:
+        DeepSpeedUnavailableError: the packages cannot be installed.
+    """
+    environment = prepare(Path(sys.argv[1]), lambda line: print(line, flush=True))
+    if environment.adam_problem is not None:
+        raise SystemExit(f"DeepSpeed's Adam cannot be compiled: {environment.adam_problem}")
+
+
+if __name__ == "__main__":
+    main()
