@@ -104,8 +104,10 @@ deepspeed-tests: venv ## Run DeepSpeed's own tests over this library (SUITE=DIR,
 	PYTHONPATH=build/deepspeed-tests $(BIN)/python -m tests.deepspeed_suite $(SUITE) --sample $(SAMPLE) \
 	  --json build/deepspeed-tests.json
 
-peers: venv ## Run the tests that compare this library with others on two ranks, Accelerate and the Trainer of transformers
-	$(PYTEST) --with peers -m peers tests/integration/test_accelerate.py tests/integration/test_as_deepspeed.py
+peers: venv ## Run the tests that compare this library with others on two ranks: DeepSpeed (DEEPSPEED=: without), Accelerate
+	$(if $(DEEPSPEED),$(BIN)/python -m benchmarks.training.deepspeed_environment $(DEEPSPEED))
+	$(PYTEST) --with peers -m peers --deepspeed "$(DEEPSPEED)" tests/integration/test_accelerate.py \
+	  tests/integration/test_as_deepspeed.py tests/integration/test_deepspeed_examples.py
 
 bench-check: venv ## Run all benchmarks at a small size, and check their figures
 	$(PYTEST) --with bench -m bench tests/integration/test_bench_step.py tests/integration/test_benchmarks.py
@@ -121,7 +123,7 @@ bench-dataplane: venv ## Measure leases and streams against echo, memcpy and TCP
 	$(BIN)/python -m benchmarks.dataplane.transfers --json --results
 
 # DeepSpeed has its own environment, build/deepspeed. The first run sets it up, which takes a download of some 100 MB
-# and minutes of compiling C++. To run without DeepSpeed: make bench-step DEEPSPEED=
+# and minutes of compiling C++. To run without DeepSpeed: make bench-step DEEPSPEED=, or make peers DEEPSPEED=
 DEEPSPEED ?= build/deepspeed
 bench-step: venv ## Measure a training step beside plain PyTorch and DeepSpeed (DEEPSPEED=: without); updates RESULTS.md
 	$(BIN)/python -m benchmarks.training.step --results $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import Future
 from collections.abc import Awaitable, Callable, Generator, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -92,6 +93,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--whole-matrix",
         action="store_true",
         help="tests/integration/test_matrix.py: each training at each place and world size, not a part of them",
+    )
+    parser.addoption(
+        "--deepspeed",
+        type=Path,
+        default=Path(__file__).parents[1] / "build/deepspeed",
+        help="the environment with DeepSpeed, which `make peers` sets up; tests that need it are skipped without it",
     )
     parser.addoption(
         "--with", action="append", default=[], choices=list(GROUPS), help="also run the tests of this group; repeatable"
