@@ -1,17 +1,25 @@
 """DeepSpeed's launcher of ranks, adapted. The processes of the tests are forked from one that has imported this module.
 
-Owns three adaptations. What a rank ends by is reported as an exception of Python, because the pool that runs the rank
+Owns five adaptations. What a rank ends by is reported as an exception of Python, because the pool that runs the rank
 would never get another one's result. A test whose ranks do not end fails, and does not end the session. The ranks of a
-failed test are ended, because they may be waiting for each other. Must never make a failing test pass.
+failed test are ended, because they may be waiting for each other. A fixture that runs ranks is registered in the way
+of this version of pytest, which does not find DeepSpeed's. On a machine without GPUs, what the tests compare with is
+computed on the CPU, although they name a device by its number. Must never make a failing test pass.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.deepspeed_suite import shim  # noqa: F401
 
@@ -29,6 +37,7 @@ class _Pytest:
 
 common: Any = importlib.import_module("unit.common")
 _dist_run = common.DistributedExec._dist_run
+_make_ddp: Any = DistributedDataParallel.__init__
 
 
 def _run_rank(self: Any, *arguments: Any) -> Any:
@@ -47,9 +56,38 @@ def _close_pool(self: Any, pool: Any, count: int, force: bool = False) -> None:
         pool.join()
 
 
+def _register_fixture(cls: Any, /, **_: Any) -> None:
+    """Register a class of DeepSpeed's as the fixture of its name. The class itself stays, because ranks unpickle it."""
+    if isinstance(cls.world_size, int):
+
+        def run(request: pytest.FixtureRequest) -> None:
+            cls()(request)
+
+        setattr(sys.modules[cls.__module__], f"_run_{cls.__name__}", pytest.fixture(name=cls.__name__)(run))
+
+
+def _agree(flag: bool, op: Callable[[Iterable[bool]], bool] = all) -> bool:
+    """Return `op` of the flags of all ranks, which DeepSpeed's helper exchanges on a GPU."""
+    flags = [flag] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(flags, flag)
+    return op(flags)
+
+
+def _make_reference(
+    self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *arguments: Any, **options: Any
+) -> None:
+    """Make torch's DDP on the CPU, where it takes no numbers of devices."""
+    _make_ddp(self, module, None, None, *arguments, **options)
+
+
 # The pool finds the function in the process of the rank by its name.
 _run_rank.__name__ = _dist_run.__name__
 
 common.pytest = _Pytest()
 common.DistributedExec._dist_run = _run_rank
 common.DistributedExec._close_pool = _close_pool
+if not torch.cuda.is_available():
+    common.reduce_boolean_flags = _agree
+    DistributedDataParallel.__init__ = _make_reference  # type: ignore[method-assign]
+common.DistributedFixture.__init_subclass__ = classmethod(_register_fixture)
