@@ -403,6 +403,24 @@ class Engine(EngineGetters):
         """
         return self._was_step_applied
 
+    def was_step_skipped(self) -> bool:
+        """Return whether the last step was skipped, because its gradient was not finite on some rank."""
+        return self._step.skipped_in_row > 0
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scale, for reading."""
+        return self._scaler
+
+    def empty_partition_cache(self) -> None:
+        """Release the memory of gathered parameters between two steps. The next forward gathers them again.
+
+        Within a step the call has no effect, because the backward pass needs what is still gathered.
+        """
+        self._require_open()
+        if self._micro_batches.backwards == 0 and self._hooks.phase is Phase.IDLE:
+            self._hooks.release_units()
+
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the model in place, as `module.compile` does. To compile its units instead, see docs/models.md."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))

@@ -30,6 +30,11 @@ class EngineGetters(nn.Module):
         """The keys that the config gives, with their values as JSON types, as DeepSpeed's engine has it."""
         return self._settings.model_dump(mode="json", exclude_unset=True)
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The names of the modules whose gradients are sparse: none, because gradients are dense."""
+        return set()
+
     # The batch sizes
 
     def gradient_accumulation_steps(self) -> int:

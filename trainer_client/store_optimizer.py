@@ -31,8 +31,26 @@ _DECOUPLED = "decoupled_weight_decay"
 OptimizerArgument: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
 
+class LossScale(Protocol):
+    """What the optimizer shows of the engine's loss scale, under DeepSpeed's names; see step/precision.py."""
+
+    is_enabled: bool
+    dynamic: bool
+    scale_window: int
+    min_scale: float
+    cur_iter: int
+
+    @property
+    def cur_scale(self) -> float: ...
+
+
 class Driver(Protocol):
     """What the optimizer calls when the user's loop steps the optimizer and not the engine."""
+
+    @property
+    def loss_scaler(self) -> LossScale: ...
+
+    def was_step_skipped(self) -> bool: ...
 
     def step(self) -> None: ...
 
@@ -90,6 +108,42 @@ class StoreOptimizer(torch.optim.Optimizer):
     def name(self) -> str:
         """The name of the optimizer's class, as the config has it."""
         return self._record.name
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The original. It has the same parameter groups, and no states, because the store has them."""
+        return self._original
+
+    # The loss scale, as DeepSpeed's optimizers show it
+
+    @property
+    def loss_scaler(self) -> LossScale:
+        """The loss scale: `cur_scale`, `scale_window`, `min_scale`, `cur_iter` and `dynamic`. Only for reading."""
+        return self._driver().loss_scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next step; 1 in bf16 and fp32."""
+        return self.loss_scaler.cur_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The factor of the loss in the next step; 1 in bf16 and fp32."""
+        return self.loss_scaler.cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, because its gradient was not finite on some rank."""
+        return self._driver().was_step_skipped()
+
+    def needs_scaler(self) -> bool:
+        """Return whether a loss must be scaled before `loss.backward()`, with `engine.scale(loss)`."""
+        return self.loss_scaler.is_enabled
 
     def has_states(self, parameter: ModelParameter) -> bool:
         """Return whether the store keeps optimizer states of the parameter, and so takes its gradients."""

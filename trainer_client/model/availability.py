@@ -1,6 +1,7 @@
 """The attributes by which scripts for DeepSpeed find out whether a parameter has to be gathered before it is copied.
 
-Owns their names: `ds_id`, `ds_status`, `ds_shape` and `ds_numel`. Nothing of this library reads them.
+Owns their names: `ds_id`, `ds_status`, `ds_shape`, `ds_numel` and `ds_persist`, which is always False, because no
+parameter stays whole for its size alone. Nothing of this library reads them.
 
 [Note: how the status changes] The class of a released parameter has a property `ds_status`, which hides the attribute
 of the same name that the parameter itself has. So the status changes with the parameter's class, and a gather costs
@@ -35,4 +36,5 @@ def show_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
     own = vars(parameter)
     if "ds_id" not in own:
         own.update({"ds_id": id(parameter), "ds_shape": parameter.shape, "ds_numel": parameter.numel()})
+        own["ds_persist"] = False
     own["ds_status"] = status

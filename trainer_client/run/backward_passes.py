@@ -48,8 +48,8 @@ class BackwardPasses:
         is_scaled, self._is_scaled = self._is_scaled, False
         if self._scaler.is_enabled and not is_scaled:
             raise RuntimeError(
-                "loss.backward() in fp16 without a loss scale: call engine.backward(loss) or "
-                "engine.scale(loss).backward()"
+                "Loss scaling is required in fp16, and the loss of loss.backward() is not scaled: call "
+                "engine.backward(loss) or engine.scale(loss).backward()"
             )
         return self._begin(gradient_factor=1.0 / self._micro_batches.sizes.accumulation)
 

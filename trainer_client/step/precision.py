@@ -95,24 +95,31 @@ class LossScaler:
     An overflow first uses up the patience (`hysteresis`), and only then halves the scale. A doubling restores the
     patience, or, with `consecutive_hysteresis`, every good step does. In bf16 and fp32 the scale is always 1.
 
+    The optimizer shows it as DeepSpeed's does, under `loss_scaler`, so it has DeepSpeed's names of its values, too.
+
     Attributes:
         is_enabled: whether training is in fp16, or under autocast in fp16.
         scale: the factor of the loss.
+        dynamic: whether the scale follows overflows.
+        scale_window: the number of good steps after which the scale doubles.
+        min_scale: the lower limit of a dynamic scale.
+        cur_iter: the number of steps so far, skipped ones included; it stays 0 for a static scale.
     """
 
     def __init__(self, section: Fp16Section) -> None:
         self.is_enabled = section.enabled
-        self._dynamic = section.enabled and section.loss_scale == 0
-        self._window = section.loss_scale_window
+        self.dynamic = section.enabled and section.loss_scale == 0
+        self.scale_window = section.loss_scale_window
+        self.min_scale = section.min_loss_scale
+        self.cur_iter = 0
         self._hysteresis = section.hysteresis
         self._is_consecutive = section.consecutive_hysteresis
-        self._minimum = section.min_loss_scale
         self._patience = section.hysteresis
         self._good_steps = 0
         if not section.enabled:
             self.scale = 1.0
         else:
-            self.scale = 2.0**section.initial_scale_power if self._dynamic else section.loss_scale
+            self.scale = 2.0**section.initial_scale_power if self.dynamic else section.loss_scale
 
     @classmethod
     def of(cls, config: TrainingConfig) -> LossScaler:
@@ -121,23 +128,34 @@ class LossScaler:
         needs_scale = autocast.enabled and autocast.dtype == "fp16" and not config.fp16.enabled
         return cls(_AUTOCAST_SCALE if needs_scale else config.fp16)
 
+    @property
+    def cur_scale(self) -> float:
+        """The factor of the loss, under DeepSpeed's name."""
+        return self.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss, under the other name that DeepSpeed has for it."""
+        return self.scale
+
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale, in fp32 unless the scale is 1."""
         return loss if self.scale == 1.0 else loss.float() * self.scale
 
     def update(self, *, overflow: bool) -> None:
         """Take note of a step that was made, or was skipped because its gradient was not finite (`overflow`)."""
-        if not self._dynamic:
+        if not self.dynamic:
             return
+        self.cur_iter += 1
         if overflow:
             self._good_steps = 0
             if self._patience > 1:
                 self._patience -= 1
             else:
-                self.scale = max(self.scale / 2.0, self._minimum)
+                self.scale = max(self.scale / 2.0, self.min_scale)
             return
         self._good_steps += 1
-        doubles = self._good_steps % self._window == 0
+        doubles = self._good_steps % self.scale_window == 0
         if doubles or self._is_consecutive:
             self._patience = self._hysteresis
         if doubles:
@@ -149,7 +167,8 @@ class LossScaler:
             "scale": self.scale,
             "patience": self._patience,
             "good_steps": self._good_steps,
-            "dynamic": self._dynamic,
+            "steps": self.cur_iter,
+            "dynamic": self.dynamic,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,8 +176,9 @@ class LossScaler:
 
         Otherwise the scale stays as the config says: the scale of 1 of a run in bf16 would be far too small for fp16.
         """
-        # Commits of earlier versions do not say whether the scale was dynamic.
-        if self._dynamic and state.get("dynamic", True):
+        # Commits of earlier versions do not say whether the scale was dynamic, nor how many steps there were.
+        if self.dynamic and state.get("dynamic", True):
             self.scale = float(state["scale"])
             self._patience = int(state["patience"])
             self._good_steps = int(state["good_steps"])
+            self.cur_iter = int(state.get("steps", self._good_steps))

@@ -14,10 +14,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client import Lion
 from trainer_client.config.loading import load_config
+from trainer_client.config.precision import Fp16Section
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import list_parameters
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.run.client_state import decode, encode
+from trainer_client.step.precision import LossScaler
 from trainer_client.store_optimizer import StoreOptimizer, make_optimizer
 
 
@@ -158,7 +160,11 @@ class Loop:
 
     def __init__(self, optimizer: StoreOptimizer) -> None:
         self.calls: list[str] = []
+        self.loss_scaler = LossScaler(Fp16Section())
         self._optimizer = optimizer
+
+    def was_step_skipped(self) -> bool:
+        return False
 
     def step(self) -> None:
         self._optimizer.make_step(lambda: self.calls.append("step"))

@@ -144,7 +144,7 @@ def test_scripts_see_whether_a_parameter_has_values() -> None:
     seen.append(weight.ds_status.name)
 
     assert seen == ["NOT_AVAILABLE", "AVAILABLE", "NOT_AVAILABLE", "AVAILABLE"]
-    assert (weight.ds_shape, weight.ds_numel) == ((2, 4), 8)
+    assert (weight.ds_shape, weight.ds_numel, weight.ds_persist) == ((2, 4), 8, False)
     assert not hasattr(nn.Linear(4, 2).weight, "ds_id")
 
 

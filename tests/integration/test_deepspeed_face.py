@@ -1,0 +1,58 @@
+"""What scripts for DeepSpeed ask of an engine and its optimizer beside the loop."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import trainer_client
+from tests.integration.support.checkpoint_ranks import config_of, start
+
+
+def test_an_optimizer_shows_its_loss_scale_and_whether_a_step_was_skipped(model_store: str, job: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    original = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = copy.deepcopy(model)
+    config = {
+        "train_batch_size": 2,
+        "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1},
+        "paramserver": {"address": model_store, "job": job},
+    }
+    engine, optimizer, _, _ = trainer_client.initialize(model=model, optimizer=original, config=config)
+    shown = []
+    with engine:
+        assert optimizer.optimizer is original and optimizer.needs_scaler() and optimizer.dynamic_loss_scale
+        for factor in (1.0, float("inf"), 1.0, 1.0):
+            engine.backward(engine(torch.ones(2, 4)).float().mean() * factor)
+            engine.step()
+            scale = optimizer.loss_scaler
+            assert (optimizer.loss_scale, optimizer.cur_scale) == (scale.cur_scale, scale.cur_scale)
+            shown.append((scale.cur_scale, scale.cur_iter, optimizer.overflow))
+        weights = engine.full_state_dict()
+    # The scale halves at the overflow, and doubles after two good steps.
+    assert shown == [(16.0, 1, False), (8.0, 2, True), (8.0, 3, False), (16.0, 4, False)]
+    # Each of the three good steps has the gradient 1 for each weight.
+    assert torch.allclose(weights["weight"], plain.weight.detach() - 0.3, atol=1e-3)
+
+
+def test_gathered_memory_is_released_between_steps_and_not_within_one(model_store: str, job: str) -> None:
+    config = config_of(model_store, job) | {"gradient_accumulation_steps": 2}
+    losses = []
+    for empties in (False, True):
+        with start(config | {"paramserver": {"address": model_store, "job": f"{job}-{empties}"}}) as engine:
+            assert engine.sparse_tensor_module_names == set()
+            found = []
+            for _ in range(4):
+                loss = engine(torch.ones(4, 24))
+                engine.backward(loss)
+                if empties:
+                    engine.empty_partition_cache()
+                engine.step()
+                if empties:
+                    engine.empty_partition_cache()
+                found.append(loss.item())
+            losses.append(found)
+    assert losses[0] == losses[1]
