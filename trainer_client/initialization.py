@@ -29,7 +29,9 @@ from trainer_client.data_parallel import check_mpu
 from trainer_client.engine import Engine
 from trainer_client.errors import ConfigError
 from trainer_client.exchange.first_import import import_at_start
+from trainer_client.inference.engine import InferenceEngine
 from trainer_client.inference.opening import InitialArguments, open_engine
+from trainer_client.inference.whole_engine import WholeEngine, open_whole_engine
 from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
@@ -94,7 +96,8 @@ def initialize(
         optimizer: a fresh `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad` or `trainer_client.Lion`, or a callable from
             parameters to one; None: the optimizer of the config. If that has none either, the engine is for inference.
         model_parameters: the parameters to optimise, or parameter groups of them; None: all trainable parameters.
-            Without effect beside an optimizer instance, which has its groups (as with DeepSpeed).
+            Without effect beside an optimizer instance, which has its groups (as with DeepSpeed), and without any
+            optimizer.
         training_data: a dataset, for the data loader that is returned. A dataset that has a length is loaded in an
             order that does not depend on the number of ranks, and its cursor is in every commit: see
             run/data_loader.py.
@@ -120,8 +123,8 @@ def initialize(
         prefer_streams: whether to move tensors over gRPC although the store is on this node (for tests of that path).
 
     Returns:
-        (engine, optimizer, data loader or None, scheduler or None). Without an optimizer, at stage 3, the engine is an
-        `InferenceEngine`, and the others are None.
+        (engine, optimizer, data loader or None, scheduler or None). Without an optimizer the engine is an
+        `InferenceEngine` at stage 3 and a `WholeEngine` at the others, and the others are None.
 
     Raises:
         ConfigError: an argument or a config key cannot be honoured.
@@ -143,14 +146,9 @@ def initialize(
         _config_source(args, config, config_params), os.environ, {p.tensor.dtype for p in parameters}
     )
     policy = choose_policy(settings.paramserver.units, unit_policy)
-    if optimizer is None and settings.optimizer is None and settings.zero_optimization.stage == 3:
-        _refuse_for_inference(
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            checkpoint=checkpoint,
-        )
-        inference = open_engine(
+    if optimizer is None and settings.optimizer is None:
+        _refuse_for_inference(training_data=training_data, lr_scheduler=lr_scheduler, checkpoint=checkpoint)
+        without_optimizer = _open_without_optimizer(
             model,
             parameters,
             settings,
@@ -160,9 +158,9 @@ def initialize(
             prefer_streams=prefer_streams,
         )
         if hasattr(args, "local_rank"):
-            args.local_rank = inference.local_rank
+            args.local_rank = without_optimizer.local_rank
         # The annotation is for training loops, because types cannot show what the config has.
-        returned: Any = (inference, None, None, None)
+        returned: Any = (without_optimizer, None, None, None)
         result: tuple[Engine, StoreOptimizer, None, None] = returned
         return result
     store_optimizer = make_optimizer(
@@ -247,6 +245,22 @@ def initialize(
         if owner_of(parameter) is engine:
             engine.register_external_parameter(module, parameter)
     return engine, store_optimizer, loader, scheduler
+
+
+def _open_without_optimizer(
+    model: nn.Module,
+    parameters: Sequence[ModelParameter],
+    settings: TrainingConfig,
+    policy: UnitPolicy,
+    initial: InitialArguments,
+    *,
+    processes: tuple[bool | None, int],
+    prefer_streams: bool,
+) -> InferenceEngine | WholeEngine:
+    """Return the engine for a model that nothing optimises: at stage 3 from the store, at the others whole."""
+    if settings.zero_optimization.stage < 3:
+        return open_whole_engine(model, parameters, settings, initial, processes)
+    return open_engine(model, parameters, settings, policy, initial, processes=processes, prefer_streams=prefer_streams)
 
 
 def _refuse_for_inference(**arguments: Any) -> None:

@@ -1,0 +1,163 @@
+"""The engine without an optimizer below stage 3: the whole model on the rank's device, without a store.
+
+Reference models of preference learning, and models that are only evaluated, are made so. Owns the model's place and
+dtype. Must never start a daemon, and never change a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
+from trainer_client.config.training_config import TrainingConfig
+from trainer_client.engine_getters import EngineGetters
+from trainer_client.errors import PhaseError
+from trainer_client.inference.opening import InitialArguments
+from trainer_client.initial.initial_values import InitialValues
+from trainer_client.initial.loading import Weights
+from trainer_client.model.parameters import ModelParameter
+from trainer_client.ranks.collectives import Collectives
+from trainer_client.run.micro_batches import MicroBatches
+from trainer_client.run.node_store import join_processes
+from trainer_client.step.gradients import ReductionSchedule
+from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
+
+
+class WholeEngine(EngineGetters):
+    """The engine that `initialize` without an optimizer returns at stages 0 to 2.
+
+    Its forward is the model's, with gradients if the caller wants them. It has no step. It answers questions about its
+    config and its sizes as the engine of a training loop does. Attributes that it does not have are the model's.
+
+    Attributes:
+        module: the model, whole on the device.
+        device: where the model computes.
+        local_rank: the number of this rank on its node.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: TrainingConfig,
+        sizes: BatchSizes,
+        collectives: Collectives,
+        local_rank: int,
+        resources: ExitStack,
+    ) -> None:
+        """Wrap a model whose weights are in their place.
+
+        Args:
+            collectives: those with which the model was distributed. The engine does not communicate.
+            resources: closed with the engine.
+        """
+        super().__init__()
+        self.module = model
+        self.training = model.training
+        self.device = collectives.device
+        self.local_rank = local_rank
+        self._settings = settings
+        self._collectives = collectives
+        self._micro_batches = MicroBatches(sizes, ReductionSchedule.of(settings), None)
+        self._precision = PrecisionPolicy.of(settings)
+        self._resources = resources
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward, and return its output. Floating-point inputs are cast to the compute dtype."""
+        if self._precision.compute_dtype is not None:
+            args, kwargs = cast_floating_inputs((args, kwargs), self._precision.compute_dtype)
+        with self._precision.autocast(self.device):
+            return self.module(*args, **kwargs)
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a backward pass. Raises PhaseError."""
+        self._refuse("backward()")
+
+    def step(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a training step. Raises PhaseError."""
+        self._refuse("step()")
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a checkpoint. Raises PhaseError."""
+        self._refuse("save_checkpoint()")
+
+    @staticmethod
+    def _refuse(what: str) -> NoReturn:
+        raise PhaseError(
+            f"{what} of an engine without an optimizer: it trains nothing and has no store; pass an optimizer to "
+            "initialize(), or write one into the config"
+        )
+
+    def close(self) -> None:
+        """Leave the process group if `initialize` has joined it. Idempotent; the model keeps its weights."""
+        self._resources.close()
+
+    # DeepSpeed's name for the end of an engine.
+    destroy = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model, because the engine has none of this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        return getattr(self.module, name)
+
+
+@torch.no_grad()
+def open_whole_engine(
+    model: nn.Module,
+    parameters: Sequence[ModelParameter],
+    settings: TrainingConfig,
+    initial: InitialArguments,
+    processes: tuple[bool | None, int],
+) -> WholeEngine:
+    """Bring a model to this rank's device, in the config's dtype, with the values of rank 0. A collective.
+
+    Args:
+        model: the model; its buffers keep their dtypes.
+        parameters: all of its parameters.
+        settings: the config.
+        initial: the source of the values, if it is not the model.
+        processes: the arguments `dist_init_required` and `distributed_port` of `initialize`.
+
+    Raises:
+        ConfigError: a parameter has no values, the ranks built the model differently, or the config has no batch size.
+    """
+    with ExitStack() as resources:
+        local_rank, device = join_processes(*processes, resources)
+        dtype_of = PrecisionPolicy.of(settings).dtype_of
+        collectives = Collectives(device, settings.paramserver.collective_timeout_seconds)
+        try:
+            sizes = resolve_batch_sizes(settings, collectives.world_size)
+            values = InitialValues(
+                model,
+                parameters,
+                collectives,
+                param_init_fn=initial.param_init_fn,
+                weights=None if initial.weights is None else Weights(initial.weights),
+                strict_weights=initial.strict_weights,
+            )
+            for parameter in parameters:
+                whole = values.whole(parameter).to(device, dtype_of(parameter))
+                parameter.tensor.data = whole.view(parameter.shape)
+            for module in model.modules():
+                for name, buffer in list(module.named_buffers(recurse=False)):
+                    module._buffers[name] = buffer.to(device)
+        finally:
+            collectives.close()
+        return WholeEngine(model, settings, sizes, collectives, local_rank, resources.pop_all())
