@@ -89,14 +89,10 @@ class CheckpointSection(Section):
     writer: Annotated[CheckpointWriterSection | None, WithoutEffect(why=_COMMITS), Field(description="the writer")] = (
         None
     )
-    load_universal: Annotated[
-        bool,
-        Refused(
-            why="DeepSpeed's universal checkpoints are not read",
-            instead="remove it; a job resumes on any number of ranks from the store",
-        ),
-        Field(description="load a checkpoint in the universal format"),
-    ] = False
+    load_universal: bool = Field(
+        default=False,
+        description="without a tag, `load_checkpoint` reads `latest_universal` instead of `latest`",
+    )
 
 
 class NebulaSection(Section):

@@ -26,6 +26,8 @@ from trainer_client.run import client_state
 
 MANIFEST = "paramserver_checkpoint.json"
 LATEST = "latest"
+# DeepSpeed gives this name to the file that names the newest universal checkpoint; see checkpoint/ds_to_universal.py.
+LATEST_UNIVERSAL = "latest_universal"
 FORMAT = 1
 
 # A manifest has the random states, schedules and user values of each rank. No honest one is nearly as large.
@@ -183,17 +185,17 @@ def check_tag(tag: str) -> str:
     return str(path)
 
 
-def read_latest(directory: Path) -> str | None:
-    """Return the tag that `latest` names; None if there is no such file. Raises CheckpointError, OSError."""
+def read_latest(directory: Path, name: str = LATEST) -> str | None:
+    """Return the tag that the file `name` names; None if there is no such file. Raises CheckpointError, OSError."""
     try:
-        with (directory / LATEST).open("rb") as file:
+        with (directory / name).open("rb") as file:
             content = file.read(_MOST_TAG_BYTES + 1)
     except FileNotFoundError:
         return None
     try:
         return check_tag(content.decode().strip())
     except ValueError as error:
-        raise CheckpointError(f"{directory / LATEST} names no tag: {error}") from error
+        raise CheckpointError(f"{directory / name} names no tag: {error}") from error
 
 
 def read_manifest(directory: Path) -> Manifest:

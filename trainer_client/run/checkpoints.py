@@ -159,7 +159,8 @@ class Checkpoints:
     def find(self, load_dir: str | Path, tag: str | None, *, strict: bool) -> Loaded | None:
         """Find a checkpoint and the stores that keep its step; None if `tag` is None and `latest` does not exist.
 
-        A collective; rank 0 reads the files and asks the stores for all ranks.
+        A collective; rank 0 reads the files and asks the stores for all ranks. With `checkpoint.load_universal` in the
+        config, the file is `latest_universal`, and it must exist, as with DeepSpeed.
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or no store keeps its step any more.
@@ -173,11 +174,18 @@ class Checkpoints:
 
         def search() -> dict[str, Any] | None:
             directory = Path(load_dir).absolute()
-            wanted = files.read_latest(directory) if tag is None else files.check_tag(str(tag))
+            is_universal = self._settings.checkpoint.load_universal
+            latest = files.LATEST_UNIVERSAL if is_universal else files.LATEST
+            wanted = files.read_latest(directory, latest) if tag is None else files.check_tag(str(tag))
+            if wanted is None and is_universal:
+                raise CheckpointError(
+                    f"checkpoint.load_universal is true, and there is no file {directory / latest}: run python -m "
+                    "trainer_client.checkpoint.ds_to_universal, give load_checkpoint(tag=...), or remove the key"
+                )
             if wanted is None:
                 log.warning(
                     "there is no file %s, so no checkpoint is loaded: give load_checkpoint(tag=...)",
-                    directory / files.LATEST,
+                    directory / latest,
                 )
                 return None
             place = directory / wanted

@@ -1,10 +1,26 @@
-"""DeepSpeed's conversion of its checkpoints to fp32 weights. The store exports weights instead."""
+"""DeepSpeed's conversion of its checkpoints to fp32 weights, for checkpoints of this library.
+
+A checkpoint is a step that stores keep, so the weights are read from the stores, without a process group and without
+the engine. The tokens and TLS files are those that the environment names, as for StoreClient.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from trainer_client.not_built import refuse
+import torch
+from torch import nn
+
+from trainer_client.errors import CheckpointError, ConfigError
+from trainer_client.exchange.destination import open_destination
+from trainer_client.exchange.safetensors_format import write_safetensors
+from trainer_client.exchange.stored_model import ModelTensor, StoredModel, open_model
+from trainer_client.exchange.torch_format import write_fp32
+from trainer_client.run import checkpoint_files as files
+from trainer_client.transport.credentials import Credentials
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -12,22 +28,110 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
 ]
 
-_REMEDY = (
-    "the weights are in the store, not in files of ranks: run `paramserver export` for a file that torch or Hugging "
-    "Face loads, or call engine.full_state_dict()"
-)
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def get_fp32_state_dict_from_zero_checkpoint(*_: Any, **__: Any) -> NoReturn:
-    """Refuse the call. Raises NotBuiltError."""
-    refuse("get_fp32_state_dict_from_zero_checkpoint()", _REMEDY)
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the fp32 weights of a checkpoint by name, and the model's buffers, on the CPU.
+
+    Args:
+        checkpoint_dir: the directory that was `save_checkpoint`'s `save_dir`.
+        tag: name of the checkpoint's directory; None: what the file `latest` names.
+        exclude_frozen_parameters: whether parameters that are not trained are left out.
+        lazy_mode: has no effect: the values are tensors, whose `contiguous()` returns them.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or DeepSpeed has written it.
+        StoreError: a store that keeps the step cannot be reached, or does not have it any more.
+    """
+    state: dict[str, torch.Tensor] = {}
+    with _open(checkpoint_dir, tag) as model:
+        weights = _weights(model, with_frozen=not exclude_frozen_parameters)
+        model.plan(weights)
+        for weight in weights:
+            pieces = [piece.flatten().clone() for piece in model.pieces(weight)]
+            value = torch.cat(pieces) if pieces else torch.empty(0, dtype=weight.dtype)
+            state |= dict.fromkeys((weight.name, *weight.aliases), value.view(weight.shape))
+    return state
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(*_: Any, **__: Any) -> NoReturn:
-    """Refuse the call. Raises NotBuiltError."""
-    refuse("convert_zero_checkpoint_to_fp32_state_dict()", _REMEDY)
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the fp32 weights of a checkpoint as `pytorch_model.bin`, or as several files with an index.
+
+    The weights go from the store to the files in pieces, so that no whole model has to fit into memory.
+
+    Args:
+        checkpoint_dir, tag, exclude_frozen_parameters: as for `get_fp32_state_dict_from_zero_checkpoint`.
+        output_dir: a directory that does not exist.
+        max_shard_size: the most bytes of weights in one file, as a number or a text such as "5GB".
+        safe_serialization: whether the files are safetensors.
+
+    Raises:
+        ConfigError: `max_shard_size` is no size.
+        CheckpointError, StoreError: as for `get_fp32_state_dict_from_zero_checkpoint`.
+        ExportError: the directory exists or cannot be written.
+    """
+    shard_bytes = _bytes_of(max_shard_size)
+    with open_destination(output_dir, overwrite=False) as target, _open(checkpoint_dir, tag) as model:
+        weights = _weights(model, with_frozen=not exclude_frozen_parameters)
+        model.plan(weights)
+        target.require(sum(weight.nbytes for weight in weights))
+        write = write_safetensors if safe_serialization else write_fp32
+        write(model, weights, target, shard_bytes)
 
 
-def load_state_dict_from_zero_checkpoint(*_: Any, **__: Any) -> NoReturn:
-    """Refuse the call. Raises NotBuiltError."""
-    refuse("load_state_dict_from_zero_checkpoint()", _REMEDY)
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load the fp32 weights of a checkpoint into a model outside of an engine, on the CPU, and return the model.
+
+    Raises:
+        RuntimeError: the model belongs to an engine; or the shapes do not fit.
+        CheckpointError, StoreError: as for `get_fp32_state_dict_from_zero_checkpoint`.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+@contextmanager
+def _open(checkpoint_dir: str | Path, tag: str | None) -> Iterator[StoredModel]:
+    """Hold the step of a checkpoint for reading within the context."""
+    directory = Path(checkpoint_dir).absolute()
+    wanted = files.read_latest(directory) if tag is None else files.check_tag(str(tag))
+    if wanted is None:
+        raise CheckpointError(f"there is no file {directory / files.LATEST}: give tag=...")
+    manifest = files.read_manifest(directory / wanted)
+    stores = [store.address for store in manifest.stores]
+    with open_model(stores, manifest.job, None, Credentials.from_environment(os.environ), kept=manifest.kept) as model:
+        yield model
+
+
+def _weights(model: StoredModel, *, with_frozen: bool) -> list[ModelTensor]:
+    """Return the tensors of the state dict; buffers are those that the store does not have as a kind."""
+    weights = model.weights(torch.float32)
+    if with_frozen:
+        return weights
+    trained = model.optimizer().states
+    return [weight for weight in weights if weight.kind is None or weight.name in trained]
+
+
+def _bytes_of(size: str | int) -> int:
+    """Return the bytes of a size. Raises ConfigError."""
+    number, unit = (size, 1) if isinstance(size, int) else (size[:-2].strip(), _UNITS.get(size[-2:].upper(), 0))
+    try:
+        if (found := int(number) * unit) > 0:
+            return found
+    except ValueError:
+        pass
+    raise ConfigError(f"max_shard_size = {size!r} is no size: write a number of bytes, or a text such as '5GB'")

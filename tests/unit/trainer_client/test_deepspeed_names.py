@@ -21,6 +21,8 @@ WORDS = ("honoured", "without effect", "refused")
 # The modules whose names are DeepSpeed's.
 FACES = [
     "accelerator",
+    "checkpoint",
+    "checkpoint.ds_to_universal",
     "comm",
     "inference",
     "interface_version",

@@ -136,7 +136,6 @@ IN_USE = [
     ({"zero_optimization": {"zero_quantized_gradients": True}}, "communication_data_type"),
     ({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}}, "communication_data_type"),
     ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "early updates"),
-    ({"checkpoint": {"load_universal": True}}, "resumes on any number of ranks"),
     ({"nebula": {"enabled": True}}, "docs/resume.md"),
     ({"datastates_ckpt": {"host_cache_size": 1}}, "docs/resume.md"),
     ({"tensor_parallel": {"autotp_size": 4}}, "ZeRO stage 3"),
@@ -170,7 +169,7 @@ OFF = [
     {"data_efficiency": {"enabled": False, "data_sampling": {"enabled": True}}, "weight_quantization": None},
     {"sparse_attention": {"mode": "dense"}, "datastates_ckpt": False, "autotuning": {"enabled": False}},
     {"optimizer": {"type": "Adam", "params": {"amsgrad": False, "bias_correction": True, "max_grad_norm": 0.0}}},
-    {"zero_optimization": {"zero_quantized_weights": False, "zenflow": None}, "checkpoint": {"load_universal": False}},
+    {"zero_optimization": {"zero_quantized_weights": False, "zenflow": None}, "checkpoint": {"load_universal": True}},
 ]
 
 
