@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from trainer_client.section import Section
 from trainer_client.standing import Refused, WithoutEffect, is_absent
@@ -21,6 +22,22 @@ _SHORT = {name: short for short, names in _NAMES.items() for name in names}
 def _short_name(value: Any) -> Any:
     """Return the short one of the names that DeepSpeed has for a dtype."""
     return _SHORT.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _finite(value: Any) -> Any:
+    """Return a number as it is. Raises ValueError for anything else, and for a number that is not finite.
+
+    Without this, pydantic would take `true` for 1, and a loss scale that is not finite would skip every step.
+    """
+    if isinstance(value, bool):
+        raise ValueError("it must be a number, not true or false")
+    try:
+        is_finite = math.isfinite(float(value))
+    except (TypeError, ValueError):
+        raise ValueError("it must be a number") from None
+    if not is_finite:
+        raise ValueError("it must be a number that is finite")
+    return value
 
 
 DTypeName = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short_name)]
@@ -79,16 +96,20 @@ class Fp16Section(Section):
         WithoutEffect(why="floating-point inputs of the model are always cast to the parameters' dtype"),
         Field(description="cast the model's inputs to fp16"),
     ] = False
-    loss_scale: NonNegativeFloat = Field(default=0.0, description="0: dynamic")
+    loss_scale: Annotated[NonNegativeFloat, BeforeValidator(_finite)] = Field(default=0.0, description="0: dynamic")
     initial_scale_power: Annotated[int, Field(ge=0, le=32)] = Field(
         default=16, description="dynamic loss scale starts at 2 to this power"
     )
-    loss_scale_window: PositiveInt = Field(default=1000, description="finite steps until it doubles")
+    loss_scale_window: Annotated[int, BeforeValidator(_finite)] = Field(
+        default=1000, description="finite steps until it doubles"
+    )
     hysteresis: PositiveInt = Field(default=2, description="overflows until it halves")
     consecutive_hysteresis: bool = Field(
         default=False, description="count only overflows in a row; false: count them until the scale doubles"
     )
-    min_loss_scale: NonNegativeFloat = Field(default=1.0, description="its lower limit; 0: none")
+    min_loss_scale: Annotated[float, BeforeValidator(_finite)] = Field(
+        default=1.0, description="its lower limit; 0: none"
+    )
     opt_level: Annotated[
         str | None,
         WithoutEffect(why="it is a key of apex, which DeepSpeed does not read"),
@@ -99,6 +120,16 @@ class Fp16Section(Section):
         Refused(why=_MASTERS_ARE_FP32, instead="remove it; to have room, offload the optimizer"),
         Field(description="keep master weights and gradients in fp16"),
     ] = False
+
+    @model_validator(mode="after")
+    def _check_dynamic_scale(self) -> Self:
+        """Check what only a dynamic loss scale uses. With a static one, DeepSpeed takes any value of these keys."""
+        if self.enabled and self.loss_scale == 0:
+            if self.loss_scale_window < 1:
+                raise ValueError("loss_scale_window must be at least 1 step, because the loss scale is dynamic")
+            if self.min_loss_scale < 0:
+                raise ValueError("min_loss_scale must not be negative, because the loss scale is dynamic")
+        return self
 
 
 class TorchAutocastSection(Section):
