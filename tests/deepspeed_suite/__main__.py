@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deepspeed_suite import RESULTS_VARIABLE, SAMPLE_VARIABLE
-from tests.deepspeed_suite.topics import chosen_files
+from tests.deepspeed_suite.topics import chosen_files, is_about_internals
 
 ROOT = Path(__file__).parents[2]
 _TEST_SECONDS = "60"
@@ -86,6 +86,7 @@ def main() -> None:
         if options.json is not None:
             options.json.write_text(json.dumps(found, indent=1))
     print("all", _summary(found))
+    print("all but internals", _summary([result for result in found if not is_about_internals(result["test"])]))
     for kind, count in Counter(
         cause(result["reason"]) for result in found if result["outcome"] == "failed"
     ).most_common():
