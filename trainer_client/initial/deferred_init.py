@@ -358,6 +358,28 @@ def replay(tensor: torch.Tensor) -> torch.Tensor:
     return ref.within(_storage_of(ref, storages))
 
 
+def fingerprint(tensor: torch.Tensor) -> int:
+    """Return a number (63 bits) of how a tensor with a recipe was made, so that ranks can compare their recipes.
+
+    Equal recipes have equal numbers, whatever the recorder's seed is. Values of tensors that were made outside of the
+    recorder do not count.
+    """
+
+    def shown(leaf: Any) -> str:
+        if isinstance(leaf, TensorRef):
+            return f"{leaf.dtype} {leaf.size} {leaf.stride} {leaf.offset} after {leaf.steps}"
+        if isinstance(leaf, GivenRef):
+            return f"{leaf.tensor.dtype} {tuple(leaf.tensor.shape)}"
+        return repr(leaf) if isinstance(leaf, bool | int | float | str | torch.dtype) else type(leaf).__name__
+
+    digest = hashlib.sha256()
+    for operation in _slice([_ref_to(tensor)]):
+        number = operation.number if operation.is_random else None
+        arguments = [shown(leaf) for leaf in tree_leaves((operation.args, operation.kwargs))]
+        digest.update(f"{number} {operation.function} {arguments}\n".encode())
+    return int.from_bytes(digest.digest()[:8]) >> 1
+
+
 def _run(operation: Operation, seed: int, storages: dict[int, torch.UntypedStorage]) -> None:
     def value(leaf: Any) -> Any:
         if isinstance(leaf, TensorRef):

@@ -7,7 +7,8 @@ parameter. Frees the model's own memory group by group, as soon as the group's p
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import nn
 
 from trainer_client.errors import ConfigError
-from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of, replay
+from trainer_client.initial.deferred_init import RecipeRecorder, fingerprint, recipe_of, replay
 from trainer_client.initial.loading import FileTensor, Found, Weights
 from trainer_client.initial.module_init import ModuleInit, ParamInitFn
 from trainer_client.model.availability import ZeroParamStatus, show_status
@@ -25,6 +26,11 @@ from trainer_client.model.flat_group import FlatGroup
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.states import GroupStates
 from trainer_client.ranks.collectives import Collectives
+
+log = logging.getLogger(__name__)
+
+# The most parameters that a warning names.
+_SHOWN = 3
 
 
 class Origin(enum.IntEnum):
@@ -85,6 +91,7 @@ class InitialValues:
         keys = {id(p.tensor): p.index for p in parameters}
         found = weights.match(names, keys, strict=strict_weights) if weights else Found(parameters={}, buffers={})
         recorded = {p.index: p.tensor.data for p in parameters if self._origins[p.index] is Origin.RECORDED}
+        self._differing = self._compare_recipes(parameters, recorded)
         for parameter in parameters:
             if parameter.tensor.is_meta:
                 _materialize_as_nan(parameter.tensor)
@@ -169,6 +176,28 @@ class InitialValues:
                 )
             recorder.reseed(seeds[0])
 
+    def _compare_recipes(
+        self, parameters: Sequence[ModelParameter], recorded: Mapping[int, torch.Tensor]
+    ) -> frozenset[int]:
+        """Return the indexes of the parameters whose recipes differ between the ranks. A collective.
+
+        A constructor may have initialised them on rank 0 alone, or have used further random numbers before.
+        """
+        if self._collectives.world_size == 1 or not recorded:
+            return frozenset()
+        mine = torch.tensor([fingerprint(tensor) for tensor in recorded.values()], dtype=torch.int64)
+        rows = self._collectives.gather_rows(mine, "the comparison of the ranks' recipes")
+        differs = (rows != rows[0]).any(dim=0).tolist()
+        found = [index for index, is_different in zip(recorded, differs, strict=True) if is_different]
+        if found and self._collectives.rank == 0:
+            names = ", ".join(parameters[index].fqn for index in found[:_SHOWN])
+            log.warning(
+                "the ranks have initialised %d parameters in different ways within zero.Init (%s%s): the values of "
+                "rank 0 count",
+                *(len(found), names, ", ..." if len(found) > _SHOWN else ""),
+            )
+        return frozenset(found)
+
     @torch.no_grad()
     def _fill_buffers(self, found: Found) -> None:
         """Give values to all buffers on the meta device, and to tensors with a recipe that are plain attributes."""
@@ -201,6 +230,8 @@ class InitialValues:
         stored = found.parameters.get(parameter.index)
         if stored is not None:
             return _FromFile(stored, parameter.tensor.dtype)
+        if recorded is not None and parameter.index in self._differing:
+            return _FromRecipeOfRank0(recorded, self._collectives)
         if recorded is not None:
             return _FromRecipe(recorded)
         if self._origins[parameter.index] is Origin.META:
@@ -242,6 +273,21 @@ class _FromRecipe:
     def fill(self, target: torch.Tensor, offset: int) -> None:
         if target.numel():
             target.copy_(replay(self._tensor).reshape(-1)[offset : offset + target.numel()])
+
+
+class _FromRecipeOfRank0:
+    def __init__(self, tensor: torch.Tensor, collectives: Collectives) -> None:
+        self._tensor = tensor
+        self._collectives = collectives
+
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        if self._collectives.rank == 0:
+            values = replay(self._tensor).reshape(-1)
+        else:
+            values = torch.empty(self._tensor.numel(), dtype=self._tensor.dtype)
+        values = values.to(self._collectives.device)
+        self._collectives.broadcast(values)
+        target.copy_(values[offset : offset + target.numel()])
 
 
 class _FromModule:

@@ -53,6 +53,24 @@ def recorded(seed: int) -> nn.Module:
         return build_model(Run())
 
 
+def check_rank_0_counts(rank: int, directory: Path) -> None:
+    """Check that what a constructor does on rank 0 alone counts on all ranks, with the random numbers that follow."""
+    torch.manual_seed(300)
+    with zero.Init():
+        first, second = nn.Linear(5, 3), nn.Linear(3, 3)
+        if rank == 0:
+            with torch.no_grad():
+                first.weight[1:].fill_(2.0)
+        third = nn.Linear(3, 3)
+    model = nn.Sequential(first, second, third)
+    own = {name: replay(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    state = initial_state(model, directory / "on rank 0 alone")
+    assert torch.equal(state["0.weight"][1:], torch.full((2, 5), 2.0))
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, own)
+    assert_same(state, gathered[0])
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -85,6 +103,8 @@ def main() -> None:
     expected[name][2] = 1.0
     assert torch.equal(embedding, expected["transformer.wte.weight"])
     assert_same(initial_state(model, directory / "changed"), expected)
+
+    check_rank_0_counts(rank, directory)
 
     # If rank 0 has no values and another rank does, both ranks raise.
     with torch.device("meta" if rank == 0 else "cpu"):
