@@ -9,6 +9,7 @@ from torch import nn
 
 import trainer_client
 from tests.integration.support.checkpoint_ranks import config_of, start
+from trainer_client import utils
 
 
 def test_an_optimizer_shows_its_loss_scale_and_whether_a_step_was_skipped(model_store: str, job: str) -> None:
@@ -56,3 +57,14 @@ def test_gathered_memory_is_released_between_steps_and_not_within_one(model_stor
                 found.append(loss.item())
             losses.append(found)
     assert losses[0] == losses[1]
+
+
+def test_a_frozen_parameter_has_no_state_to_be_read(model_store: str, job: str) -> None:
+    with start(config_of(model_store, job)) as engine:
+        engine.backward(engine(torch.ones(4, 24)))
+        frozen, trained = engine.module.frozen.weight, engine.module.first.weight
+        for get in (utils.safe_get_full_fp32_param, utils.safe_get_local_fp32_param, utils.safe_get_full_grad):
+            assert get(frozen) is None
+            assert get(trained) is not None
+        assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+        assert torch.equal(engine.get_full(frozen, "param"), engine.full_state_dict()["frozen.weight"])

@@ -2,7 +2,8 @@
 
 Each calls a method of the engine that has the parameter; see `Engine.get_full`, `Engine.set_full`, `Engine.get_local`
 and `Engine.set_local` for what is returned and raised. All functions with `full` in their name are collectives. So are
-all that set weights or optimizer states, because each of them makes a commit of its own.
+all that set weights or optimizer states, because each of them makes a commit of its own. Of a frozen parameter, which
+has no optimizer states, the functions that read return None, as DeepSpeed's do.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ __all__ = [
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole fp32 weight."""
-    return _engine(param).get_full(param, "master")
+    engine = _trainer_of(param)
+    return None if engine is None else engine.get_full(param, "master")
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole fp32 gradient, between backward and step; None if the parameter has no gradient."""
-    return _engine(param).get_full(param, "grad")
+    engine = _trainer_of(param)
+    return None if engine is None else engine.get_full(param, "grad")
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return a whole fp32 state of the optimizer, by torch's name of it (as "exp_avg")."""
-    return _engine(param).get_full(param, optim_state_key)
+    engine = _trainer_of(param)
+    return None if engine is None else engine.get_full(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -65,17 +69,20 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's part of the flattened fp32 weight."""
-    return _engine(param).get_local(param, "master")
+    engine = _trainer_of(param)
+    return None if engine is None else engine.get_local(param, "master")
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's part of the flattened gradient."""
-    return _engine(param).get_local(param, "grad")
+    engine = _trainer_of(param)
+    return None if engine is None else engine.get_local(param, "grad")
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's part of a flattened state of the optimizer."""
-    return _engine(param).get_local(param, optim_state_key)
+    engine = _trainer_of(param)
+    return None if engine is None else engine.get_local(param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -104,6 +111,12 @@ def safe_update_full_grad_vectorized(
         gradient = safe_get_full_grad(param)
         if gradient is not None:
             safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _trainer_of(param: nn.Parameter) -> Engine | None:
+    """Return the engine that has optimizer states of the parameter; None if it is frozen."""
+    engine = _engine(param)
+    return engine if engine.optimizer.has_states_of(param) else None
 
 
 def _engine(param: nn.Parameter) -> Engine:
