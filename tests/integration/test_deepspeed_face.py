@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,9 +63,11 @@ def test_gathered_memory_is_released_between_steps_and_not_within_one(model_stor
 def test_a_frozen_parameter_has_no_state_to_be_read(model_store: str, job: str) -> None:
     with start(config_of(model_store, job)) as engine:
         engine.backward(engine(torch.ones(4, 24)))
-        frozen, trained = engine.module.frozen.weight, engine.module.first.weight
+        module: Any = engine.module
+        frozen, trained = module.frozen.weight, module.first.weight
         for get in (utils.safe_get_full_fp32_param, utils.safe_get_local_fp32_param, utils.safe_get_full_grad):
             assert get(frozen) is None
             assert get(trained) is not None
         assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
-        assert torch.equal(engine.get_full(frozen, "param"), engine.full_state_dict()["frozen.weight"])
+        values = engine.get_full(frozen, "param")
+        assert values is not None and torch.equal(values, engine.full_state_dict()["frozen.weight"])
