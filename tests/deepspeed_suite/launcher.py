@@ -4,7 +4,8 @@ Owns five adaptations. What a rank ends by is reported as an exception of Python
 would never get another one's result. A test whose ranks do not end fails, and does not end the session. The ranks of a
 failed test are ended, because they may be waiting for each other. A fixture that runs ranks is registered in the way
 of this version of pytest, which does not find DeepSpeed's. On a machine without GPUs, what the tests compare with is
-computed on the CPU, although they name a device by its number. Must never make a failing test pass.
+computed on the CPU, although they name a device by its number, and bf16 needs no CUDA. Must never make a failing test
+pass.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class _Pytest:
 
 
 common: Any = importlib.import_module("unit.common")
+util: Any = importlib.import_module("unit.util")
 _dist_run = common.DistributedExec._dist_run
 _make_ddp: Any = DistributedDataParallel.__init__
 
@@ -89,5 +91,7 @@ common.DistributedExec._dist_run = _run_rank
 common.DistributedExec._close_pool = _close_pool
 if not torch.cuda.is_available():
     common.reduce_boolean_flags = _agree
+    # The test of DeepSpeed asks for NCCL and CUDA, and CPUs compute in bf16 without them.
+    util.bf16_required_version_check = lambda accelerator_check=True: True
     DistributedDataParallel.__init__ = _make_reference  # type: ignore[method-assign]
 common.DistributedFixture.__init_subclass__ = classmethod(_register_fixture)
