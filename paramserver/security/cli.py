@@ -43,7 +43,9 @@ def certs(
             typer.echo(path)
 
 
-tokens = typer.Typer(help="Add, list and remove the tokens of a daemon's token_file.", no_args_is_help=True)
+tokens = typer.Typer(
+    help="Add, list and remove the tokens of a daemon's token_file.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @tokens.command()

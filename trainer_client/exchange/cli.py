@@ -13,9 +13,9 @@ from rich.filesize import decimal
 
 from paramserver.contract.address import ADDRESS_VARIABLE
 from paramserver.contract.printable import printable
-from trainer_client.errors import ConfigError, TrainerClientError
+from trainer_client.errors import ConfigError
 from trainer_client.exchange.export import ExportResult, Format, WeightDType, export_step
-from trainer_client.exchange.terminal import cleaning_up_on_sigterm, fail, progress_bar
+from trainer_client.exchange.terminal import cleaning_up_on_sigterm, exit_statuses, progress_bar
 from trainer_client.transport.credentials import (
     TLS_CA_VARIABLE,
     TLS_CERTIFICATE_VARIABLE,
@@ -24,7 +24,7 @@ from trainer_client.transport.credentials import (
     Credentials,
 )
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()
@@ -74,7 +74,7 @@ def export(
 
     Exit status: 0 when the export is complete, 2 for wrong options, 130 after Ctrl-C, 143 after SIGTERM, else 1.
     """
-    try:
+    with exit_statuses(f"nothing is left at {destination}"):
         if not address:
             raise ConfigError(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
         with cleaning_up_on_sigterm(), progress_bar("export") as bar:
@@ -100,12 +100,6 @@ def export(
                 kept=kept,
                 on_progress=bar,
             )
-    except KeyboardInterrupt:
-        fail(f"interrupted; nothing is left at {destination}", 130)
-    except ConfigError as error:
-        fail(str(error), 2)
-    except TrainerClientError as error:
-        fail(str(error), 1)
     _print(result, as_json=as_json)
 
 

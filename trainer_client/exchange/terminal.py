@@ -14,8 +14,11 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as ProgressBar
 
 from paramserver.contract.printable import printable
+from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.exchange.export import Progress
 
+_WRONG_OPTIONS = 2
+_INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -55,7 +58,24 @@ def cleaning_up_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-def fail(message: str, status: int) -> NoReturn:
+@contextmanager
+def exit_statuses(after_interrupt: str) -> Iterator[None]:
+    """End the process if an error leaves the context: with 2 for wrong options, 130 after Ctrl-C, else with 1.
+
+    Args:
+        after_interrupt: what there is or is not after Ctrl-C, for the message.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail(f"interrupted; {after_interrupt}", _INTERRUPTED)
+    except ConfigError as error:
+        _fail(str(error), _WRONG_OPTIONS)
+    except TrainerClientError as error:
+        _fail(str(error), 1)
+
+
+def _fail(message: str, status: int) -> NoReturn:
     """Print a message on the standard error, and end the process with a status."""
     typer.echo(f"paramserver: {printable(message)}", err=True)
     raise typer.Exit(status)

@@ -1,0 +1,48 @@
+"""The help texts of the command lines."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import paramserver.admin.cli
+import paramserver.cli
+import trainer_client.exchange.cli
+import trainer_client.exchange.import_cli
+import trainer_client.launch.cli
+import trainer_client.plan.cli
+
+
+@pytest.mark.parametrize(
+    ("verb", "word"),
+    [
+        ("serve", "[none]"),
+        ("serve", "[console]"),
+        ("certs", "[localhost, 127.0.0.1, ::1]"),
+        ("certs", "[client]"),
+        ("tokens add", "[never]"),
+    ],
+)
+def test_a_default_in_brackets_is_shown(verb: str, word: str) -> None:
+    result = CliRunner().invoke(paramserver.cli.app, [*verb.split(), "--help"])
+
+    assert result.exit_code == 0
+    assert word in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        paramserver.admin.cli,
+        paramserver.cli,
+        trainer_client.exchange.cli,
+        trainer_client.exchange.import_cli,
+        trainer_client.launch.cli,
+        trainer_client.plan.cli,
+    ],
+)
+def test_no_help_text_is_read_as_markup(module: object) -> None:
+    app: typer.Typer = vars(module)["app"]
+
+    assert app.rich_markup_mode is None
