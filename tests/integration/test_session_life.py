@@ -33,6 +33,7 @@ from tests.integration.support.store_client import Clients, refused
 from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client.errors import DaemonRestartedError, SessionEndedError, StoreUnavailableError
+from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.transport.rank_store import RankStore, SlabName
 
 CODE = grpc.StatusCode
@@ -323,3 +324,14 @@ def test_nothing_is_left_of_a_thousand_clients_that_connect_and_die(clients: Cli
         assert daemon.log.count("session opened by raw") == 1 + 980 + 20
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log
+
+
+def test_a_client_that_cannot_map_the_arena_leaves_no_session(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: pb.Arena) -> None:
+        raise OSError("no address space")
+
+    monkeypatch.setattr("trainer_client.store_client.connection.Arena.map", fail)
+    with pytest.raises(OSError, match="no address space"):
+        StoreClientSync.connect(daemon.address, client="unmapped")
+
+    wait_until(lambda: all(session.client != "unmapped" for session in sessions(daemon)))

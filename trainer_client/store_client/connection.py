@@ -138,17 +138,25 @@ class StoreSession:
     """One session with the daemon."""
 
     def __init__(self, channel: grpc.Channel, client: str, *, prefer_streams: bool) -> None:
-        """Open the session. Raises StoreError if the daemon refuses it."""
+        """Open the session.
+
+        Raises:
+            StoreError: the daemon refuses it.
+            OSError: the daemon's arena cannot be mapped. The session is closed again.
+        """
         self._stub: Any = pb_grpc.ParameterStoreStub(channel)
         self._channel = channel
         self._session = Session(self._stub, client)
-        welcome = self._session.welcome
-        self.session_id = welcome.session_id
-        self.epoch = welcome.epoch
-        self.arena_bytes = welcome.arena.size_bytes
-        self.patience_seconds = patience_seconds(welcome)
-        self.heartbeat_timeout_seconds = welcome.heartbeat_timeout_millis / 1000
-        self._arena = None if prefer_streams else Arena.map(welcome.arena)
+        with contextlib.ExitStack() as after_error:
+            after_error.callback(self._session.close)
+            welcome = self._session.welcome
+            self.session_id = welcome.session_id
+            self.epoch = welcome.epoch
+            self.arena_bytes = welcome.arena.size_bytes
+            self.patience_seconds = patience_seconds(welcome)
+            self.heartbeat_timeout_seconds = welcome.heartbeat_timeout_millis / 1000
+            self._arena = None if prefer_streams else Arena.map(welcome.arena)
+            after_error.pop_all()
 
     @property
     def maps_memory(self) -> bool:
