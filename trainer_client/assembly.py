@@ -199,7 +199,7 @@ def _make_run_state(
         micro_batches=micro_batches,
         data=user.data,
         device=rank.collectives.device,
-        plain=PlainState(user.module, user.parameters) if rank.collectives.rank == 0 else None,
+        plain=PlainState(user.module, user.parameters),
         made_with=made_with if rank.collectives.rank == 0 else None,
     )
 

@@ -109,7 +109,8 @@ def initialize(
         collate_fn: the function with which the data loader makes a batch of samples.
         config, config_params: the config, as a dict or the path of a JSON file: two names of one argument.
         weights: a safetensors file, or a directory with model.safetensors or model.safetensors.index.json, with the
-            values that a new job begins with. Each rank reads its own parts. (On a resume, buffers are read from it.)
+            values that a new job begins with. Each rank reads its own parts. (On a resume, those
+            buffers are read from it that the commit does not have.)
         strict_weights: whether files and model must have the same names. False: values that the files lack keep their
             initial values, and values that the model lacks are left out.
         checkpoint: a checkpoint of DeepSpeed or another framework, as for `paramserver import`: a path or a URL. A job

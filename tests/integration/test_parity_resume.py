@@ -115,3 +115,27 @@ def test_another_model_under_the_same_job_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(JobConflictError):
         train_through_store(Run(model="conditional", config=store_config(tmp_path)))
+
+
+def buffers_in_parts(config: dict[str, Any], ends: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Train a model with running means to each step of `ends`, with a new engine each time. Return its state."""
+    batches = torch.randn(STEPS, 6, 4, generator=torch.Generator().manual_seed(2))
+    for end in ends:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine, *_ = trainer_client.initialize(model=model, optimizer=optimizer, config=config)
+        with engine:
+            for batch in batches[engine.resumed_step : end]:
+                engine.backward(engine(batch).square().mean())
+                engine.step()
+            state = engine.full_state_dict()
+    return state
+
+
+def test_buffers_go_on_where_the_job_goes_on(tmp_path: Path) -> None:
+    whole = buffers_in_parts(store_config(tmp_path / "whole"), ends=[STEPS])
+    parts = buffers_in_parts(store_config(tmp_path / "parts"), ends=[4, STEPS])
+
+    assert whole["1.num_batches_tracked"] == STEPS
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())

@@ -64,11 +64,17 @@ def adapt(
 
 
 def load_buffers(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give the model the buffers that were imported, as far as it has them with the same shapes."""
+    """Give the model the buffers of a commit, as far as it has them with the same shapes.
+
+    Args:
+        state: the client state of the commit for this rank. That of rank 0 has them beside the names of the model.
+    """
     own = dict(model.named_buffers(remove_duplicate=False))
-    for name, values in state["model"]["buffers"].items():
+    stored = state.get("buffers") if state["model"] is None else state["model"]["buffers"]
+    # A commit of an earlier version has no buffers of the ranks after rank 0.
+    for name, values in (stored or {}).items():
         if name not in own or own[name].shape != values.shape:
-            log.warning("the imported buffer %r of shape %s is not in this model", name, list(values.shape))
+            log.warning("the stored buffer %r of shape %s is not in this model", name, list(values.shape))
             continue
         own[name].copy_(values)
 

@@ -28,7 +28,7 @@ from trainer_client.ranks.collectives import Collectives
 from trainer_client.run import client_state
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.declaration import assign, flat_groups, open_request
-from trainer_client.run.imported import is_imported, load_buffers
+from trainer_client.run.imported import load_buffers
 from trainer_client.run.relayout import fill
 from trainer_client.run.resume_point import Start, carried_state, find_start, name_layout
 from trainer_client.run.stored_step import StoredStep
@@ -123,7 +123,7 @@ class Job:
         self.fresh = frozenset[str]() if start is None else start.fresh
         self.layout = start.layout if start is not None and start.fits else layout
         self.resumed_state, self.handed_over_step = self._fill(start, opened, initial_values)
-        if self.resumed_state is not None and is_imported(self.resumed_state):
+        if self.resumed_state is not None:
             load_buffers(user.module, self.resumed_state)
         _move_buffers(user.module, collectives)
 

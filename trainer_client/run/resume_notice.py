@@ -118,6 +118,7 @@ class _Differences:
         self._compare_groups()
         self._compare_scheduler()
         self._compare_data()
+        self._compare_buffers()
         if self._then is not None:
             self._compare_facts(self._then)
             self._compare_trained(self._then)
@@ -211,6 +212,12 @@ class _Differences:
                 if stored[key] != now[key]:
                     self._note_todays(name, stored[key], now[key])
 
+    def _compare_buffers(self) -> None:
+        own = {name for name, _ in self._user.module.named_buffers(remove_duplicate=False)}
+        model = self._state["model"] or {}
+        if larger := [name for name in model.get("left_out", ()) if name in own]:
+            self._todays.append(f"{_listed(larger)}, buffers that are too large for a commit")
+
     def _compare_facts(self, then: MadeWith) -> None:
         # A fact that one side lacks was not recorded by the version that made the commit, or is not any more.
         for key in (key for key in self._now.facts if key in then.facts):
@@ -228,8 +235,13 @@ class _Differences:
         for word, other, changed in (("trained", "frozen", now - before), ("frozen", "trained", before - now)):
             if changed:
                 names = [self._user.parameters[index].fqn for index in sorted(changed)]
-                more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-                self._todays.append(f"{', '.join(names[:_SHOWN_NAMES])}{more} {word} (stored: {other})")
+                self._todays.append(f"{_listed(names)} {word} (stored: {other})")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"{', '.join(names[:_SHOWN_NAMES])}{more}"
 
 
 def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -60,10 +60,10 @@ class RunState:
         micro_batches: MicroBatches,
         data: TrainingLoader | None,
         device: torch.device,
-        plain: PlainState | None,
+        plain: PlainState,
         made_with: MadeWith | None,
     ) -> None:
-        """Join the parts; `plain` and `made_with` are None on all ranks but rank 0, whose commits carry them."""
+        """Join the parts; `made_with` is None on all ranks but rank 0, whose commits carry it."""
         self._step = step
         self._scaler = scaler
         self._optimizer = optimizer
@@ -102,17 +102,23 @@ class RunState:
                 "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
                 "random": client_state.random_states(self._device),
                 "data": None if self._data is None else self._data.state_dict(),
-                "model": None if self._plain is None else self._plain.to_commit(),
+                **self._model_entries(),
                 "user": user,
                 "made_at": time.time(),
                 "made_with": self._made_with_text,
             }
         )
 
+    def _model_entries(self) -> dict[str, Any]:
+        """Return what a commit carries of the model: all of it on rank 0, and the rank's own buffers on the others."""
+        model = self._plain.to_commit()
+        return {"model": model} if self._made_with is not None else {"model": None, "buffers": model["buffers"]}
+
     def restore(self, state: Mapping[str, Any], *, optimizer: bool = True, lr_scheduler: bool = True) -> Progress:
         """Restore the run from the decoded state of a commit, and return its counters.
 
-        The user's part is ignored, and so are the model's names and buffers, which are there for exports.
+        The user's part is ignored, and so are the model's names, which are there for exports. Its buffers were loaded
+        when the job was opened.
 
         Args:
             optimizer: whether the optimizer's settings and counts and the loss scale are restored, too.
