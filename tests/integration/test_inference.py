@@ -139,6 +139,28 @@ def test_a_budget_is_kept_while_a_model_is_streamed(store: Daemon) -> None:
     assert max(used) <= FEW_BYTES < sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_weights_are_cast_where_the_model_has_another_dtype(store: Daemon, stored: torch.dtype) -> None:
+    wanted = torch.bfloat16 if stored is torch.float32 else torch.float32
+    torch.manual_seed(3)
+    model = llama().eval().to(stored)
+    config = config_for(store.address, f"cast-{stored}")
+    with opened(copy.deepcopy(model), config):
+        before = tiers(store.address)[0].used_bytes
+    model.to(wanted)
+    expected = outputs(model)
+
+    # All units stay, or some are fetched for each use, or each is read part by part, or they are sent in streams.
+    for host_bytes, prefer_streams in ((None, False), (FEW_BYTES, False), (0, False), (None, True)):
+        section = config_for(store.address, f"cast-{stored}", host_bytes)
+        with opened(copy.deepcopy(model), section, prefer_streams=prefer_streams) as engine:
+            for _ in range(2):
+                assert_equal(outputs(engine), expected)
+            assert tiers(store.address)[0].used_bytes <= before
+            state = engine.full_state_dict()
+            assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
 def test_engines_share_one_copy_and_a_write_stays_in_its_process(store: Daemon) -> None:
     expected = outputs(model := made(gpt2))
     config = config_for(store.address, "shared")
@@ -204,8 +226,10 @@ def test_a_step_is_held_while_training_commits_further_steps(store: Daemon) -> N
         for engine, weights in held:
             assert_computes_as(engine, weights)
             engine.close()
-    with pytest.raises(ConfigError, match=r"transformer.wte.weight is stored as torch.bfloat16, and is torch.float32"):
-        opened(build_model(run), config_for(store.address, "trained"))
+        newest = {name: value.bfloat16() for name, value in trainer.full_state_dict().items()}
+    plain.float()
+    with opened(build_model(run), config_for(store.address, "trained")) as engine:
+        assert_computes_as(engine, newest)
     with pytest.raises(StoreNotFoundError, match="step 1"):
         opened(build_model(run), config_for(store.address, "trained", step=1) | bf16)
 

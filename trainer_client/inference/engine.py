@@ -135,7 +135,7 @@ class InferenceEngine(nn.Module):
             copies[id(parameter.tensor)] = (
                 torch.empty(parameter.shape, dtype=parameter.tensor.dtype)
                 if tensor is None
-                else weights.read(tensor, torch.device("cpu"))
+                else weights.read(tensor, parameter.tensor.dtype, torch.device("cpu"))
             )
         self._refusal.remove()
         try:

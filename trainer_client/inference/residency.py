@@ -182,8 +182,8 @@ class Residency:
 
     def _fetched(self, unit: WeightUnit) -> HeldTensors:
         if unit in self._large:
-            tensors = [place.tensor for place in unit.plan.places]
-            return HeldTensors({tensor.fqn: self._weights.read(tensor) for tensor in tensors})
+            places = unit.plan.places
+            return HeldTensors({place.tensor.fqn: self._weights.read(place.tensor, place.dtype) for place in places})
         if not unit.plan.wants:
             return HeldTensors({})
         return self._weights.finish(unit.plan, self._ahead.pop(unit, None))

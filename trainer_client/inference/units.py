@@ -105,7 +105,8 @@ def divide(
 def _unit(
     name: str, modules: tuple[nn.Module, ...], parameters: Sequence[ModelParameter], stored: Mapping[str, StoredTensor]
 ) -> WeightUnit:
-    plan = Plan.of([stored[parameter.fqn] for parameter in parameters if parameter.shape.numel()])
+    dtypes = {parameter.fqn: parameter.tensor.dtype for parameter in parameters}
+    plan = Plan.of([stored[parameter.fqn] for parameter in parameters if parameter.shape.numel()], dtypes)
     return WeightUnit(name, modules, tuple(parameters), plan)
 
 
@@ -116,7 +117,7 @@ def check_fit(parameters: Sequence[ModelParameter], stored: Mapping[str, StoredT
         where: the step and the job, for the message.
 
     Raises:
-        ConfigError: a name, a shape or a dtype differs; the message lists the first differences.
+        ConfigError: a name or a shape differs; the message lists the first differences. (Another dtype is cast.)
     """
     wanted = {parameter.fqn: parameter for parameter in parameters if parameter.shape.numel()}
     problems = [f"{fqn} is not stored" for fqn in wanted if fqn not in stored]
@@ -125,14 +126,11 @@ def check_fit(parameters: Sequence[ModelParameter], stored: Mapping[str, StoredT
         tensor = stored.get(fqn)
         if tensor is not None and tensor.shape != tuple(parameter.shape):
             problems.append(f"{fqn} is stored as {list(tensor.shape)}, and is {list(parameter.shape)} in the model")
-        elif tensor is not None and tensor.dtype != parameter.tensor.dtype:
-            problems.append(f"{fqn} is stored as {tensor.dtype}, and is {parameter.tensor.dtype} in the model")
     if problems:
         more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ConfigError(
             f"{where} has another model than this one:\n"
             + "\n".join(problems[:5])
             + more
-            + "\nBuild the stored model, "
-            "convert this one with .to(dtype), or name another job (paramserver.job)"
+            + "\nBuild the stored model, or name another job (paramserver.job)"
         )

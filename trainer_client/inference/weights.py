@@ -2,7 +2,8 @@
 
 On the daemon's node, a tensor is a view of the daemon's shared memory, mapped so that a write would stay in this
 process. All processes that lease the same tensors of one step share that memory. On another node, or for another device
-than the CPU, the bytes are copied, and the leases end at once. Owns the reader that holds the step. Must never write to
+than the CPU, the bytes are copied, and the leases end at once. So are tensors that the model has in another type than
+the store; the copy is cast. Owns the reader that holds the step. Must never write to
 the store.
 """
 
@@ -45,17 +46,15 @@ class Place:
 
     Attributes:
         tensor: the tensor.
+        dtype: the type that the model has it in.
         lease: the number of the lease in the request.
         offset: the tensor's first byte in that lease.
     """
 
     tensor: StoredTensor
+    dtype: torch.dtype
     lease: int
     offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel * self.tensor.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +64,24 @@ class Plan:
     Attributes:
         wants: what is asked for, one lease each.
         places: the places of the tensors in these leases.
-        nbytes: the bytes of all leases, in whole pages.
+        nbytes: the bytes of all leases, in whole pages; if the plan casts, at least those of the cast tensors.
+        casts: whether the model has some of the tensors in another type than the store. Then all of them are copied,
+            and the leases end at once.
     """
 
     wants: tuple[TensorPart | Batch, ...]
     places: tuple[Place, ...]
     nbytes: int
+    casts: bool
 
     @classmethod
-    def of(cls, tensors: Sequence[StoredTensor]) -> Plan:
-        """Return the plan for tensors, each of which has elements."""
+    def of(cls, tensors: Sequence[StoredTensor], dtypes: Mapping[str, torch.dtype]) -> Plan:
+        """Return the plan for tensors, each of which has elements.
+
+        Args:
+            tensors: the tensors as the store has them.
+            dtypes: the type of each in the model, by name.
+        """
         batch, places, end = Batch(), [], 0
         wants: list[TensorPart | Batch] = []
         nbytes = 0
@@ -82,7 +89,7 @@ class Plan:
             part = TensorPart(fqn=tensor.fqn, kind=kinds.PARAM, offset=0, numel=tensor.numel)
             size = tensor.numel * tensor.dtype.itemsize
             if size > _SMALL_BYTES:
-                places.append(Place(tensor=tensor, lease=len(wants), offset=0))
+                places.append(Place(tensor=tensor, dtype=dtypes[tensor.fqn], lease=len(wants), offset=0))
                 wants.append(part)
                 nbytes += round_up(size, _PAGE_BYTES)
                 continue
@@ -92,12 +99,16 @@ class Plan:
             end = start + size
         small = {tensor.fqn: tensor for tensor in tensors}
         places += [
-            Place(tensor=small[part.fqn], lease=len(wants), offset=start)
+            Place(tensor=small[part.fqn], dtype=dtypes[part.fqn], lease=len(wants), offset=start)
             for part, start in zip(batch.parts, batch.places, strict=True)
         ]
         if batch.parts:
             wants.append(batch)
-        return cls(tuple(wants), tuple(places), nbytes + round_up(end, _PAGE_BYTES))
+        nbytes += round_up(end, _PAGE_BYTES)
+        casts = any(place.dtype != place.tensor.dtype for place in places)
+        if casts:
+            nbytes = max(nbytes, sum(place.tensor.numel * place.dtype.itemsize for place in places))
+        return cls(tuple(wants), tuple(places), nbytes, casts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,9 +234,9 @@ class StepWeights:
 
         return self._reader.on_session(call, attempt)
 
-    def read(self, tensor: StoredTensor, device: torch.device | None = None) -> torch.Tensor:
-        """Return a copy of a tensor, read part by part, so that it may be larger than the store's memory."""
-        return self._reader.get(tensor.fqn).to(device or self._device)
+    def read(self, tensor: StoredTensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """Return a copy of a tensor in a dtype, read part by part, so that it may be larger than the store's memory."""
+        return self._reader.get(tensor.fqn).to(device or self._device, dtype)
 
     def cancel(self, fetch: Fetch) -> None:
         """Give up a request: release its leases as soon as they are granted."""
@@ -261,14 +272,30 @@ class StepWeights:
                     mapped[lease.arena_offset : lease.arena_offset + round_up(lease.size_bytes, _PAGE_BYTES)]
                     for lease in leases
                 ]
-                return HeldTensors(dict(_tensors(plan, views)), session, ids, views)
+                if not plan.casts:
+                    tensors = zip((place.tensor.fqn for place in plan.places), _tensors(plan, views), strict=True)
+                    return HeldTensors(dict(tensors), session, ids, views)
+                try:
+                    cast = {
+                        place.tensor.fqn: tensor.to(place.dtype, copy=True)
+                        for place, tensor in zip(plan.places, _tensors(plan, views), strict=True)
+                    }
+                    session.check()
+                    return HeldTensors(cast)
+                finally:
+                    release(session, ids)
             try:
                 copies = []
                 for lease in leases:
                     copy = torch.empty(lease.size_bytes, dtype=torch.uint8)
                     session.copy_out(call, lease, copy)
                     copies.append(copy.numpy().data)
-                return HeldTensors({name: tensor.to(self._device) for name, tensor in _tensors(plan, copies)})
+                return HeldTensors(
+                    {
+                        place.tensor.fqn: tensor.to(self._device, place.dtype)
+                        for place, tensor in zip(plan.places, _tensors(plan, copies), strict=True)
+                    }
+                )
             finally:
                 release(session, ids)
 
@@ -284,9 +311,9 @@ def _request(session: StoreSession, reader: int, plan: Plan) -> Fetch:
     return Fetch(session, session.begin("AcquireLeases", pb.AcquireLeasesRequest(wants=wants), LEASE_DEADLINE_SECONDS))
 
 
-def _tensors(plan: Plan, views: Sequence[memoryview]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor of a plan as a view of its lease's bytes, with a storage of its own size."""
+def _tensors(plan: Plan, views: Sequence[memoryview]) -> Iterator[torch.Tensor]:
+    """Yield the tensor of each place of a plan as a view of its lease's bytes, with a storage of its own size."""
     for place in plan.places:
         tensor = place.tensor
         flat = torch.frombuffer(views[place.lease], dtype=tensor.dtype, count=tensor.numel, offset=place.offset)
-        yield tensor.fqn, flat.view(tensor.shape)
+        yield flat.view(tensor.shape)
