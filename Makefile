@@ -104,10 +104,13 @@ deepspeed-tests: venv ## Run DeepSpeed's own tests over this library (SUITE=DIR,
 	PYTHONPATH=build/deepspeed-tests $(BIN)/python -m tests.deepspeed_suite $(SUITE) --sample $(SAMPLE) \
 	  --json build/deepspeed-tests.json
 
-peers: venv ## Run the tests that compare this library with others on two ranks: DeepSpeed (DEEPSPEED=: without), Accelerate
+# Lightning is installed besides what the lock has; the constraint keeps the versions of the lock.
+peers: venv ## Run the tests that compare this library on two ranks with DeepSpeed (DEEPSPEED=: without), Accelerate, Lightning
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint requirements.lock 'lightning>=2.6,<2.7'
 	$(if $(DEEPSPEED),$(BIN)/python -m benchmarks.training.deepspeed_environment $(DEEPSPEED))
 	$(PYTEST) --with peers -m peers --deepspeed "$(DEEPSPEED)" tests/integration/test_accelerate.py \
-	  tests/integration/test_as_deepspeed.py tests/integration/test_deepspeed_examples.py
+	  tests/integration/test_as_deepspeed.py tests/integration/test_deepspeed_examples.py \
+	  tests/integration/test_lightning.py
 
 bench-check: venv ## Run all benchmarks at a small size, and check their figures
 	$(PYTEST) --with bench -m bench tests/integration/test_bench_step.py tests/integration/test_benchmarks.py

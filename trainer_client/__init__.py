@@ -5,6 +5,7 @@ Both use a store daemon, which owns the parameters and the optimizer states.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainer_client.own_packages import check_own_packages
@@ -155,23 +156,30 @@ __all__ = [
     "zero",
 ]
 
+# The names that need a package that other programs need not have, with the module that has them and the package.
+_OPTIONAL = {
+    "Accelerator": ("trainer_client.accelerate.accelerator", "accelerate"),
+    "ParamserverStrategy": ("trainer_client.lightning.strategy", "lightning"),
+}
+
 if TYPE_CHECKING:
     from trainer_client.accelerate.accelerator import Accelerator as Accelerator
+    from trainer_client.lightning.strategy import ParamserverStrategy as ParamserverStrategy
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import `Accelerator` when it is used, because it needs the package accelerate, which others need not have.
+        """Import `Accelerator` or `ParamserverStrategy` when it is used, because each needs a package of its own.
 
         Raises:
-            ImportError: accelerate is not installed.
+            ImportError: the package is not installed.
         """
-        if name != "Accelerator":
+        if name not in _OPTIONAL:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, package = _OPTIONAL[name]
         try:
-            from trainer_client.accelerate.accelerator import Accelerator  # noqa: PLC0415
+            return getattr(import_module(module), name)
         except ModuleNotFoundError as error:
-            if error.name != "accelerate":
+            if error.name != package:
                 raise
-            message = "trainer_client.Accelerator needs accelerate: pip install 'paramserver[accelerate]'"
-            raise ImportError(message, name="accelerate") from error
-        return Accelerator
+            message = f"trainer_client.{name} needs {package}: pip install 'paramserver[{package}]'"
+            raise ImportError(message, name=package) from error

@@ -60,7 +60,7 @@ FLOORS = {
         "engine",
         "assembly inference zero",
         "initialization runtime",
-        "accelerate utils",
+        "accelerate lightning utils",
         "__init__",
     ),
     "benchmarks": ("__init__ common", "dataplane inference storage training", "planning"),

@@ -1,0 +1,352 @@
+"""`ParamserverStrategy`: Lightning's strategy for DDP, with an engine in the place of DistributedDataParallel.
+
+Launchers, process groups, samplers, loops, schedules and callbacks are Lightning's own. Owns the engine of the one
+model that is trained. Must never compute: the engine and Lightning do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainer_client import zero
+from trainer_client.engine import Engine
+from trainer_client.errors import ConfigError
+from trainer_client.initialization import initialize
+from trainer_client.lightning.options import ConfigSource, check_precision, read_config, training_config
+from trainer_client.lightning.precision import EnginePrecision
+
+# The name that Lightning gives to a checkpoint within its directory with DeepSpeed.
+_TAG = "checkpoint"
+# These entries of a checkpoint of Lightning are kept by the engine itself.
+_KEPT_BY_ENGINE = ("state_dict", "optimizer_states")
+
+
+class ParamserverStrategy(DDPStrategy):
+    """A strategy that trains a LightningModule over the store.
+
+        Trainer(strategy=ParamserverStrategy(config={"zero_optimization": {"stage": 3}}), devices=2).fit(model, loader)
+
+    One strategy fits one model, which has one optimizer and automatic optimization. After `fit` the engine stays, for
+    `validate`, `test` and `predict`, until `close` is called or the process ends. Each fit is a new job in the store,
+    unless the config has `paramserver.job` or `paramserver.resume`.
+
+    Args:
+        config: a config in DeepSpeed's format, as a dict or the path of a JSON file. ZeRO's stage is 2 if it does not
+            say. Accumulation is the Trainer's, and so is the precision unless the config has a section for it.
+        parallel_devices, cluster_environment, accelerator, process_group_backend, timeout: as for DDPStrategy.
+
+    Raises:
+        ConfigError: the config cannot be read.
+    """
+
+    strategy_name = "paramserver"
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        self._config = read_config(config)
+        self._engine: Engine | None = None
+        # Whether the model is the plain one, as a strategy of Lightning sets it up.
+        self._is_plain = False
+        self._has_failed = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model that is trained. Raises RuntimeError before `fit` has made it."""
+        if self._engine is None:
+            raise RuntimeError("ParamserverStrategy has no engine before trainer.fit() has set the model up")
+        return self._engine
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The engine's plug-in while the engine computes; else the one of the Trainer."""
+        if self._engine is not None and self.model is self._engine:
+            return EnginePrecision(self._engine, self._trainers_precision.precision)
+        return self._trainers_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._trainers_precision = plugin if plugin is not None else Precision()
+        check_precision(self._trainers_precision.precision)
+
+    # The beginning
+
+    def setup_environment(self) -> None:
+        """Join the process group, and say to the engine which of the ranks this process is."""
+        super().setup_environment()
+        os.environ["LOCAL_RANK"] = str(self.local_rank)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make an engine of the model for `fit`, or use the one that is there. A collective.
+
+        Without an engine, `validate`, `test` and `predict` compute with the plain model.
+
+        Raises:
+            ConfigError: the model or an argument of the Trainer cannot be honoured.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self.accelerator is not None
+            self.accelerator.setup(trainer)
+            self._check(trainer)
+            self.setup_optimizers(trainer)
+        elif self._engine is not None and self._engine.module is self.lightning_module:
+            self.model = self._engine
+        else:
+            self._is_plain = True
+            super().setup(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        if self._engine is not None:
+            raise ConfigError(
+                "ParamserverStrategy has fitted a model before: make a new strategy and Trainer, and pass the "
+                "ckpt_path to go on"
+            )
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            raise ConfigError(
+                "automatic_optimization = False is not honoured by ParamserverStrategy: return the loss from "
+                "training_step, or write the loop with trainer_client.initialize()"
+            )
+        if self._layer_sync is not None:
+            raise ConfigError(
+                "Trainer(sync_batchnorm=True) is not honoured by ParamserverStrategy: convert the model with "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm() before fit()"
+            )
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ConfigError(
+                f"the plug-in {type(self.checkpoint_io).__name__} is not honoured by ParamserverStrategy: the store "
+                "keeps the steps of checkpoints; leave it out"
+            )
+        ours = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.root_device.type != ours:
+            raise ConfigError(
+                f"the Trainer uses {self.root_device.type}, and the engine {ours}: leave accelerator= out, or set "
+                "CUDA_VISIBLE_DEVICES to an empty string for both"
+            )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the engine of the model, and of what its `configure_optimizers` returns. A collective."""
+        super().setup_optimizers(trainer)
+        optimizer = self._own_optimizer()
+        instance = trainer.fit_loop._data_source.instance
+        engine, store_optimizer, _, _ = initialize(
+            model=self.lightning_module,
+            optimizer=optimizer,
+            config=training_config(
+                self._config,
+                precision=self._trainers_precision.precision,
+                accumulation=trainer.accumulate_grad_batches,
+                world_size=self.world_size,
+                batch_size=instance.batch_size if isinstance(instance, DataLoader) else None,
+                job=self.broadcast(f"lightning-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"),
+            ),
+            dist_init_required=False,
+        )
+        self._engine = self.model = engine
+        self.optimizers = [store_optimizer]
+
+    def _own_optimizer(self) -> Optimizer | None:
+        """Return the optimizer that the module has configured; None: that of the config counts.
+
+        Raises:
+            ConfigError: there are several, or none, or the config has one, too.
+        """
+        given = [one for one in self.optimizers if not isinstance(one, _MockOptimizer)]
+        if len(given) > 1:
+            raise ConfigError(
+                f"configure_optimizers() returned {len(given)} optimizers: make one, with a parameter group for each "
+                "set of hyper-parameters"
+            )
+        for section, present in (("optimizer", given), ("scheduler", self.lr_scheduler_configs)):
+            if present and section in self._config:
+                raise ConfigError(
+                    f"the config has the section {section!r}, and configure_optimizers() returned one, too: remove "
+                    "one of them"
+                )
+        if not given and "optimizer" not in self._config:
+            raise ConfigError("configure_optimizers() returned no optimizer, and the config has none: return one")
+        return given[0] if given else None
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Leave the device as it is, because the engine takes the model's values from host memory.
+
+        `empty_init` has no effect: models that are to be built without memory are built in `configure_model`.
+        """
+        with self._trainers_precision.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Build the modules of `configure_model` without memory, for a fit at stage 3."""
+        assert self.lightning_module is not None
+        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        with zero.Init(enabled=is_fit and self._config["zero_optimization"]["stage"] == 3):
+            yield
+
+    # Training and evaluation
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keep the backward passes within the context from communicating, because a later one of the step does."""
+        with self.engine.no_sync():
+            yield
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute without gradients; see `_without_gradients`."""
+        with _without_gradients():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute without gradients; see `_without_gradients`."""
+        with _without_gradients():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute without gradients; see `_without_gradients`."""
+        with _without_gradients():
+            return super().predict_step(*args, **kwargs)
+
+    # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: the engine loads a checkpoint, and `setup` makes it."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: the engine loads the optimizer's states."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing of a model that the engine has, because the store keeps it; else the plain state dict."""
+        return {} if self._engine is not None else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return nothing, because the store keeps the states."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Keep the present step in the store, and write a manifest of it into the directory `filepath`. A collective.
+
+        Raises:
+            ConfigError: `storage_options` were given.
+            CheckpointError, StoreError, OSError, RuntimeError: as `Engine.save_checkpoint`.
+        """
+        if storage_options is not None:
+            raise ConfigError("save_checkpoint(storage_options=...) is not honoured: the store keeps the step")
+        if self._engine is None:
+            super().save_checkpoint(checkpoint, filepath)
+            return
+        state = {key: value for key, value in checkpoint.items() if key not in _KEPT_BY_ENGINE}
+        self._engine.save_checkpoint(str(self.broadcast(filepath)), _TAG, client_state=state, save_latest=False)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a directory that `save_checkpoint` has written, or read a file of Lightning. A collective.
+
+        Of a file, the weights are loaded later by `load_model_state_dict`, and the optimizer's states are not.
+
+        Raises:
+            ConfigError: there is a directory, and no engine to load it.
+            CheckpointError: the directory holds no checkpoint, or no store keeps its step any more.
+        """
+        path = self.broadcast(checkpoint_path)
+        if not Path(path).is_dir():
+            read: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return read
+        assert self.lightning_module is not None
+        if self._engine is None or self.model is not self._engine:
+            raise ConfigError(
+                f"{path} is a checkpoint of ParamserverStrategy, and only a strategy that has fitted the model loads "
+                "it: export the step with `paramserver export`, or call fit(ckpt_path=...) first"
+            )
+        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        _, state = self._engine.load_checkpoint(
+            path,
+            _TAG,
+            load_module_strict=self.lightning_module.strict_loading,
+            load_lr_scheduler_states=is_fit,
+            load_module_only=not is_fit,
+        )
+        assert state is not None, "a checkpoint with a tag has a state"
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a file of Lightning. A collective. `load_checkpoint` has loaded those of a directory."""
+        if "state_dict" not in checkpoint:
+            return
+        if self._engine is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the job at its last committed step, without waiting for the other ranks."""
+        self._has_failed = True
+        if self._engine is not None:
+            self._engine.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self) -> None:
+        """Wait for the commit of the last step. The engine stays, for `validate`, `test` and `predict`."""
+        if self._is_plain:
+            self._is_plain = False
+            super().teardown()
+            return
+        if self._engine is not None and not self._has_failed:
+            self._engine.wait_for_commit()
+            atexit.unregister(self.close)
+            atexit.register(self.close)
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+
+    def close(self) -> None:
+        """Close the engine, as `Engine.close` does. A collective. Idempotent. The model has no values afterwards."""
+        atexit.unregister(self.close)
+        if self._engine is not None:
+            self._engine.close()
+
+
+@contextmanager
+def _without_gradients() -> Generator[None, None, None]:
+    """Compute without gradients, and not in inference mode, whose tensors the engine could not train with later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+StrategyRegistry.register("paramserver", ParamserverStrategy, description="Training over the stores of paramserver")
