@@ -901,6 +901,7 @@ class Engine(EngineGetters):
         self._closed = True
         atexit.unregister(self.close_without_commit)
         self._store.stop_reattaching()
+        self._hooks.stop_watching_gradients()
         with self._resources:
             self.wait_for_commit()
 

@@ -4,7 +4,10 @@ engines."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +252,21 @@ def test_a_teacher_and_a_student_are_two_engines(model_store: str) -> None:
             served.close()
 
     both_ways(build("gpt2-zoo"), act, model_store, "student")
+
+
+def test_a_closed_engine_unmaps_the_arena_and_is_freed_with_its_model(model_store: str) -> None:
+    gc.collect()
+    before = Path("/proc/self/maps").read_text().count("paramserver-arena")
+    model = build("gpt2-zoo")
+    with start(model, config_of(model_store, "freed")) as engine:
+        train(engine, BATCHES[0])
+        assert Path("/proc/self/maps").read_text().count("paramserver-arena") > 0
+
+    assert Path("/proc/self/maps").read_text().count("paramserver-arena") == before
+    freed = [weakref.ref(model), weakref.ref(engine)]
+    del model, engine
+    gc.collect()
+    assert [reference() for reference in freed] == [None, None]
 
 
 @pytest.mark.parametrize(("limit", "kept_after_forward"), [(None, 1), (32_000, 2), (1_000_000, 4)])

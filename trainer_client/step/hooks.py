@@ -176,6 +176,7 @@ class UnitHooks:
         self._before: _Before | None = None
         # The units in the order of their first use since the last backward.
         self._used: dict[int, None] = {}
+        self._gradient_hooks: list[RemovableHandle] = []
 
     @property
     def phase(self) -> Phase:
@@ -183,7 +184,7 @@ class UnitHooks:
         return self._phases.current
 
     def install(self) -> None:
-        """Register the hooks on the model, for good."""
+        """Register the hooks on the model. Those on its modules stay for good."""
         inside: set[nn.Module] = set()
         for unit in self._units[1:]:
             inside.update(unit.module.modules())
@@ -555,8 +556,18 @@ class UnitHooks:
                 # torch takes a hook of a trainable parameter only, and keeps it while the parameter is frozen.
                 parameter.tensor.requires_grad_(True)
                 hook = partial(self._accumulate_gradient, unit, gradient, slot)
-                parameter.tensor.register_post_accumulate_grad_hook(hook)
+                self._gradient_hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
                 parameter.tensor.requires_grad_(not frozen)
+
+    def stop_watching_gradients(self) -> None:
+        """Remove the hooks that `_watch_gradients` made; idempotent.
+
+        torch does not show the garbage collector that a parameter refers to such a hook. The hook refers to the engine,
+        and the engine to the parameter, so without this call no engine and no model would ever be freed.
+        """
+        for handle in self._gradient_hooks:
+            handle.remove()
+        self._gradient_hooks.clear()
 
     def _accumulate_gradient(self, unit: Unit, gradient: GradientGroup, slot: int, _: torch.Tensor) -> None:
         """Take a parameter's gradient over, and end the unit's backward if only this gradient was missing."""

@@ -60,7 +60,8 @@ class Arena:
 
     def __init__(self, mapping: _Mapping, memory: memoryview, description: pb.Arena) -> None:
         self._tensor: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
-        self._word = memoryview(mapping.memory)[description.generation_offset :][:_WORD_BYTES].cast("Q")
+        word = memoryview(mapping.memory)[description.generation_offset :][:_WORD_BYTES].cast("Q")
+        self._word: memoryview | None = word
         self._generation = description.generation
         self._descriptor = mapping.descriptors[0]
         self._size_bytes = len(mapping.memory)
@@ -90,9 +91,7 @@ class Arena:
             StoreUnavailableError: the arena is closed, because another thread has closed the session or found it ended.
         """
         if self._tensor is None:
-            # This is not a RuntimeError, because torch raises one if memory is exhausted. Callers connect again when a
-            # session has ended, which would not help against exhausted memory. See tests/integration/test_failures.py.
-            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
+            raise _session_closed()
         return self._tensor[offset : offset + size_bytes]
 
     def file_range(self, offset: int) -> FileRange | None:
@@ -118,13 +117,27 @@ class Arena:
 
         Raises:
             SessionEndedError: the session has ended, so the bytes may have been those of another session.
+            StoreUnavailableError: the arena is closed, because another thread has closed the session.
         """
-        if self._word[0] != self._generation:
+        # `close` may be called by another thread meanwhile.
+        if (word := self._word) is None:
+            raise _session_closed()
+        if word[0] != self._generation:
             raise session_ended()
 
     def close(self) -> None:
-        """Release the mapping, which ends when the last view of it is gone; idempotent."""
+        """Release the mapping, which ends when the last view of it is gone; idempotent.
+
+        The mapping ends then although this object may live on in a closed engine or client that the user keeps.
+        """
         self._tensor = None
+        self._word = None
+
+
+def _session_closed() -> StoreUnavailableError:
+    # This is not a RuntimeError, because torch raises one if memory is exhausted. Callers connect again when a session
+    # has ended, which would not help against exhausted memory. See tests/integration/test_failures.py.
+    return StoreUnavailableError(grpc.StatusCode.CANCELLED, "the session was closed")
 
 
 def session_ended() -> SessionEndedError:

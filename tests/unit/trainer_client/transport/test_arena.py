@@ -142,8 +142,11 @@ def test_the_lock_lasts_until_the_last_view_is_gone(path: Path) -> None:
     assert locked(path) == "10"
     del part
     assert locked(path) == "00"
+    assert str(path) not in Path("/proc/self/maps").read_text(), "the closed arena is kept, and its memory with it"
     with pytest.raises(StoreUnavailableError, match="closed"):
         arena.view(0, 1)
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        arena.check()
 
 
 def test_sessions_of_a_process_share_the_mapping_and_end_apart(path: Path) -> None:
