@@ -114,15 +114,17 @@ def serve(
     except ConfigError as error:
         typer.echo(f"paramserver: {error}", err=True)
         raise typer.Exit(2) from None
+    from storage.tune_interpreter import exempt_from_collection, tune_interpreter
+
+    tune_interpreter()
     import uvloop
 
     from paramserver.contract.malloc_settings import keep_chunk_buffers
     from paramserver.process.logs import configure_logging
     from paramserver.server import serve as serve_until_stopped
     from storage.errors import StorageError
-    from storage.tune_interpreter import tune_interpreter
 
-    tune_interpreter()
+    exempt_from_collection()
     keep_chunk_buffers()
     configure_logging(settings.log_level, settings.log_format)
     try:
@@ -160,7 +162,11 @@ def adopt(
 
 def _call_client_verb(module: str, arguments: list[str]) -> None:
     """Pass the arguments to the verb of a client, which is `main` of a module in a package above this one."""
-    importlib.import_module(module).main(arguments)
+    from storage.tune_interpreter import exempt_from_collection
+
+    verb = importlib.import_module(module)
+    exempt_from_collection()
+    verb.main(arguments)
 
 
 # The arguments of a client's verb are parsed by that verb, the option --help among them.

@@ -12,6 +12,9 @@ GC_THRESHOLDS = (50_000, 5, 400)
 def tune_interpreter() -> None:
     """Set the switch interval and the thresholds of garbage collection. Call this once, before the engine is opened.
 
+    A command calls it before it imports torch, because the default thresholds cause collections during the imports,
+    which find nothing (measured: 0.25 s of CPU time).
+
     Switch interval: a thread that returns from a system call waits up to this long for the interpreter's lock while
     another thread computes. With the default of 5 ms the device idles (measured: large writes 0.75 to 0.8 as fast).
 
@@ -22,3 +25,13 @@ def tune_interpreter() -> None:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.set_threshold(*GC_THRESHOLDS)
+
+
+def exempt_from_collection() -> None:
+    """Exempt all objects that exist now from garbage collection. Call this once, when all modules are imported.
+
+    The modules of a daemon have 200,000 objects that live as long as the process. Without this call, each collection of
+    the oldest generation stops all threads for 0.12 s, and the collections at the end of the process take 0.5 s of CPU
+    time (measured).
+    """
+    gc.freeze()
