@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from asyncio import Future
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
@@ -103,6 +104,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--with", action="append", default=[], choices=list(GROUPS), help="also run the tests of this group; repeatable"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests without garbage collections, and exempt what was imported from later ones.
+
+    The collections took 4 of 12 s of CPU time during the collection of all tests, and 0.6 s each after it (measured).
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[3]
-_PRELOADED = ["tests.integration.support.training", "paramserver.server"]
+_PRELOADED = ["tests.integration.support.preloaded"]
 
 
 class Forked:
