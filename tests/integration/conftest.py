@@ -32,8 +32,11 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def model_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a daemon that serves the runs of tests/integration/support/model_runs.py, each as a job."""
-    config = {"host_budget": "96MiB", "nvme_budget": "1GiB"}
+    """The address of a daemon that serves the runs of tests/integration/support/model_runs.py, each as a job.
+
+    A test takes it unless it is about the daemon that a run starts for itself, which takes 4 s to start and to stop.
+    """
+    config = {"host_budget": "128MiB", "nvme_budget": "4GiB"}
     with Daemon(tmp_path_factory.mktemp("models") / "state", config) as daemon:
         yield daemon.address
         assert "Traceback" not in daemon.log, daemon.log

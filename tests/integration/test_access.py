@@ -11,8 +11,10 @@ from torch import nn
 from torch.optim import AdamW
 
 import trainer_client
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.model_runs import config_of
 from tests.integration.support.ranks import run_ranks
-from tests.integration.support.training import Run, build_model, micro_batches, store_config
+from tests.integration.support.training import Run, build_model, micro_batches
 from trainer_client import zero
 from trainer_client.errors import ReleasedParameterError
 
@@ -63,7 +65,8 @@ def test_what_is_read_and_set_is_what_plain_pytorch_has(tmp_path: Path, placemen
         adamw.step()
         adamw.zero_grad()
 
-    with start(store_config(tmp_path) | placement) as engine:
+    config = config_of(f"unix:{tmp_path}/state/paramserver.sock", "access", "nvme") | placement
+    with Daemon(tmp_path / "state"), start(config) as engine:
         backward(engine, batches[0])
         step(batches[0])
         engine.step()
@@ -89,7 +92,7 @@ def test_what_is_read_and_set_is_what_plain_pytorch_has(tmp_path: Path, placemen
         adamw.state[plain.get_parameter(BIAS)]["exp_avg_sq"].fill_(0.25)
 
     # The commit contains the values that were set, so a resumed run makes the same next step as plain PyTorch.
-    with start(store_config(tmp_path) | placement) as engine:
+    with Daemon(tmp_path / "state"), start(config) as engine:
         assert engine.global_steps == 2
         backward(engine, batches[2])
         step(batches[2])
@@ -108,8 +111,8 @@ def test_what_is_read_and_set_is_what_plain_pytorch_has(tmp_path: Path, placemen
     assert torch.equal(shards["lm_head.weight"].values, moments[EMBEDDING, "exp_avg"].flatten())
 
 
-def test_gathered_parameters_are_whole_and_change_what_was_changed_only(tmp_path: Path) -> None:
-    config = store_config(tmp_path) | {"bf16": {"enabled": True}}
+def test_gathered_parameters_are_whole_and_change_what_was_changed_only(model_store: str, job: str) -> None:
+    config = config_of(model_store, job, "nvme") | {"bf16": {"enabled": True}}
     (batch,) = micro_batches(1)
     with start(config) as engine:
         backward(engine, batch)
@@ -144,9 +147,9 @@ def test_gathered_parameters_are_whole_and_change_what_was_changed_only(tmp_path
     assert [name for name in before if name != WEIGHT and not torch.equal(before[name], after[name])] == []
 
 
-def test_misuse_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_misuse_is_refused_with_what_to_do(model_store: str, job: str) -> None:
     (batch,) = micro_batches(1)
-    with start(store_config(tmp_path)) as engine:
+    with start(config_of(model_store, job, "nvme")) as engine:
         with pytest.raises(trainer_client.ConfigError, match=r"no state 'momentum_buffer'.*exp_avg"):
             engine.get_full(WEIGHT, "momentum_buffer")
         with pytest.raises(trainer_client.ConfigError, match="no parameter 'nobody'"):
@@ -169,5 +172,5 @@ def test_misuse_is_refused_with_what_to_do(tmp_path: Path) -> None:
         trainer_client.utils.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2)))
 
 
-def test_two_ranks_see_and_change_one_state(tmp_path: Path) -> None:
-    run_ranks("tests.integration.support.access_ranks", 2, tmp_path)
+def test_two_ranks_see_and_change_one_state(model_store: str) -> None:
+    run_ranks("tests.integration.support.access_ranks", 2, model_store)

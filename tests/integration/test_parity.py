@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import (
     Result,
     Run,
     assert_bit_equal,
     launch,
-    store_config,
     train_plain,
     train_through_store,
 )
@@ -33,9 +33,9 @@ def plain_results() -> dict[str, Result]:
 @pytest.mark.parametrize("device", ["nvme", "cpu"])
 @pytest.mark.parametrize("name", RUNS)
 def test_world_1_equals_plain_pytorch_bit_for_bit(
-    tmp_path: Path, plain_results: dict[str, Result], name: str, device: str
+    model_store: str, job: str, plain_results: dict[str, Result], name: str, device: str
 ) -> None:
-    run = replace(RUNS[name], config=store_config(tmp_path, device))
+    run = replace(RUNS[name], config=config_of(model_store, job, device))
 
     result = train_through_store(run)
 
@@ -43,8 +43,8 @@ def test_world_1_equals_plain_pytorch_bit_for_bit(
     assert_bit_equal(result, plain_results[name])
 
 
-def test_streams_carry_the_same_bits_as_the_arena(tmp_path: Path, plain_results: dict[str, Result]) -> None:
-    run = replace(RUNS["clipped"], config=store_config(tmp_path), prefer_streams=True)
+def test_streams_carry_the_same_bits_as_the_arena(model_store: str, job: str, plain_results: dict[str, Result]) -> None:
+    run = replace(RUNS["clipped"], config=config_of(model_store, job, "nvme"), prefer_streams=True)
 
     result = train_through_store(run)
 
@@ -52,9 +52,11 @@ def test_streams_carry_the_same_bits_as_the_arena(tmp_path: Path, plain_results:
     assert_bit_equal(result, plain_results["clipped"])
 
 
-def test_world_2_equals_ddp_to_rounding_and_placements_equal_each_other(tmp_path: Path) -> None:
+def test_world_2_equals_ddp_to_rounding_and_placements_equal_each_other(
+    model_store: str, job: str, tmp_path: Path
+) -> None:
     run = Run(steps=10, clipping=0.5, accumulation=2, schedule=True, two_groups=True)
-    placed = [replace(run, config=store_config(tmp_path / device, device)) for device in ("nvme", "cpu")]
+    placed = [replace(run, config=config_of(model_store, f"{job}-{device}", device)) for device in ("nvme", "cpu")]
 
     ddp, nvme, host = launch([replace(run, through_store=False), *placed], 2, tmp_path)
 

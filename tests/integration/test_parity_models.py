@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trainer_client
+from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import (
     Run,
     assert_bit_equal,
@@ -17,7 +18,6 @@ from tests.integration.support.training import (
     launch,
     make_optimizer,
     micro_batches,
-    store_config,
     train_plain,
     train_through_store,
 )
@@ -26,14 +26,16 @@ CONDITIONAL = Run(model="conditional", steps=12, clipping=0.5, accumulation=2)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
-def test_skipped_reused_frozen_and_partly_used_units_equal_plain_pytorch(tmp_path: Path, checkpointing: Any) -> None:
-    run = replace(CONDITIONAL, checkpointing=checkpointing, config=store_config(tmp_path))
+def test_skipped_reused_frozen_and_partly_used_units_equal_plain_pytorch(
+    model_store: str, job: str, checkpointing: Any
+) -> None:
+    run = replace(CONDITIONAL, checkpointing=checkpointing, config=config_of(model_store, job, "nvme"))
 
     assert_bit_equal(train_through_store(run), train_plain(run))
 
 
-def test_ranks_that_use_different_experts_equal_ddp_to_rounding(tmp_path: Path) -> None:
-    run = replace(CONDITIONAL, config=store_config(tmp_path / "store"))
+def test_ranks_that_use_different_experts_equal_ddp_to_rounding(model_store: str, job: str, tmp_path: Path) -> None:
+    run = replace(CONDITIONAL, config=config_of(model_store, job, "nvme"))
 
     ours, ddp = launch([run, replace(run, through_store=False)], 2, tmp_path)
 
@@ -42,8 +44,8 @@ def test_ranks_that_use_different_experts_equal_ddp_to_rounding(tmp_path: Path) 
     torch.testing.assert_close(ours.weights, ddp.weights, rtol=1e-3, atol=2e-3)
 
 
-def test_inference_between_and_within_steps_changes_nothing(tmp_path: Path) -> None:
-    run = Run(steps=4, config=store_config(tmp_path))
+def test_inference_between_and_within_steps_changes_nothing(model_store: str, job: str) -> None:
+    run = Run(steps=4, config=config_of(model_store, job, "nvme"))
     model = build_model(run)
     optimizer, _ = make_optimizer(model, run)
     engine, *_ = trainer_client.initialize(model=model, optimizer=optimizer, config=run.config)
@@ -69,8 +71,8 @@ def test_inference_between_and_within_steps_changes_nothing(tmp_path: Path) -> N
     assert generated.tolist() == plain.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
 
 
-def test_misuse_is_refused_with_what_to_call(tmp_path: Path) -> None:
-    run = Run(config=store_config(tmp_path))
+def test_misuse_is_refused_with_what_to_call(model_store: str, job: str) -> None:
+    run = Run(config=config_of(model_store, job, "nvme"))
     model = build_model(run)
     optimizer, _ = make_optimizer(model, run)
     engine, *_ = trainer_client.initialize(model=model, optimizer=optimizer, config=run.config)
@@ -89,8 +91,8 @@ def test_misuse_is_refused_with_what_to_call(tmp_path: Path) -> None:
         engine(input_ids=batch)
 
 
-def test_a_failed_backward_loses_its_step_and_no_other(tmp_path: Path) -> None:
-    run = Run(steps=3, config=store_config(tmp_path))
+def test_a_failed_backward_loses_its_step_and_no_other(model_store: str, job: str) -> None:
+    run = Run(steps=3, config=config_of(model_store, job, "nvme"))
     batches = list(micro_batches(run.steps))
 
     def start() -> trainer_client.Engine:

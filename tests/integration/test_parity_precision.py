@@ -4,14 +4,14 @@ rounding."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import trainer_client
-from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches, store_config
+from tests.integration.support.model_runs import config_of
+from tests.integration.support.training import Run, build_model, make_optimizer, micro_batches
 from trainer_client.engine import Engine
 
 STEPS = 12
@@ -50,9 +50,9 @@ def start(config: dict[str, Any], **precision: Any) -> Engine:
     return engine
 
 
-def test_bf16_equals_a_hand_written_loop_bit_for_bit(tmp_path: Path) -> None:
+def test_bf16_equals_a_hand_written_loop_bit_for_bit(model_store: str, job: str) -> None:
     losses = []
-    with start(store_config(tmp_path), bf16={"enabled": True}) as engine:
+    with start(config_of(model_store, job, "nvme"), bf16={"enabled": True}) as engine:
         for batch in micro_batches(STEPS):
             losses.append(engine.backward(engine(input_ids=batch, labels=batch).loss).item())
             engine.step()
@@ -64,9 +64,11 @@ def test_bf16_equals_a_hand_written_loop_bit_for_bit(tmp_path: Path) -> None:
     assert [name for name in masters if not torch.equal(weights[name], masters[name])] == []
 
 
-def test_fp16_skips_steps_until_the_loss_scale_fits_and_then_learns(tmp_path: Path) -> None:
+def test_fp16_skips_steps_until_the_loss_scale_fits_and_then_learns(model_store: str, job: str) -> None:
     losses = []
-    with start(store_config(tmp_path), fp16={"enabled": True, "initial_scale_power": 32, "hysteresis": 1}) as engine:
+    with start(
+        config_of(model_store, job, "nvme"), fp16={"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
+    ) as engine:
         initial = engine.full_state_dict()
         skipped_weights = None
         for batch in micro_batches(40):
@@ -84,11 +86,13 @@ def test_fp16_skips_steps_until_the_loss_scale_fits_and_then_learns(tmp_path: Pa
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_was_not_made(tmp_path: Path, precision: str) -> None:
+def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_was_not_made(
+    model_store: str, job: str, precision: str
+) -> None:
     enabled = {"bf16": {"enabled": precision == "bf16"}}
 
-    def train(directory: Path, *, poisoned: bool) -> tuple[dict[str, torch.Tensor], Engine]:
-        with start(store_config(directory), **enabled) as engine:
+    def train(name: str, *, poisoned: bool) -> tuple[dict[str, torch.Tensor], Engine]:
+        with start(config_of(model_store, f"{job}-{name}", "nvme"), **enabled) as engine:
             for index, batch in enumerate(micro_batches(6)):
                 if poisoned and index == 3:
                     engine.backward(engine(input_ids=batch, labels=batch).loss * torch.nan)
@@ -97,8 +101,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_as_if_it_was_not_made(tmp_
                 engine.step()
             return engine.full_state_dict(), engine
 
-    clean, _ = train(tmp_path / "clean", poisoned=False)
-    poisoned, engine = train(tmp_path / "poisoned", poisoned=True)
+    clean, _ = train("clean", poisoned=False)
+    poisoned, engine = train("poisoned", poisoned=True)
 
     assert (engine.global_steps, engine.skipped_steps) == (7, 1)
     assert [name for name in clean if not torch.equal(clean[name], poisoned[name])] == []

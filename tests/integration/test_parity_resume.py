@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 import trainer_client
+from tests.integration.support.daemon import Daemon
+from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import (
     Result,
     Run,
@@ -18,7 +22,6 @@ from tests.integration.support.training import (
     build_model,
     make_optimizer,
     micro_batches,
-    store_config,
     train_through_store,
 )
 from trainer_client import JobConflictError, StoreError, schedules
@@ -27,35 +30,45 @@ STEPS = 10
 RUN = Run(steps=STEPS, dropout=0.1, clipping=0.5, schedule=True, two_groups=True)
 
 
-def train_in_parts(run: Run, ends: Sequence[int]) -> Result:
-    """Train to each step of `ends` with a new engine each time. Only the job in the store says where to go on."""
+def train_in_parts(
+    run: Run, ends: Sequence[int], daemon: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Result:
+    """Train to each step of `ends` with a new engine each time. Only the job in the store says where to go on.
+
+    If `daemon` is given, each part has a daemon of its own, which is killed after it.
+    """
     losses: list[float] = []
     norms: list[float] = []
     batches = list(micro_batches(run.steps))
     for end in ends:
-        model = build_model(run)
-        optimizer, scheduler = make_optimizer(model, run)
-        engine, *_ = trainer_client.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=run.config | {"gradient_clipping": 0.5}
-        )
-        with engine:
-            assert engine.resumed_step == engine.client_state.get("cursor", 0)
-            if engine.resumed_step == 0:
-                torch.manual_seed(3)
-            for batch in batches[engine.resumed_step : end]:
-                losses.append(engine.backward(engine(input_ids=batch, labels=batch).loss).item())
-                engine.client_state["cursor"] = engine.global_steps + 1
-                engine.step()
-                norms.append(engine.get_global_grad_norm() or 0.0)
-            weights = engine.full_state_dict()
+        with daemon():
+            model = build_model(run)
+            optimizer, scheduler = make_optimizer(model, run)
+            engine, *_ = trainer_client.initialize(
+                model=model, optimizer=optimizer, lr_scheduler=scheduler, config=run.config | {"gradient_clipping": 0.5}
+            )
+            with engine:
+                assert engine.resumed_step == engine.client_state.get("cursor", 0)
+                if engine.resumed_step == 0:
+                    torch.manual_seed(3)
+                for batch in batches[engine.resumed_step : end]:
+                    losses.append(engine.backward(engine(input_ids=batch, labels=batch).loss).item())
+                    engine.client_state["cursor"] = engine.global_steps + 1
+                    engine.step()
+                    norms.append(engine.get_global_grad_norm() or 0.0)
+                weights = engine.full_state_dict()
     return Result(losses=losses, norms=norms, weights=weights)
 
 
 @pytest.mark.parametrize("device", ["nvme", "cpu"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, device: str) -> None:
-    whole = train_through_store(replace(RUN, config=store_config(tmp_path / "whole", device)))
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    model_store: str, job: str, tmp_path: Path, device: str
+) -> None:
+    whole = train_through_store(replace(RUN, config=config_of(model_store, job, device)))
 
-    parts = train_in_parts(replace(RUN, config=store_config(tmp_path / "parts", device)), ends=[1, 6, STEPS])
+    daemon = partial(Daemon, tmp_path / "state", {"host_budget": "64MiB", "nvme_budget": "256MiB"})
+    config = config_of(f"unix:{tmp_path}/state/paramserver.sock", job, device)
+    parts = train_in_parts(replace(RUN, config=config), ends=[1, 6, STEPS], daemon=daemon)
 
     assert_bit_equal(parts, whole)
 
@@ -83,7 +96,7 @@ def rates_in_parts(config: dict[str, Any], ends: Sequence[int]) -> list[tuple[An
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rates_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+def test_the_rates_of_a_resumed_run_are_those_of_an_uninterrupted_one(model_store: str, job: str, name: str) -> None:
     section = {"scheduler": {"type": name, "params": SCHEDULES[name]}}
     optimizer, _ = make_optimizer(build_model(RUN), replace(RUN, schedule=False))
     schedule = getattr(schedules, name)(optimizer, **SCHEDULES[name])
@@ -93,13 +106,13 @@ def test_the_rates_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path: 
         optimizer.step()
         schedule.step()
 
-    assert rates_in_parts(store_config(tmp_path / "whole") | section, ends=[7]) == expected
-    assert rates_in_parts(store_config(tmp_path / "parts") | section, ends=[2, 7]) == expected
+    assert rates_in_parts(config_of(model_store, f"{job}-whole", "nvme") | section, ends=[7]) == expected
+    assert rates_in_parts(config_of(model_store, f"{job}-parts", "nvme") | section, ends=[2, 7]) == expected
 
 
-def test_resume_policies_are_kept(tmp_path: Path) -> None:
+def test_resume_policies_are_kept(model_store: str, job: str) -> None:
     def config(resume: str) -> Run:
-        return replace(RUN, config=store_config(tmp_path, resume=resume))
+        return replace(RUN, config=config_of(model_store, job, "nvme", resume=resume))
 
     with pytest.raises(StoreError, match="must"):
         train_in_parts(config("must"), ends=[1])
@@ -109,12 +122,12 @@ def test_resume_policies_are_kept(tmp_path: Path) -> None:
     train_in_parts(config("must"), ends=[2])
 
 
-def test_another_model_under_the_same_job_is_refused(tmp_path: Path) -> None:
-    run = replace(RUN, config=store_config(tmp_path))
+def test_another_model_under_the_same_job_is_refused(model_store: str, job: str) -> None:
+    run = replace(RUN, config=config_of(model_store, job, "nvme"))
     train_in_parts(run, ends=[1])
 
     with pytest.raises(JobConflictError):
-        train_through_store(Run(model="conditional", config=store_config(tmp_path)))
+        train_through_store(Run(model="conditional", config=run.config))
 
 
 def buffers_in_parts(config: dict[str, Any], ends: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import trainer_client
-from tests.integration.support.training import store_config
+from tests.integration.support.model_runs import config_of
 from trainer_client import utils, zero
 from trainer_client.initial.deferred_init import recipe_of, replay
 from trainer_client.ops.adam import DeepSpeedCPUAdam
@@ -29,9 +28,11 @@ class Model(nn.Module):
         return hidden.square().mean()
 
 
-def start(model: nn.Module, directory: Path, **config: Any) -> trainer_client.Engine:
+def start(model: nn.Module, address: str, job: str, **config: Any) -> trainer_client.Engine:
     optimizer = DeepSpeedCPUAdam(model.parameters(), lr=0.1)
-    return trainer_client.initialize(model=model, optimizer=optimizer, config=store_config(directory) | config)[0]
+    return trainer_client.initialize(model=model, optimizer=optimizer, config=config_of(address, job, "nvme") | config)[
+        0
+    ]
 
 
 def is_released(parameter: Any) -> bool:
@@ -52,7 +53,7 @@ def copied(parameter: Any) -> torch.Tensor:
         return plain_copy(parameter)
 
 
-def test_values_that_were_changed_before_initialize_are_the_initial_ones(tmp_path: Path) -> None:
+def test_values_that_were_changed_before_initialize_are_the_initial_ones(model_store: str, job: str) -> None:
     with zero.Init(seed=1):
         model = Model()
     loaded = torch.full((4, 4), 0.25)
@@ -60,7 +61,7 @@ def test_values_that_were_changed_before_initialize_are_the_initial_ones(tmp_pat
         model.first.load_state_dict({"weight": loaded}, strict=False)
     untouched = replay(model.get_parameter("blocks.1.weight"))
 
-    with start(model, tmp_path) as engine:
+    with start(model, model_store, job) as engine:
         assert torch.equal(copied(model.first.weight), loaded)
         assert torch.equal(copied(model.blocks[1].weight), untouched)
         assert is_released(model.blocks[1].weight)
@@ -76,10 +77,10 @@ def test_values_that_were_changed_before_initialize_are_the_initial_ones(tmp_pat
         assert is_released(model.blocks[1].weight)
 
 
-def test_initialize_may_be_called_within_the_context(tmp_path: Path) -> None:
+def test_initialize_may_be_called_within_the_context(model_store: str, job: str) -> None:
     with zero.Init(seed=1):
         model = Model()
-        with start(model, tmp_path) as engine:
+        with start(model, model_store, job) as engine:
             with zero.Init():
                 other = Model()
             assert recipe_of(other.first.weight)
@@ -88,7 +89,7 @@ def test_initialize_may_be_called_within_the_context(tmp_path: Path) -> None:
     assert engine.global_steps == 0
 
 
-def test_external_parameters_that_a_constructor_registers_are_known_to_the_engine(tmp_path: Path) -> None:
+def test_external_parameters_that_a_constructor_registers_are_known_to_the_engine(model_store: str, job: str) -> None:
     model = Model()
     weight, last = model.get_parameter("blocks.0.weight"), model.blocks[2]
     zero.register_external_parameter(last, weight)
@@ -96,7 +97,7 @@ def test_external_parameters_that_a_constructor_registers_are_known_to_the_engin
     zero.register_external_parameter(last, nn.Parameter(torch.zeros(3)))
 
     gathered: list[bool] = []
-    with start(model, tmp_path) as engine:
+    with start(model, model_store, job) as engine:
         last.register_forward_pre_hook(lambda *_: gathered.append(not is_released(weight)))
         with torch.no_grad():
             engine(torch.ones(2, 4))
@@ -104,11 +105,11 @@ def test_external_parameters_that_a_constructor_registers_are_known_to_the_engin
     assert gathered == [True]
 
 
-def test_a_leaf_module_is_gathered_as_a_whole(tmp_path: Path) -> None:
+def test_a_leaf_module_is_gathered_as_a_whole(model_store: str, job: str) -> None:
     model = Model()
     utils.set_z3_leaf_modules(model, [nn.Linear])
     utils.unset_z3_leaf_modules(model, ["ModuleList"], raise_if_not_found=False)
 
-    with start(model, tmp_path) as engine, engine.gathered([model.first.weight]):
+    with start(model, model_store, job) as engine, engine.gathered([model.first.weight]):
         assert not is_released(model.first.bias)
         assert all(is_released(block.weight) for block in model.blocks)

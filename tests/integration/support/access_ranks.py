@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import trainer_client
-from tests.integration.support.training import Run, build_model, micro_batches, store_config
+from tests.integration.support.model_runs import config_of
+from tests.integration.support.training import Run, build_model, micro_batches
 from trainer_client import utils, zero
 
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
@@ -79,11 +79,11 @@ def check(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])
+    address = sys.argv[1]
     dist.init_process_group("gloo")
-    check(store_config(directory / "all-gathers", gather="collective"))
-    check(store_config(directory / "one-sided", gather="store"))
-    resident = store_config(directory / "resident") | {"zero_optimization": {"stage": 1}}
+    check(config_of(address, "access-all-gathers", "nvme", gather="collective"))
+    check(config_of(address, "access-one-sided", "nvme", gather="store"))
+    resident = config_of(address, "access-resident", "nvme") | {"zero_optimization": {"stage": 1}}
     check(resident)
     dist.destroy_process_group()
 

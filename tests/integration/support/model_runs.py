@@ -18,8 +18,8 @@ def run_of(model: str, address: str, job: str, steps: int = 3, **section: Any) -
     return Run(model=model, steps=steps, clipping=0.5, accumulation=2, config=config)
 
 
-def config_of(address: str, job: str, **section: Any) -> dict[str, Any]:
-    offload = {"device": "cpu"}
+def config_of(address: str, job: str, device: str = "cpu", **section: Any) -> dict[str, Any]:
+    offload = {"device": device}
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
