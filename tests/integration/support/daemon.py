@@ -158,7 +158,7 @@ class Daemon:
         """Wait until the daemon's health service answers SERVING; fail with the log if the daemon ends first."""
         deadline = time.monotonic() + START_SECONDS
         while not self.is_serving():
-            assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log}"
+            assert (code := self.process.poll()) is None, f"the daemon ended with {code}:\n{self.log}"
             assert time.monotonic() < deadline, f"the daemon does not serve:\n{self.log}"
             time.sleep(0.02)
 
