@@ -22,6 +22,7 @@ from tests.integration.support.training import (
     build_model,
     make_optimizer,
     micro_batches,
+    store_config,
     train_through_store,
 )
 from trainer_client import JobConflictError, StoreError, schedules
