@@ -146,15 +146,16 @@ def test_results_of_a_session_that_is_over_are_not_given_out(daemon: Daemon) -> 
         train(engine, 1)
         arena = engine._store._attachments.current.arena
         assert arena is not None
+        generation = arena.generation()
 
         def end(_: nn.Linear) -> None:
             # This changes the generation that the trainer expects, as if the store had ended the session.
-            arena._generation += 1
+            generation._given += 1
 
         engine.module.blocks[-1].inside = end
         with pytest.raises(SessionEndedError), torch.no_grad():
             engine(inputs(0))
-        arena._generation -= 1
+        generation._given -= 1
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 On the daemon's node, a tensor is a view of the daemon's shared memory, mapped so that a write would stay in this
 process. All processes that lease the same tensors of one step share that memory. On another node, or for another device
 than the CPU, the bytes are copied, and the leases end at once. So are tensors that the model has in another type than
-the store; the copy is cast. Owns the reader that holds the step. Must never write to
-the store.
+the store; the copy is cast. Owns the reader that holds the step. Must never write to the store.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from trainer_client.store_client.client_sync import StoreClientSync
 from trainer_client.store_client.connection import Call, StoreSession, release, result_of
 from trainer_client.store_client.reader import Batch, TensorPart
 from trainer_client.store_client.types import StoredTensor
+from trainer_client.transport.arena import Generation
 from trainer_client.transport.channel import LEASE_DEADLINE_SECONDS
 from trainer_client.transport.mapping import show_file_again
 
@@ -128,12 +128,15 @@ class HeldTensors:
         session: the session whose leases the tensors are views of; None: they are copies.
         lease_ids: the leases.
         views: the bytes of the leases.
+        generation: tells whether the session had ended. It outlives the session, because a forward that is under way
+            when the daemon dies goes on with what it has, while the next unit is fetched in a new session.
     """
 
     tensors: Mapping[str, torch.Tensor]
     session: StoreSession | None = None
     lease_ids: Sequence[int] = ()
     views: Sequence[memoryview] = field(default=())
+    generation: Generation | None = None
 
     @property
     def is_lost(self) -> bool:
@@ -142,8 +145,8 @@ class HeldTensors:
 
     def check(self) -> None:
         """Check that the tensors still are what was leased. Raises SessionEndedError."""
-        if self.session is not None:
-            self.session.check()
+        if self.generation is not None:
+            self.generation.check()
 
 
 class StepWeights:
@@ -274,7 +277,7 @@ class StepWeights:
                 ]
                 if not plan.casts:
                     tensors = zip((place.tensor.fqn for place in plan.places), _tensors(plan, views), strict=True)
-                    return HeldTensors(dict(tensors), session, ids, views)
+                    return HeldTensors(dict(tensors), session, ids, views, session.generation())
                 try:
                     cast = {
                         place.tensor.fqn: tensor.to(place.dtype, copy=True)

@@ -17,7 +17,7 @@ from torch import nn
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.engine_getters import EngineGetters
-from trainer_client.errors import PhaseError
+from trainer_client.errors import ConfigError, PhaseError
 from trainer_client.inference.opening import InitialArguments
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
@@ -27,6 +27,9 @@ from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.node_store import join_processes
 from trainer_client.step.gradients import ReductionSchedule
 from trainer_client.step.precision import PrecisionPolicy, cast_floating_inputs
+
+# The keys of the section `paramserver` that say which step of which job a model has its weights from.
+_STORED_WEIGHTS = ("job", "inference")
 
 
 class WholeEngine(EngineGetters):
@@ -136,8 +139,16 @@ def open_whole_engine(
         processes: the arguments `dist_init_required` and `distributed_port` of `initialize`.
 
     Raises:
-        ConfigError: a parameter has no values, the ranks built the model differently, or the config has no batch size.
+        ConfigError: a parameter has no values, the ranks built the model differently, the config has no batch size, or
+            it names weights in a store.
     """
+    named = [key for key in _STORED_WEIGHTS if key in settings.paramserver.model_fields_set]
+    if named:
+        stage = settings.zero_optimization.stage
+        raise ConfigError(
+            f"paramserver.{named[0]} names weights in a store, which zero_optimization.stage {stage} without an "
+            "optimizer does not use: set zero_optimization.stage 3 to compute with them, or remove the key"
+        )
     with ExitStack() as resources:
         local_rank, device = join_processes(*processes, resources)
         dtype_of = PrecisionPolicy.of(settings).dtype_of

@@ -20,7 +20,7 @@ import torch
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
-from trainer_client.transport.arena import Arena
+from trainer_client.transport.arena import Arena, Generation
 from trainer_client.transport.backoff import Backoff
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, open_channel, translate
 from trainer_client.transport.credentials import Credentials
@@ -180,6 +180,13 @@ class StoreSession:
         """
         if self._arena is not None:
             self._arena.check()
+
+    def generation(self) -> Generation | None:
+        """Return what tells, also after `close`, whether the daemon had ended the session. None: bytes are sent.
+
+        Raises StoreUnavailableError if the session is closed.
+        """
+        return None if self._arena is None else self._arena.generation()
 
     def goes_on(self, call: Call) -> bool:
         """Return whether the session has not ended, after waiting for a broken stream to be resumed.

@@ -52,6 +52,25 @@ _mappings: dict[_Inode, _Mapping] = {}
 _guard = threading.RLock()
 
 
+class Generation:
+    """The word in the arena that the daemon changes when it ends a session, and the value that the session was given.
+
+    The word stays mapped as long as this object lives. The word of a daemon that has died never changes again, and the
+    bytes of its arena neither.
+    """
+
+    __slots__ = ("_given", "_word")
+
+    def __init__(self, word: memoryview, given: int) -> None:
+        self._word = word
+        self._given = given
+
+    def check(self) -> None:
+        """Check that the daemon has not ended the session. Raises SessionEndedError."""
+        if self._word[0] != self._given:
+            raise session_ended()
+
+
 class Arena:
     """The mapped arena of one session; `map` makes it.
 
@@ -61,8 +80,7 @@ class Arena:
     def __init__(self, mapping: _Mapping, memory: memoryview, description: pb.Arena) -> None:
         self._tensor: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
         word = memoryview(mapping.memory)[description.generation_offset :][:_WORD_BYTES].cast("Q")
-        self._word: memoryview | None = word
-        self._generation = description.generation
+        self._generation: Generation | None = Generation(word, description.generation)
         self._descriptor = mapping.descriptors[0]
         self._size_bytes = len(mapping.memory)
         # In a file of huge pages, a mapping has to begin and end at a huge page, which leases do not.
@@ -119,11 +137,18 @@ class Arena:
             SessionEndedError: the session has ended, so the bytes may have been those of another session.
             StoreUnavailableError: the arena is closed, because another thread has closed the session.
         """
+        self.generation().check()
+
+    def generation(self) -> Generation:
+        """Return what `check` looks at, for bytes that are used after the session was closed.
+
+        Raises:
+            StoreUnavailableError: the arena is closed, because another thread has closed the session.
+        """
         # `close` may be called by another thread meanwhile.
-        if (word := self._word) is None:
+        if (generation := self._generation) is None:
             raise _session_closed()
-        if word[0] != self._generation:
-            raise session_ended()
+        return generation
 
     def close(self) -> None:
         """Release the mapping, which ends when the last view of it is gone; idempotent.
@@ -131,7 +156,7 @@ class Arena:
         The mapping ends then although this object may live on in a closed engine or client that the user keeps.
         """
         self._tensor = None
-        self._word = None
+        self._generation = None
 
 
 def _session_closed() -> StoreUnavailableError:
