@@ -158,6 +158,10 @@ class _LocalDirectory(Destination):
             self._partial.mkdir()
         except OSError as error:
             raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from error
+        except (KeyboardInterrupt, SystemExit):
+            # A signal came before the context began, so `__exit__` will not be called.
+            self._remove()
+            raise
         return self
 
     def require(self, size_bytes: int) -> None:
@@ -229,6 +233,10 @@ class _RemoteDirectory(Destination):
             self._fs.makedirs(self._root, exist_ok=True)
         except OSError as error:
             raise ExportError(f"{self.name} cannot be written: {_reason(error)}") from error
+        except (KeyboardInterrupt, SystemExit):
+            # A signal came before the context began, so `__exit__` will not be called.
+            self._remove()
+            raise
         return self
 
     def require(self, size_bytes: int) -> None:
