@@ -1,6 +1,7 @@
-"""The mapping of tensor ranges to slabs, and of many small ranges to stretches of these slabs.
+"""The mapping of tensor ranges to slabs, and of many ranges to the parts of these slabs that are read for them.
 
-A stretch is read once for all ranges that lie in it. Must not read anything itself; `reader.py` does.
+What can be read to its place without a copy is; the rest is copied out of stretches, each of which is read once for all
+ranges that lie in it. Must not read anything itself; `reader.py` does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
 from storage.slab import Slab
 from storage.slices import in_slices
-from storage.tiers.base import round_up
+from storage.tiers.base import PAGE_BYTES, round_up
 from storage.versions import Job
 
 # In the buffer of a gathering, each range begins at a multiple of this. It is a multiple of all element sizes.
@@ -32,12 +33,32 @@ class TensorRange(NamedTuple):
     numel: int
 
 
+class InPlace(NamedTuple):
+    """The bytes `[start, start + nbytes)` of a slab, which are whole blocks and go to byte `at` of the buffer.
+
+    Byte `at` is the first one of a page.
+    """
+
+    slab: Slab
+    start: int
+    at: int
+    nbytes: int
+
+
 class _Piece(NamedTuple):
-    """The bytes `[start, stop)` of a slab, which are copied to byte `at` of the buffer."""
+    """The bytes `[start, stop)` of a slab, which go to byte `at` of the buffer."""
 
     start: int
     stop: int
     at: int
+
+    def continues(self, before: _Piece) -> bool:
+        """Return whether this piece lies behind `before` in the slab as it does in the buffer.
+
+        Between the two there is nothing but what aligns the second one.
+        """
+        gap = self.start - before.stop
+        return 0 <= gap < GATHER_ALIGNMENT and self.at - before.at == self.start - before.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +92,14 @@ class Gathering:
     Attributes:
         dtype: the element type of the first range.
         nbytes: the size of the buffer.
+        in_place: what is read without a copy.
     """
 
     def __init__(self, dtype: DType) -> None:
         """Make an empty gathering; only `of` calls this."""
         self.dtype = dtype
         self.nbytes = 0
+        self.in_place: list[InPlace] = []
         self._pieces: dict[Slab, list[_Piece]] = {}
 
     @classmethod
@@ -88,16 +111,32 @@ class Gathering:
         """
         first = next(parts_of(job, *ranges[0]))[0]
         gathering = cls(first.spec.dtype)
+        run: tuple[Slab, _Piece] | None = None
         async for range_ in in_slices(ranges):
             gathering.nbytes = round_up(gathering.nbytes, GATHER_ALIGNMENT)
             async for slab, offset, count in in_slices(parts_of(job, *range_)):
                 start, stop = (n * slab.spec.dtype.itemsize for n in (offset, offset + count))
-                gathering._pieces.setdefault(slab, []).append(_Piece(start, stop, gathering.nbytes))
+                piece = _Piece(start, stop, gathering.nbytes)
                 gathering.nbytes += stop - start
+                if run is not None and run[0] is slab and piece.continues(run[1]):
+                    run = slab, run[1]._replace(stop=stop)
+                    continue
+                if run is not None:
+                    gathering._add(*run)
+                run = slab, piece
+        if run is not None:
+            gathering._add(*run)
         return gathering
 
+    def _add(self, slab: Slab, piece: _Piece) -> None:
+        start, stop, at = piece
+        if whole := bytes_in_place(start, stop, at):
+            self.in_place.append(InPlace(slab, start, at, whole))
+        if start + whole < stop:
+            self._pieces.setdefault(slab, []).append(_Piece(start + whole, stop, at + whole))
+
     def stretches(self) -> Iterator[tuple[Slab, Stretch]]:
-        """Return all stretches to read, each with its slab."""
+        """Return all stretches to read and copy from, each with its slab."""
         return ((slab, stretch) for slab, pieces in self._pieces.items() for stretch in _stretches(sorted(pieces)))
 
 
@@ -120,6 +159,14 @@ def parts_of(job: Job, fqn: str, kind: Kind, offset: int, numel: int) -> Iterato
         count = min(end, shard.offset + shard.numel) - offset
         yield group.slab(kind, job.spec.name), shard.group_offset + offset - shard.offset, count
         offset += count
+
+
+def bytes_in_place(start: int, stop: int, at: int) -> int:
+    """Return how many of a slab's bytes `[start, stop)`, from `start` on, can be read to byte `at` of a range.
+
+    They are read without a copy, so they are whole blocks and come to the start of a page.
+    """
+    return (stop - start) // BLOCK_BYTES * BLOCK_BYTES if start % BLOCK_BYTES == 0 and at % PAGE_BYTES == 0 else 0
 
 
 def _stretches(pieces: Iterable[_Piece]) -> Iterator[Stretch]:

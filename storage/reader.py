@@ -7,22 +7,25 @@ be slow and the optimizer needs the buffers.
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
 from storage.catalog.records import CommitRecord
 from storage.errors import ConflictError, NotFoundError
-from storage.gathering import Gathering, parts_of
+from storage.gathering import Gathering, InPlace, bytes_in_place, parts_of
 from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
 from storage.slab import Slab
 from storage.slices import in_slices
 from storage.tiers.backing import BackingTiers
-from storage.tiers.base import PAGE_BYTES, round_up
-from storage.tiers.contract import Region
+from storage.tiers.base import round_up
+from storage.tiers.contract import Move, Region
 from storage.tiers.host import HostTier
+from storage.tiers.io_engine import Priority
 from storage.transform import TilePool
 from storage.versions import Job
+from storage.waiting import finish_all
 
 # A function that fills a buffer with whole checksum blocks of a slab, from a byte offset on.
 ReadBlocks = Callable[[int, memoryview], Awaitable[None]]
@@ -95,10 +98,15 @@ class RangeReader:
             await read(first, buffer[:length])
             return bytes(buffer[start - first : min(end, first + length) - first])
 
+    def has_copy(self, slab: Slab, region: Region) -> bool:
+        """Return whether host memory has a copy of the version in a region."""
+        copy = slab.current_copy
+        return copy is not None and copy.step is not None and slab.versions.get(copy.step) is region
+
     async def read_version(self, slab: Slab, region: Region, start: int, buffer: memoryview) -> None:
         """Read whole blocks of the version in a region: from host memory if its copy is there, else from the region."""
         copy = slab.current_copy
-        if copy is not None and copy.step is not None and slab.versions.get(copy.step) is region:
+        if copy is not None and self.has_copy(slab, region):
             await self._host.read_into(copy.arena_range, start, buffer)
         else:
             await self._backing.read_into(region, start, buffer)
@@ -159,11 +167,26 @@ class StepReader:
         return (await self._ranges.describe(self.job, fqn, kind, offset, numel))[0]
 
     async def gather(self, gathering: Gathering, view: memoryview) -> None:
-        """Read many ranges into whole pages of the arena; the pieces of each slab are read together.
+        """Read many ranges into whole pages of the arena; what lies together in a slab is read together.
 
         Raises:
             NotFoundError, DataLossError, DeviceError: see `read`.
         """
+        reads = (self._read_in_place(gathering.in_place, view), self._copy_stretches(gathering, view))
+        await finish_all([asyncio.ensure_future(read) for read in reads])
+
+    async def _read_in_place(self, places: Sequence[InPlace], view: memoryview) -> None:
+        moves: list[Move[Region]] = []
+        async for slab, start, at, nbytes in in_slices(places):
+            region, buffer = self._region_of(slab), view[at : at + nbytes]
+            if region is None or self._ranges.has_copy(slab, region):
+                await self._read_held(slab, start, buffer)
+            else:
+                moves.append(Move(region, start, buffer))
+        if moves:
+            await self._backing.read_many(moves, Priority.DEMAND)
+
+    async def _copy_stretches(self, gathering: Gathering, view: memoryview) -> None:
         for slab, stretch in gathering.stretches():
             start = stretch.start
             while start < stretch.stop:
@@ -183,8 +206,7 @@ class StepReader:
         for slab, first, count in parts_of(self.job, fqn, kind, offset, numel):
             start, stop = (n * slab.spec.dtype.itemsize for n in (first, first + count))
             while start < stop:
-                length = (stop - start) // BLOCK_BYTES * BLOCK_BYTES
-                if length and start % BLOCK_BYTES == 0 and at % PAGE_BYTES == 0:
+                if length := bytes_in_place(start, stop, at):
                     await self._read_held(slab, start, view[at : at + length])
                 else:
                     piece = await self._ranges.piece(slab, start, stop, functools.partial(self._read_held, slab))
@@ -207,10 +229,13 @@ class StepReader:
                 yield piece
                 start += len(piece)
 
-    async def _read_held(self, slab: Slab, start: int, buffer: memoryview) -> None:
+    def _region_of(self, slab: Slab) -> Region | None:
         if slab not in self.regions:
             raise NotFoundError(f"the reader of step {self.step} of job {self.job.spec.name!r} is closed; open another")
-        region = self.regions[slab]
+        return self.regions[slab]
+
+    async def _read_held(self, slab: Slab, start: int, buffer: memoryview) -> None:
+        region = self._region_of(slab)
         if region is None:
             buffer[:] = bytes(len(buffer))
         else:

@@ -296,7 +296,7 @@ class Slab:
 
     def label(self, step: int) -> str:
         """Return a name for a version, for traces, checksums and error texts."""
-        return f"{self.key.job}/{self.key.group}/{self.key.kind.value} at step {step}"
+        return self.key.label(step)
 
     def source(self, step: int) -> Region:
         """Return the region of a version on a backing tier.

@@ -32,9 +32,11 @@ from trainer_client.transport.mapping import show_file_again
 
 log = logging.getLogger(__name__)
 
-# Tensors of at most this size share a lease. A larger one has a lease of its own, because the daemon then reads it from
-# the device to its place without a copy.
-_SMALL_BYTES = 128 << 10
+# The tensors of a unit share leases of at most so many bytes, because each lease costs the daemon as much time as it
+# takes to check the bytes of several MB. A larger lease would need a larger hole in the store's host memory.
+_LEASE_BYTES = 64 << 20
+# The most tensors that one lease is for.
+_LEASE_TENSORS = 1024
 _PAGE_BYTES = 4096
 # A request that is made ahead waits for so long for a store that is away.
 _AHEAD_SECONDS = 1.0
@@ -82,33 +84,48 @@ class Plan:
             tensors: the tensors as the store has them.
             dtypes: the type of each in the model, by name.
         """
-        batch, places, end = Batch(), [], 0
         wants: list[TensorPart | Batch] = []
+        places: list[Place] = []
         nbytes = 0
-        for tensor in tensors:
-            part = TensorPart(fqn=tensor.fqn, kind=kinds.PARAM, offset=0, numel=tensor.numel)
-            size = tensor.numel * tensor.dtype.itemsize
-            if size > _SMALL_BYTES:
-                places.append(Place(tensor=tensor, dtype=dtypes[tensor.fqn], lease=len(wants), offset=0))
-                wants.append(part)
-                nbytes += round_up(size, _PAGE_BYTES)
-                continue
-            start = round_up(end, GATHER_ALIGNMENT_BYTES)
-            batch.parts.append(part)
-            batch.places.append(start)
-            end = start + size
-        small = {tensor.fqn: tensor for tensor in tensors}
-        places += [
-            Place(tensor=small[part.fqn], dtype=dtypes[part.fqn], lease=len(wants), offset=start)
-            for part, start in zip(batch.parts, batch.places, strict=True)
-        ]
-        if batch.parts:
-            wants.append(batch)
-        nbytes += round_up(end, _PAGE_BYTES)
+        for together in _lease_together(tensors):
+            parts = [TensorPart(fqn=t.fqn, kind=kinds.PARAM, offset=0, numel=t.numel) for t in together]
+            batch, end = Batch(), 0
+            for tensor, part in zip(together, parts, strict=True):
+                start = round_up(end, GATHER_ALIGNMENT_BYTES)
+                places.append(Place(tensor=tensor, dtype=dtypes[tensor.fqn], lease=len(wants), offset=start))
+                batch.parts.append(part)
+                batch.places.append(start)
+                end = start + _size(tensor)
+            wants.append(batch if len(parts) > 1 else parts[0])
+            nbytes += round_up(end, _PAGE_BYTES)
         casts = any(place.dtype != place.tensor.dtype for place in places)
         if casts:
             nbytes = max(nbytes, sum(place.tensor.numel * place.dtype.itemsize for place in places))
         return cls(tuple(wants), tuple(places), nbytes, casts)
+
+
+def _lease_together(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Yield the tensors of each lease, in an order in which the daemon reads most of them without a copy.
+
+    A trainer has stored the tensors of a unit one behind the other, so they stay in their order. Other clients have
+    stored large tensors apart from each other: those of whole pages come first, so that those behind them begin at a
+    page, too.
+    """
+    together: list[StoredTensor] = []
+    nbytes = 0
+    for tensor in sorted(tensors, key=lambda one: len(one.kinds) == 1 and _size(one) % _PAGE_BYTES != 0):
+        size = round_up(_size(tensor), GATHER_ALIGNMENT_BYTES)
+        if together and (nbytes + size > _LEASE_BYTES or len(together) == _LEASE_TENSORS):
+            yield together
+            together, nbytes = [], 0
+        together.append(tensor)
+        nbytes += size
+    if together:
+        yield together
+
+
+def _size(tensor: StoredTensor) -> int:
+    return tensor.numel * tensor.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ import grpc
 import torch
 
 from paramserver.contract import kinds
-from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES
+from paramserver.contract.limits import GATHER_ALIGNMENT_BYTES, READ_BLOCK_BYTES
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError
 from trainer_client.model.slot_table import round_up
@@ -27,9 +27,7 @@ from trainer_client.store_client.connection import Call, Connection, StoreSessio
 from trainer_client.store_client.types import Kind, StoredTensor, bytes_of, kind_to_proto
 from trainer_client.transport.channel import CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
 
-# A tensor is read in parts, so that it may be larger than the arena. Parts begin at multiples of this unit, because the
-# store's blocks do.
-_PART_UNIT_BYTES = 64 << 10
+# A tensor is read in parts, so that it may be larger than the arena. Parts begin at multiples of READ_BLOCK_BYTES.
 _MOST_PART_BYTES = 16 << 20
 # One reader has this many parts in the arena: it copies one while the store brings the next ones. Together they take at
 # most 1 / _ARENA_SHARE of the arena.
@@ -456,7 +454,7 @@ def _batches(parts: Iterable[TensorPart], itemsizes: Mapping[str, int], most_byt
 
 def _part_bytes(session: StoreSession) -> int:
     share = session.arena_bytes // _ARENA_SHARE // _PARTS_UNDER_WAY
-    return max(_PART_UNIT_BYTES, min(_MOST_PART_BYTES, share // _PART_UNIT_BYTES * _PART_UNIT_BYTES))
+    return max(READ_BLOCK_BYTES, min(_MOST_PART_BYTES, share // READ_BLOCK_BYTES * READ_BLOCK_BYTES))
 
 
 def _cut(whole: TensorPart, part_numel: int) -> list[TensorPart]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from paramserver.contract import limits
 from storage.config import EngineConfig
 from storage.gathering import GATHER_ALIGNMENT
+from storage.integrity import BLOCK_BYTES
 from storage.shard import ELEMENT_ALIGNMENT
 
 
@@ -14,4 +15,5 @@ def test_storage_and_contract_agree() -> None:
     config = EngineConfig(state_dir=Path(), host_budget_bytes=0, nvme_budget_bytes=0)
     assert limits.ELEMENT_ALIGNMENT == ELEMENT_ALIGNMENT
     assert limits.GATHER_ALIGNMENT_BYTES == GATHER_ALIGNMENT
+    assert limits.READ_BLOCK_BYTES == BLOCK_BYTES
     assert config.units_of_a_rank_alone == limits.UNITS_MAPPED_AT_ONCE
