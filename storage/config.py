@@ -40,5 +40,8 @@ class EngineConfig:
     lock_memory: bool = False
     # Gives the weight of a job, by its name, against the other jobs in prefetching. By default all weigh the same.
     weight_of: Callable[[str], float] = lambda _: 1.0
+    # The engine calls this on the event loop with the error of each damaged block that a read finds, again and again
+    # if the block is read again.
+    on_damage: Callable[[Exception], None] = lambda _: None
     # The most units of a model that a client maps in place at once where it is the only rank of its job here.
     units_of_a_rank_alone: int = 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from storage.catalog.catalog import Catalog
 from storage.catalog.records import BadExtent
@@ -23,8 +23,16 @@ log = logging.getLogger(__name__)
 class DamageLog:
     """The receiver of damage reports. The durable tier calls `note` for each damaged block."""
 
-    def __init__(self, jobs: JobTable, catalog: Catalog, catalog_thread: CatalogThread) -> None:
+    def __init__(
+        self,
+        jobs: JobTable,
+        catalog: Catalog,
+        catalog_thread: CatalogThread,
+        on_damage: Callable[[DamagedBlockError], None],
+    ) -> None:
+        """Make a log without reports. `on_damage` is called with each report, once the names are in it."""
         self._jobs = jobs
+        self._on_damage = on_damage
         self._catalog = catalog
         self._catalog_thread = catalog_thread
         self._notes: set[asyncio.Task[None]] = set()
@@ -32,6 +40,7 @@ class DamageLog:
     def note(self, error: DamagedBlockError, extents: Sequence[Extent]) -> None:
         """Add the names of the damaged parameters to `error`, and record extents that must not be used again."""
         error.fqns = self._jobs.fqns_at(error.label, error.offset, error.nbytes)
+        self._on_damage(error)
         if extents:
             found = [BadExtent(extent=extent, reason=str(error), found_at=time.time()) for extent in extents]
             noted = asyncio.ensure_future(self._catalog_thread.run(lambda: self._catalog.add_bad_extents(found)))

@@ -46,6 +46,7 @@ from storage.tiers.arena import Arena, ArenaRange
 from storage.tiers.contract import BackingTier, Region, Tier
 from storage.tracing import Tracer
 from storage.transform import Kernel, TilePool, Transformer
+from storage.upkeep import HeldStep, Upkeep, versions_on
 from storage.versions import Job
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class Engine:
         )
         self.scratch = ScratchRanges(self.host)
         self.scrubber = Scrubber(self.nvme, self._durable_versions, config.scrub_bytes_per_second)
+        self.upkeep = Upkeep(jobs, self.backing, self.host_cache, self.queue, self.scrubber)
 
     @classmethod
     async def open(cls, config: EngineConfig, volatile: Sequence[BackingTier[Any]] = ()) -> Engine:
@@ -146,7 +148,7 @@ class Engine:
             # Each extent once, because a kept step shares versions with its job.
             used = list(dict.fromkeys(extent for version in versions for extent in version.extents))
             jobs, tracer, catalog_thread = JobTable(), Tracer(), CatalogThread()
-            damage_log = DamageLog(jobs, catalog, catalog_thread)
+            damage_log = DamageLog(jobs, catalog, catalog_thread, config.on_damage)
             tiers = await open_tiers(config, catalog, used, volatile=volatile, tracer=tracer, on_damage=damage_log.note)
             undo.push_async_callback(tiers.nvme.close)
             undo.push_async_callback(tiers.host.close)
@@ -190,9 +192,13 @@ class Engine:
 
     def _durable_versions(self) -> Iterator[Region]:
         """Return the regions of all versions on the durable tier."""
-        jobs = (*self._jobs, *self._jobs.all_kept())
-        versions = dict.fromkeys(region for job in jobs for slab in job.slabs() for region in slab.versions.values())
-        return (region for region in versions if region.tier is self.backing.durable)
+        return versions_on(self.backing.durable, (*self._jobs, *self._jobs.all_kept()))
+
+    async def held_steps(self, name: str) -> Sequence[HeldStep]:
+        """Return the steps of a job that the store holds; see `Upkeep.steps`."""
+        # A closed reader holds no regions, and is in the set until no session refers to it any more.
+        readers = [reader for reader in self._job_registry.admission.readers if reader.regions]
+        return await self.upkeep.steps(name, readers)
 
     def accounts(
         self, *, leased: Iterable[ArenaRange] = (), quarantined: Iterable[ArenaRange] = ()

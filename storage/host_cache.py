@@ -65,6 +65,10 @@ class EvictionOrder:
         self._evictable.pop(copy).copy = None
         return copy.arena_range
 
+    def can_evict(self, copy: HostCopy) -> bool:
+        """Return whether a copy can be evicted."""
+        return copy in self._evictable
+
     def _rank(self, copy: HostCopy) -> None:
         """Enter a copy that can be evicted into the heap by its next use."""
         heapq.heappush(self._by_next_use, (-copy.next_use, next(self._sequence), copy))
@@ -181,6 +185,14 @@ class HostCache:
         if copy is not None and not copy.pins:
             self._order.remove(copy)
             self._host.free(copy.arena_range)
+
+    def evict(self, slab: Slab) -> bool:
+        """Evict the copy of a slab if it can be evicted, and return whether it was."""
+        if slab.copy is None or not self._order.can_evict(slab.copy):
+            return False
+        self._host.counters.demotions += 1
+        self.free_copy(slab)
+        return True
 
     def set_next_use(self, slab: Slab, position: float) -> None:
         """Set the trace position at which the slab's copy is needed next, for example from a prefetch window."""

@@ -53,6 +53,29 @@ class Fetched:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowState:
+    """The window of one owner: its slabs, and how many of them are in host memory, are read, or wait."""
+
+    owner: str
+    slabs: int
+    nbytes: int
+    present: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueState:
+    """The fetches at one instant: those that have begun, those that wait, and those for which a client waits."""
+
+    in_flight_bytes: int
+    in_flight_budget_bytes: int
+    running: int
+    waiting: int
+    demands: int
+
+
 class PrefetchQueue:
     """The one queue of the whole store, for all jobs."""
 
@@ -94,6 +117,58 @@ class PrefetchQueue:
     def fetched(self, job: str) -> Fetched:
         """Return the counters of what was read for a job since the store was opened."""
         return self._fetched.setdefault(job, Fetched())
+
+    @property
+    def state(self) -> QueueState:
+        """The fetches at this instant."""
+        running = sum(fetch.task is not None for fetch in self._fetches.values())
+        return QueueState(
+            in_flight_bytes=self._in_flight,
+            in_flight_budget_bytes=self._in_flight_budget,
+            running=running,
+            waiting=len(self._fetches) - running,
+            demands=sum(bool(fetch.waiters) for fetch in self._fetches.values()),
+        )
+
+    @property
+    def fetched_by_job(self) -> Mapping[str, Fetched]:
+        """The counters of what was read for each job since the store was opened."""
+        return dict(self._fetched)
+
+    @property
+    def owners(self) -> list[str]:
+        """The owners of the windows."""
+        return list(self._windows)
+
+    def window(self, owner: str) -> WindowState:
+        """Return the state of an owner's window, which is empty if the owner has none."""
+        window = self._windows.get(owner, {})
+        present = sum(slab.current_copy is not None for slab in window)
+        running = sum((fetch := self._fetches.get(slab)) is not None and fetch.task is not None for slab in window)
+        return WindowState(
+            owner=owner,
+            slabs=len(window),
+            nbytes=sum(slab.paged_bytes for slab in window),
+            present=present,
+            running=running,
+            waiting=max(0, len(window) - present - running),
+        )
+
+    async def promote(self, slab: Slab) -> bool:
+        """Bring a slab's newest bytes into free room of the host tier, and return whether they are there.
+
+        No copy is evicted for this, and the bytes are the first ones to be evicted for others.
+        """
+        fetch = self._fetches.get(slab)
+        if fetch is None or fetch.task is None:
+            if (range_ := self._host.try_allocate(round_up(slab.nbytes), NEVER)) is None:
+                return False
+            fetch = fetch or self._add(slab, NEVER)
+            self._leave_queue(fetch)
+            self._start(fetch, range_)
+        assert fetch.task is not None
+        await asyncio.wait([fetch.task])
+        return slab.current_copy is not None
 
     async def fetch(self, slab: Slab, position: float) -> HostCopy:
         """Return the newest bytes of a slab in the host tier, pinned for the caller; wait for room and for the device.

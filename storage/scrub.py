@@ -7,9 +7,8 @@ sets aside damaged blocks as it does for any other read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from storage.errors import DamagedBlockError, DeviceError
@@ -18,6 +17,9 @@ from storage.tiers.io_engine import Priority
 
 # The bytes of one read. The event loop spends as much time on a small read as on one of this size.
 CHUNK_BYTES = 4 << 20
+# After this many damaged blocks in one version the rest of it is left out, because the version is lost. The search for
+# the parameters of each block visits all slabs.
+MOST_DAMAGED_BLOCKS = 8
 # The pause between two passes, also if there was nothing to read.
 PAUSE_SECONDS = 1.0
 
@@ -53,15 +55,39 @@ class Scrubber:
             self.passes += 1
             await asyncio.sleep(PAUSE_SECONDS)
 
+    async def verify(self, region: Region) -> AsyncIterator[tuple[int, DamagedBlockError | DeviceError | None]]:
+        """Read and verify a version now, at the speed of its device, beside the task.
+
+        Yields:
+            After each read the number of its bytes, and its error if they are damaged or cannot be read.
+        """
+        buffer = memoryview(mmap.mmap(-1, min(CHUNK_BYTES, max(region.nbytes, 1))))
+        async for found in self._verify(region, buffer):
+            yield found
+
     async def _read(self, region: Region) -> None:
-        for offset in range(0, region.nbytes, CHUNK_BYTES):
-            if not region.holders:
-                # The version was freed after the pass began.
-                return
-            length = min(CHUNK_BYTES, region.nbytes - offset)
-            # The tier counts and logs damage. Other device errors are reported by the clients that read from the
-            # device.
-            with contextlib.suppress(DamagedBlockError, DeviceError):
-                await self._tier.read_into(region, offset, self._buffer[:length], Priority.SCRUB)
+        # The tier counts and logs damage. Other device errors are reported by the clients that read from the device.
+        async for length, _ in self._verify(region, self._buffer):
             self.bytes_read += length
             await asyncio.sleep(length / self._bytes_per_second)
+
+    async def _verify(
+        self, region: Region, buffer: memoryview
+    ) -> AsyncIterator[tuple[int, DamagedBlockError | DeviceError | None]]:
+        offset = damaged = 0
+        # A version without holders was freed after the pass began.
+        while offset < region.nbytes and region.holders:
+            length = min(len(buffer), region.nbytes - offset)
+            error: DamagedBlockError | DeviceError | None = None
+            try:
+                await self._tier.read_into(region, offset, buffer[:length], Priority.SCRUB)
+            except DamagedBlockError as caught:
+                error, damaged = caught, damaged + 1
+                # The next read begins behind the damaged block.
+                length = caught.offset + caught.nbytes - offset
+                if damaged == MOST_DAMAGED_BLOCKS:
+                    length = region.nbytes - offset
+            except DeviceError as caught:
+                error = caught
+            yield length, error
+            offset += length

@@ -103,6 +103,10 @@ class SlabKey:
         """The name of the job, without its layout's name."""
         return self.job.partition(LAYOUT_SEPARATOR)[0]
 
+    def label(self, step: int) -> str:
+        """Return a name for a version of the slab, for traces, checksums and error texts."""
+        return f"{self.job}/{self.group}/{self.kind.value} at step {step}"
+
     def __str__(self) -> str:
         return f"{self.job_name}/{self.group}/{self.kind.value}"
 

@@ -31,6 +31,8 @@ class Activity(enum.Enum):
     COMMIT = "commit"
     # The sync of all devices within a commit.
     SYNC = "sync"
+    # A read of background verification.
+    SCRUB = "scrub"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

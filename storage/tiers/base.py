@@ -33,6 +33,11 @@ class BusyClock:
         if self._running == 0:
             self.seconds += time.perf_counter() - self._since
 
+    @property
+    def elapsed(self) -> float:
+        """The seconds so far, with those of the operations that are under way."""
+        return self.seconds + (time.perf_counter() - self._since if self._running else 0.0)
+
     def __enter__(self) -> None:
         self.start()
 

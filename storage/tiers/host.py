@@ -18,7 +18,7 @@ import torch
 from storage.errors import BudgetExceededError
 from storage.shard import DType, TierName
 from storage.tiers.arena import Arena, ArenaRange
-from storage.tiers.base import TierCounters, round_up
+from storage.tiers.base import BusyClock, TierCounters, round_up
 
 
 @dataclass(slots=True)
@@ -84,6 +84,8 @@ class HostTier:
         """
         self.arena = Arena(budget_bytes, slots=slots, path=arena_file, huge_pages=huge_pages, lock_memory=lock_memory)
         self.counters = TierCounters()
+        # The time in which at least one request waited for room.
+        self.waiting = BusyClock()
         self._admission_timeout_seconds = admission_timeout_seconds
         self._room_maker = room_maker
         self._on_room: list[Callable[[], None]] = []
@@ -157,7 +159,8 @@ class HostTier:
         self._waiters.append(waiter)
         deadline = loop.call_at(self.deadline() if until is None else until, self._refuse, waiter)
         try:
-            return await waiter.granted
+            with self.waiting:
+                return await waiter.granted
         except asyncio.CancelledError:
             if waiter in self._waiters:
                 self._leave(waiter)

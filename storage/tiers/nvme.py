@@ -371,7 +371,8 @@ class NvmeTier:
         """Fill the buffers, and hold the regions until that is done."""
         self.hold(*(move.region for move in moves))
         try:
-            with self.counters.reading, self._span(Activity.NVME_READ, moves):
+            activity = Activity.SCRUB if priority is Priority.SCRUB else Activity.NVME_READ
+            with self.counters.reading, self._span(activity, moves):
                 await self._move(moves, priority, write=False, checked=verified)
             for move in moves:
                 if verified and not move.region.blocks_are_whole:

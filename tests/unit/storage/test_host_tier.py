@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,21 @@ async def test_waiters_are_served_in_the_order_of_their_coming_however_small(hos
     host.free(everything)
     await asyncio.gather(*tasks)
     assert order == [0, 1, 2] and host.used_bytes == (1 + 8) * PAGE_BYTES
+
+
+async def test_the_time_in_which_requests_wait_is_counted_once_and_while_they_wait(host: HostTier) -> None:
+    everything = await host.allocate(PAGES * PAGE_BYTES)
+    assert host.waiting.elapsed == 0
+    began = time.perf_counter()
+    tasks = [waiting(host, 1), waiting(host, 2)]
+    await asyncio.sleep(0.02)
+    assert host.waiting.elapsed > 0.015
+    host.free(everything)
+    await asyncio.gather(*tasks)
+    waited = host.waiting.elapsed
+    assert 0.015 < waited < time.perf_counter() - began, "the two waited at the same time"
+    await asyncio.sleep(0.01)
+    assert host.waiting.elapsed == waited, "none waits any more"
 
 
 async def test_a_small_request_does_not_overtake_a_large_one_that_waits(host: HostTier) -> None:

@@ -10,6 +10,7 @@ import pytest
 from storage.errors import DamagedBlockError
 from storage.integrity import BLOCK_BYTES
 from storage.shard import Kind
+from storage.tracing import Activity, Span
 from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, on_nvme, opened
 
 # Slabs have whole blocks, so that all other space can be allocated after a bad block is set aside.
@@ -32,6 +33,17 @@ async def test_it_reads_everything_and_finds_nothing_wrong_where_nothing_is(tmp_
         await a_pass(training)
         assert engine.scrubber.bytes_read >= training.version_bytes
         assert engine.nvme.problems == [] and engine.nvme.damaged_blocks == 0
+
+
+async def test_its_reads_have_spans_of_their_own(tmp_path: Path) -> None:
+    async with opened(tmp_path, scrub_bytes_per_second=FAST, **ROOM_FOR_TILED) as engine:
+        training = await Training(engine, LAYOUT).begin()
+        await training.step()
+        spans: list[Span] = []
+        engine.tracer.listen(spans.append)
+        await a_pass(training)
+        assert {span.activity for span in spans} == {Activity.SCRUB}
+        assert sum(span.nbytes for span in spans) >= training.version_bytes
 
 
 async def test_it_keeps_to_its_bandwidth(tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""The check of a state directory that no daemon uses: its catalog, its data files, and every committed byte.
+
+Owns the locks of the directories while it runs. Must only read the data files. The catalog is opened as a daemon opens
+it, which verifies its digests, applies what a crash left in its log, and migrates an older format.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from storage import syscalls
+from storage.catalog.catalog import Catalog
+from storage.directories import CATALOG, LOCK
+from storage.errors import DamagedBlockError, DeviceError, NotFoundError, StorageError
+from storage.integrity import Checksums
+from storage.shard import SlabKey
+from storage.tiers.base import round_up
+from storage.tiers.extents import Extent, overlapping
+
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class StateCheck:
+    """The progress of a check, and at its end the result: the problems, one line for people each."""
+
+    jobs: int = 0
+    kept_steps: int = 0
+    versions: int = 0
+    verified_bytes: int = 0
+    total_bytes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBytes:
+    """The place of one version of a slab, as the catalog has it; `nbytes` are those of the slab in whole pages."""
+
+    label: str
+    nbytes: int
+    extents: tuple[Extent, ...]
+    checksums: bytes
+    fqns: tuple[tuple[str, int, int], ...]  # The parameters, each with its first and last byte.
+
+
+def check_state(state_dir: Path, nvme_dirs: Sequence[Path] = ()) -> Iterator[StateCheck]:
+    """Check a state directory, and yield the same StateCheck again and again until it is the result.
+
+    Args:
+        state_dir: the state directory.
+        nvme_dirs: directories of data files that are not where the catalog saw them last.
+
+    Raises:
+        NotFoundError: it is no state directory.
+        ConflictError: a daemon uses one of the directories.
+        DataLossError: the catalog is damaged.
+        DeviceError: a directory cannot be used.
+    """
+    if not (state_dir / CATALOG).exists():
+        raise NotFoundError(f"{state_dir} has no {CATALOG}: it is not a state directory")
+    with ExitStack() as cleanup:
+        cleanup.callback(os.close, syscalls.lock_file(state_dir / LOCK))
+        catalog = Catalog(state_dir / CATALOG)
+        cleanup.callback(catalog.close)
+        check = StateCheck()
+        versions = _versions(catalog, check)
+        paths = _find_files(catalog, state_dir, nvme_dirs)
+        files: dict[int, tuple[Path, int]] = {}
+        for number in sorted({extent.file for version in versions for extent in version.extents}):
+            path = paths.get(number)
+            if path is None or not path.exists():
+                check.problems.append(f"{path or f'data.{number}'} is missing, and holds committed bytes")
+                continue
+            if path.parent.resolve() != state_dir.resolve():
+                cleanup.callback(os.close, syscalls.lock_file(path.parent / LOCK))
+            descriptor, _ = syscalls.open_data_file(path)
+            cleanup.callback(os.close, descriptor)
+            files[number] = path, descriptor
+        check.problems += misplaced(versions, files)
+        check.versions, check.total_bytes = len(versions), sum(version.nbytes for version in versions)
+        yield check
+        buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+        for version in versions:
+            for problem in _verify(version, files, buffer, check):
+                if problem:
+                    check.problems.append(problem)
+                yield check
+
+
+def _versions(catalog: Catalog, check: StateCheck) -> list[StoredBytes]:
+    """Return the versions of all jobs and kept steps, each once, and count the jobs and the kept steps."""
+    versions: dict[tuple[str, tuple[Extent, ...]], StoredBytes] = {}
+    names: set[str] = set()
+    for job in catalog.load():
+        if job.spec.kept:
+            check.kept_steps += 1
+        else:
+            names.add(job.spec.name)
+        for group in job.groups:
+            for slab in group.slabs:
+                key = SlabKey(job.spec.identity, group.name, slab.kind)
+                itemsize = slab.dtype.itemsize
+                fqns = tuple(
+                    (shard.fqn, shard.group_offset * itemsize, (shard.group_offset + shard.numel) * itemsize)
+                    for shard in group.shards
+                )
+                nbytes = round_up(group.numel * itemsize)
+                for step, stored in job.versions.get(key, {}).items():
+                    label = key.label(step)
+                    versions[label, stored.extents] = StoredBytes(
+                        label=label, nbytes=nbytes, extents=stored.extents, checksums=stored.checksums, fqns=fqns
+                    )
+    check.jobs = len(names)
+    return list(versions.values())
+
+
+def _find_files(catalog: Catalog, state_dir: Path, nvme_dirs: Sequence[Path]) -> Mapping[int, Path]:
+    """Return the path of each data file by its number; a file of `nvme_dirs` goes before where the catalog saw it."""
+    paths = {0: state_dir / "data.0"}
+    for number, directory in catalog.files().items():
+        paths[number] = (state_dir if directory == "." else Path(directory)) / f"data.{number}"
+        for other in nvme_dirs:
+            if (other / f"data.{number}").exists():
+                paths[number] = other / f"data.{number}"
+    return paths
+
+
+def misplaced(versions: Sequence[StoredBytes], files: Mapping[int, tuple[Path, int]]) -> Iterator[str]:
+    """Yield a problem for each version that lies behind the end of its file, or over another version."""
+    size = {number: syscalls.file_size(descriptor) for number, (_, descriptor) in files.items()}
+    placed = sorted(
+        (extent.file, extent.offset, extent.end, version.label) for version in versions for extent in version.extents
+    )
+    for file, offset, end, label in placed:
+        if file in size and end > size[file]:
+            yield f"{_shown(label)}: bytes {offset} to {end} of {files[file][0]}, which has only {size[file]} bytes"
+    reached = (-1, 0, "")
+    for file, offset, end, label in placed:
+        if file == reached[0] and offset < reached[1]:
+            yield f"{_shown(label)} and {_shown(reached[2])} have the same bytes of {files[file][0]}, at {offset}"
+        if file != reached[0] or end > reached[1]:
+            reached = file, end, label
+
+
+def _verify(
+    version: StoredBytes, files: Mapping[int, tuple[Path, int]], buffer: memoryview, check: StateCheck
+) -> Iterator[str]:
+    """Read a version and verify it; yield after each read a problem, or "" for none, and count its bytes."""
+    try:
+        checksums = Checksums(version.label, version.nbytes, version.checksums)
+    except StorageError as error:
+        check.verified_bytes += version.nbytes
+        yield str(error)
+        return
+    for offset in range(0, version.nbytes, CHUNK_BYTES):
+        piece = buffer[: min(CHUNK_BYTES, version.nbytes - offset)]
+        problem = ""
+        try:
+            _read(version, files, offset, piece)
+            checksums.verify(offset, piece)
+        except DamagedBlockError as error:
+            start, end = error.offset, error.offset + error.nbytes
+            error.fqns = tuple(fqn for fqn, first, last in version.fqns if first < end and last > start)
+            problem = str(error)
+        except DeviceError as error:
+            problem = f"{_shown(version.label)}: {error}"
+        check.verified_bytes += len(piece)
+        yield problem
+
+
+def _read(version: StoredBytes, files: Mapping[int, tuple[Path, int]], offset: int, piece: memoryview) -> None:
+    """Fill `piece` with the bytes of a version from `offset` on. Raise DeviceError if they cannot be read."""
+    done = 0
+    for extent in overlapping(version.extents, offset, len(piece)):
+        if extent.file not in files:
+            raise DeviceError(f"data.{extent.file} is missing")
+        path, descriptor = files[extent.file]
+        syscalls.read_exact(descriptor, [piece[done : done + extent.nbytes]], extent.offset, path)
+        done += extent.nbytes
+    if done < len(piece):
+        raise DeviceError(f"the catalog names {done} of {len(piece)} bytes at {offset}")
+
+
+def _shown(label: str) -> str:
+    # In a label, a line feed separates the name of the job from that of its layout.
+    return label.replace("\n", ", layout ")
