@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from paramserver import __version__
-from paramserver.config import load_config
+from paramserver.config import DaemonConfig, load_config
 from paramserver.errors import ConfigError
 from paramserver.security import cli as security_cli
 
@@ -73,7 +73,13 @@ def serve(
     tls_client_ca: Annotated[Path | None, typer.Option(help="PEM authorities that sign clients.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File of `paramserver tokens`; every call needs one.")] = None,
     metrics_listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the HTTP endpoint /metrics for Prometheus. [none]")
+        str | None, typer.Option(help="HOST:PORT of the HTTP endpoint with /metrics and the page. [none]")
+    ] = None,
+    page: Annotated[
+        bool | None, typer.Option("--page/--no-page", help="Serve the page for people beside /metrics. [--page]")
+    ] = None,
+    health_listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the health service alone, without TLS, for probes. [none]")
     ] = None,
     huge_pages: Annotated[
         bool | None, typer.Option("--huge-pages", help="Shared memory in pages of 2 MiB where there are enough.")
@@ -104,13 +110,19 @@ def serve(
         "tls_client_ca": tls_client_ca,
         "token_file": token_file,
         "metrics_listen": metrics_listen,
+        "page": page,
+        "health_listen": health_listen,
         "huge_pages": huge_pages,
         "lock_memory": lock_memory,
         "log_level": log_level,
         "log_format": log_format,
     }
+
+    def read_config() -> DaemonConfig:
+        return load_config(config, flags, os.environ)
+
     try:
-        settings = load_config(config, flags, os.environ)
+        settings = read_config()
     except ConfigError as error:
         typer.echo(f"paramserver: {error}", err=True)
         raise typer.Exit(2) from None
@@ -128,7 +140,7 @@ def serve(
     keep_chunk_buffers()
     configure_logging(settings.log_level, settings.log_format)
     try:
-        uvloop.run(serve_until_stopped(settings, exit_with_stdin=exit_with_stdin))
+        uvloop.run(serve_until_stopped(settings, read_config, exit_with_stdin=exit_with_stdin))
     except ConfigError as error:
         typer.echo(f"paramserver: bad configuration: {error}", err=True)
         raise typer.Exit(2) from None

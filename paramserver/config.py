@@ -21,9 +21,10 @@ from paramserver.security.quotas import QuotasSection
 ENVIRONMENT_PREFIX = "PARAMSERVER_SERVE_"
 # The keys whose value is a list, which a variable has as paths with colons between them.
 _PATHS = ("nvme_dirs",)
-# The keys that are tables, which a variable cannot hold.
+# The keys that are tables, which a variable has as an inline table of TOML.
 _TABLES = ("quotas",)
 
+_WANTED_TABLE = 'write an inline table of TOML, such as {default = {sessions = 64}, job = [{pattern = "a-*"}]}'
 # One half of this budget holds the first small chunks of some hundred transfers, and the other half holds whole chunks.
 _MIN_TRANSFER_BUDGET_BYTES = 4 << 20
 
@@ -68,13 +69,26 @@ class DaemonConfig(BaseModel):
         default=QuotasSection(), description="limits of jobs, and of tokens over all their jobs"
     )
     metrics_listen: str | None = Field(
-        default=None, description="HOST:PORT of the HTTP endpoint /metrics for Prometheus"
+        default=None, description="HOST:PORT of the HTTP endpoint with /metrics for Prometheus and the page"
     )
+    page: bool = Field(default=True, description="whether `metrics_listen` also serves the page for people, at /")
     metrics_jobs: int = Field(
         default=100,
         ge=0,
         le=10_000,
         description="most jobs with metrics of their own: those in use first, then the newest commits",
+    )
+    health_listen: str | None = Field(
+        default=None,
+        description="HOST:PORT of a second gRPC endpoint, without TLS, which has the health service and nothing else",
+    )
+    audit_log: Path | None = Field(
+        default=None,
+        description="file with a line of JSON for each call that destroys something; default: audit.jsonl in the state "
+        "directory",
+    )
+    audit_log_bytes: ByteSize = Field(
+        default=ByteSize(16 << 20), ge=64 << 10, description="most bytes of that file and its predecessor"
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -172,6 +186,8 @@ class DaemonConfig(BaseModel):
                 "nor authenticated; set tls_certificate, tls_key and tls_client_ca (`paramserver certs` makes them), "
                 "listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted network"
             )
+        if self.health_listen is not None:
+            host_and_port(self.health_listen)
         if self.metrics_listen is not None:
             host_and_port(self.metrics_listen)
             if missing and not self.insecure and not is_loopback(self.metrics_listen):
@@ -211,6 +227,11 @@ class DaemonConfig(BaseModel):
     def socket_path(self) -> Path:
         """The absolute path of the UNIX socket on which the gRPC server listens."""
         return (self.socket or self.state_dir / "paramserver.sock").absolute()
+
+    @property
+    def audit_path(self) -> Path:
+        """The absolute path of the audit log."""
+        return (self.audit_log or self.state_dir / "audit.jsonl").absolute()
 
     @property
     def arena_socket_path(self) -> Path:
@@ -256,14 +277,27 @@ def _of_environment(environment: Mapping[str, str]) -> Mapping[str, Any]:
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if key in _TABLES:
-            raise ConfigError(f"{name}: {key!r} is a table; write it into the config file instead")
         if key not in DaemonConfig.model_fields:
             close = difflib.get_close_matches(key, DaemonConfig.model_fields, n=1)
             hint = f"did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else "unset it"
             raise ConfigError(f"{name}: there is no key {key!r}; {hint}")
-        values[key] = environment[name].split(os.pathsep) if key in _PATHS else environment[name]
+        if key in _TABLES:
+            values[key] = _inline_table(name, environment[name])
+        else:
+            values[key] = environment[name].split(os.pathsep) if key in _PATHS else environment[name]
     return values
+
+
+def _inline_table(name: str, text: str) -> Mapping[str, Any]:
+    """Return the table that a variable holds. Raises ConfigError."""
+    try:
+        values = tomllib.loads(f"table = {text}")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: {_WANTED_TABLE}; {text!r} is not: {error}") from error
+    table = values.pop("table")
+    if values or not isinstance(table, dict):
+        raise ConfigError(f"{name}: {_WANTED_TABLE}; {text!r} is not")
+    return table
 
 
 def _explain(location: tuple[str, ...], kind: str, message: str, value: object) -> str:

@@ -9,10 +9,12 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 
@@ -25,24 +27,33 @@ from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
 from paramserver.dataplane.chunk_budget import ChunkBudget
 from paramserver.dataplane.read_write import Streams
 from paramserver.errors import ConfigError, StartError
+from paramserver.events import EventKind, EventLog
 from paramserver.metrics.collector import StoreCollector
 from paramserver.metrics.durations import Durations
 from paramserver.metrics.endpoint import MetricsEndpoint
+from paramserver.page.data import PageData
+from paramserver.page.history import INTERVAL_SECONDS, History
+from paramserver.page.steps import StepLog
 from paramserver.process import numa
+from paramserver.process.audit_log import AuditLog
+from paramserver.process.background import repeat
 from paramserver.process.descriptors import connections_of_a_listener, raise_limit
 from paramserver.process.loop_watch import LoopWatch, StallLog
 from paramserver.process.manager import tell_manager
-from paramserver.rpc.checked_server import CheckedServer
+from paramserver.rpc.checked_server import CheckedServer, NoteCall
 from paramserver.rpc.rights import Right
 from paramserver.security.gate import Gate
 from paramserver.security.quotas import Quotas
 from paramserver.security.tls import CertificateFiles, server_credentials
 from paramserver.security.tokens import TokenFile
 from paramserver.services.access import Access
+from paramserver.services.audit import Audit
+from paramserver.services.configuration import Configuration
 from paramserver.services.parameter_store import ParameterStore
 from paramserver.services.store_admin import StoreAdmin
 from paramserver.services.store_view import StoreView
 from paramserver.services.tracing import Traces
+from paramserver.sessions.drain import Drain
 from paramserver.sessions.notices import describe_waits
 from paramserver.sessions.seats import SeatLimits
 from paramserver.sessions.service import SessionService
@@ -51,6 +62,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2
 from storage.config import EngineConfig
 from storage.engine import Engine
+from storage.shard import TierName
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +83,27 @@ KEEPALIVE = (
 # above what trainers and readers use, and bounds the memory that one connection can make the daemon hold.
 MAX_CALLS_OF_A_CONNECTION = 1024
 STOP_GRACE_SECONDS = 5.0
+# The heartbeats that a client sends within the time after which its silence ends its session.
+HEARTBEATS_OF_A_TIMEOUT = 5
+# Limits of `health_listen`, where every caller is answered: some probes at once, each with a few bytes.
+HEALTH_LIMITS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 4096),
+    ("grpc.max_allowed_incoming_connections", 32),
+    ("grpc.max_concurrent_streams", 8),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 30_000),
+)
 STORE_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterStore"]
 ADMIN_SERVICE = store_admin_pb2.DESCRIPTOR.services_by_name["StoreAdmin"]
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
 REFLECTION_SERVICE = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 
-async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
+async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *, exit_with_stdin: bool) -> None:
     """Run a store daemon until SIGTERM, SIGINT, or, with `exit_with_stdin`, the end of standard input.
+
+    `read_again` reads the configuration anew, for operators who change it; it raises ConfigError.
 
     Raises:
         ConfigError: a certificate, the token file, the NUMA node or the standard input cannot be used.
@@ -106,6 +131,7 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
     if config.numa_node is not None:
         numa.stay_on(config.numa_node)
     quotas = Quotas(config.quotas)
+    events = EventLog()
     engine = await Engine.open(
         EngineConfig(
             state_dir=config.state_dir,
@@ -124,19 +150,23 @@ async def serve(config: DaemonConfig, *, exit_with_stdin: bool) -> None:
             huge_pages=config.huge_pages,
             lock_memory=config.lock_memory,
             weight_of=lambda job: quotas.of(job).weight,
+            on_damage=lambda error: events.add(EventKind.DAMAGE, TierName.NVME, str(error), once=True),
             units_of_a_rank_alone=UNITS_MAPPED_AT_ONCE,
         )
     )
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.push_async_callback(engine.close)
-        await _serve(config, engine, quotas, credentials, tokens, stop, cleanup)
+        configuration = Configuration(config, read_again, quotas)
+        await _serve(config, configuration, engine, quotas, events, credentials, tokens, stop, cleanup)
     log.info("stopped")
 
 
 async def _serve(
     config: DaemonConfig,
+    configuration: Configuration,
     engine: Engine,
     quotas: Quotas,
+    events: EventLog,
     credentials: grpc.ServerCredentials | None,
     tokens: TokenFile | None,
     stop: asyncio.Event,
@@ -169,16 +199,17 @@ async def _serve(
             ),
         ),
         quotas,
+        events,
         on_end=end_session,
     )
     cleanup.push_async_callback(sessions.close)
     welcome = _welcome(config, engine)
     gate = Gate(tokens)
-    session_service = SessionService(engine, sessions, gate, quotas, welcome)
+    drain = Drain(engine, sessions)
+    session_service = SessionService(engine, sessions, gate, quotas, welcome, events, drain)
     cleanup.callback(session_service.close)
     if tokens is not None:
-        following = asyncio.ensure_future(tokens.follow())
-        cleanup.callback(following.cancel)
+        cleanup.callback(asyncio.ensure_future(tokens.follow()).cancel)
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -194,23 +225,22 @@ async def _serve(
     health_service = health.aio.HealthServicer()
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
     view = StoreView(engine, sessions, chunk_budget, watch, welcome.epoch, config.state_dir)
-    durations = _serve_metrics(config.metrics_listen, config, engine, view, gate, cleanup)
-    note_call = None if durations is None else durations.note_call
+    note_call = _serve_metrics(config, engine, sessions, view, watch, events, gate, cleanup)
     checked = CheckedServer(server, access.admission, lambda: describe_waits(engine), note_call)
     checked.add(STORE_SERVICE, ParameterStore(engine, sessions, session_service, streams, access, quotas, traces))
-    checked.add(ADMIN_SERVICE, StoreAdmin(engine, sessions, view, gate, quotas))
+    audit = Audit(_audit_log(config), events)
+    tell_ready = partial(_tell_ready, health_service)
+    admin = StoreAdmin(engine, sessions, view, gate, quotas, events, audit, drain, tell_ready, configuration)
+    checked.add(ADMIN_SERVICE, admin)
     checked.add(HEALTH_SERVICE, health_service, library_right=Right.NOTHING)
     # Reflection describes the services, so it answers only callers who hold a token.
     described = reflection.aio.ReflectionServicer([service.full_name for service in services])
     checked.add(REFLECTION_SERVICE, described, library_right=Right.TOKEN)
-    _bind(server, grpc_target(config.socket_path), f"socket {config.socket_path}")
-    config.socket_path.chmod(0o600)
-    if config.listen is not None:
-        _bind(server, config.listen, f"listen address {config.listen}", credentials)
-        _tell_who_is_trusted(config)
-    await server.start()
+    _listen(server, config, credentials)
+    await _start(server, config.health_listen, health_service, cleanup)
     try:
-        await _tell_ready(health_service)
+        await _tell_started(health_service)
+        events.add(EventKind.DAEMON, "daemon", f"version {__version__} serves {config.state_dir.absolute()}")
         log.info("serving on %s%s", config.socket_path, f" and {config.listen}" if config.listen else "")
         await stop.wait()
     finally:
@@ -222,23 +252,72 @@ async def _serve(
         config.socket_path.unlink(missing_ok=True)
 
 
-async def _tell_ready(health_service: health.aio.HealthServicer) -> None:
+async def _start(
+    server: grpc.aio.Server,
+    health_address: str | None,
+    health_service: health.aio.HealthServicer,
+    cleanup: contextlib.AsyncExitStack,
+) -> None:
+    """Start the server, and serve the health service alone at an address of its own, if it has one, until `cleanup`.
+
+    A probe such as that of Kubernetes has neither a certificate nor a token, and what it gets is no secret.
+    """
+    await server.start()
+    if health_address is None:
+        return
+    health_server = grpc.aio.server(options=HEALTH_LIMITS)
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, health_server)
+    _bind(health_server, health_address, f"health_listen address {health_address}")
+    await health_server.start()
+    cleanup.push_async_callback(health_server.stop, None)
+    log.info("health service at %s", health_address)
+
+
+def _audit_log(config: DaemonConfig) -> AuditLog:
+    """Return the audit log, once its file is there. Raise ConfigError if it cannot be written."""
+    audit_log = AuditLog(config.audit_path, config.audit_log_bytes)
+    try:
+        audit_log.check()
+    except OSError as error:
+        raise ConfigError(f"audit_log = {config.audit_path}: the file cannot be written: {error.strerror}") from error
+    return audit_log
+
+
+def _listen(server: grpc.aio.Server, config: DaemonConfig, credentials: grpc.ServerCredentials | None) -> None:
+    """Bind the server to the socket, and to the TCP address if there is one."""
+    _bind(server, grpc_target(config.socket_path), f"socket {config.socket_path}")
+    config.socket_path.chmod(0o600)
+    if config.listen is not None:
+        _bind(server, config.listen, f"listen address {config.listen}", credentials)
+        _tell_who_is_trusted(config)
+
+
+async def _tell_started(health_service: health.aio.HealthServicer) -> None:
     """Tell clients of the health service, and the service manager, that the daemon serves."""
-    for service in ("", STORE_SERVICE.full_name, ADMIN_SERVICE.full_name):
+    for service in ("", ADMIN_SERVICE.full_name):
         await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
+    await _tell_ready(health_service, True)
     tell_manager("READY=1")
 
 
+async def _tell_ready(health_service: health.aio.HealthServicer, is_ready: bool) -> None:
+    """Tell clients of the health service whether the daemon accepts sessions."""
+    answer = health_pb2.HealthCheckResponse
+    await health_service.set(STORE_SERVICE.full_name, answer.SERVING if is_ready else answer.NOT_SERVING)
+
+
 def _serve_metrics(
-    address: str | None,
     config: DaemonConfig,
     engine: Engine,
+    sessions: Sessions,
     view: StoreView,
+    watch: LoopWatch,
+    events: EventLog,
     gate: Gate,
     cleanup: contextlib.AsyncExitStack,
-) -> Durations | None:
-    """Serve the metrics until `cleanup`, and return the histograms in which calls are counted; None: no address."""
-    if address is None:
+) -> NoteCall | None:
+    """Serve metrics and page until `cleanup`; return the function that counts calls, or None without an address."""
+    if config.metrics_listen is None:
         return None
     registry = CollectorRegistry()
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
@@ -246,10 +325,45 @@ def _serve_metrics(
     registry.register(StoreCollector(view, asyncio.get_running_loop(), __version__, config.metrics_jobs))
     durations = Durations(registry)
     engine.tracer.listen(durations.note_span)
-    endpoint = MetricsEndpoint(address, registry, gate, _certificate_files(config))
+    page = _watch_for_page(config, engine, sessions, view, watch, events, cleanup) if config.page else None
+    endpoint = MetricsEndpoint(config.metrics_listen, registry, gate, _certificate_files(config), page)
     cleanup.push_async_callback(asyncio.to_thread, endpoint.close)
-    log.info("metrics at %s://%s/metrics", "https" if config.tls_certificate else "http", endpoint.address)
-    return durations
+    url = f"{'https' if config.tls_certificate else 'http'}://{endpoint.address}"
+    log.info("metrics at %s/metrics%s", url, f", page at {url}/" if page else "")
+    return durations.note_call
+
+
+def _watch_for_page(
+    config: DaemonConfig,
+    engine: Engine,
+    sessions: Sessions,
+    view: StoreView,
+    watch: LoopWatch,
+    events: EventLog,
+    cleanup: contextlib.AsyncExitStack,
+) -> PageData:
+    """Keep the history that the page shows, until `cleanup`, and return the figures of the page."""
+
+    def newest_step(name: str) -> int | None:
+        job = engine.jobs.get(name)
+        return None if job is None else job.newest
+
+    steps = StepLog(newest_step)
+    engine.tracer.listen(steps.note_span)
+    history = History(engine, sessions, watch, steps)
+    sampling = asyncio.ensure_future(repeat("a sample for the page", INTERVAL_SECONDS, history.take))
+    cleanup.callback(sampling.cancel)
+    return PageData(
+        engine=engine,
+        sessions=sessions,
+        view=view,
+        watch=watch,
+        events=events,
+        steps=steps,
+        history=history,
+        version=__version__,
+        heartbeat_seconds=config.heartbeat_timeout_seconds / HEARTBEATS_OF_A_TIMEOUT,
+    )
 
 
 def _connection_limits(config: DaemonConfig) -> list[tuple[str, int]]:
@@ -303,7 +417,7 @@ def _welcome(config: DaemonConfig, engine: Engine) -> pb.SessionResponse.Welcome
     timeout = int(config.heartbeat_timeout_seconds * 1000)
     return pb.SessionResponse.Welcome(
         epoch=secrets.token_hex(16),
-        heartbeat_interval_millis=timeout // 5,
+        heartbeat_interval_millis=timeout // HEARTBEATS_OF_A_TIMEOUT,
         heartbeat_timeout_millis=timeout,
         grace_millis=int(config.session_grace_seconds * 1000),
         arena=pb.Arena(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from paramserver.admin import printers
-from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, connect
+from paramserver.admin import printers, totals
+from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson
+from paramserver.admin.exit_codes import ExitCode
+from paramserver.admin.nodes import Question, run
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
 POLL_SECONDS = 0.05
@@ -26,16 +28,24 @@ def accounts(
     The exit status is 1 if at no time during the wait did jobs, readers and sessions explain every used byte. What they
     do not explain was leaked.
     """
-    deadline = time.monotonic() + wait
-    with connect(address) as store:
+
+    def read(store: Any, _: str) -> admin_pb.GetAccountsResponse:
+        deadline = time.monotonic() + wait
         while True:
             response = store.GetAccounts(admin_pb.GetAccountsRequest(), timeout=DEADLINE_SECONDS)
-            is_settled = all(account.settled for account in response.accounts)
-            if is_settled or time.monotonic() >= deadline:
-                break
+            if _is_settled(response) or time.monotonic() >= deadline:
+                assert isinstance(response, admin_pb.GetAccountsResponse)
+                return response
             time.sleep(POLL_SECONDS)
-        if as_json:
-            printers.print_json(response)
-        else:
-            printers.console().print(printers.accounts_table(response))
-    raise typer.Exit(0 if is_settled else 1)
+
+    question = Question(
+        call=read,
+        show=printers.accounts_table,
+        total=totals.accounts,
+        verdict=lambda response: ExitCode.DONE if _is_settled(response) else ExitCode.FAILED,
+    )
+    run(address, question, as_json=as_json)
+
+
+def _is_settled(response: admin_pb.GetAccountsResponse) -> bool:
+    return all(account.settled for account in response.accounts)

@@ -1,25 +1,37 @@
-"""The `paramserver-admin` command: the options before the verb, and the list of verbs."""
+"""The `paramserver-admin` command: the options before the verb, and the list of verbs with their examples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from paramserver.admin.about import config, version
 from paramserver.admin.accounts import accounts
 from paramserver.admin.connection import CREDENTIALS, Credentials
+from paramserver.admin.copies import evict, promote
 from paramserver.admin.delete_job import delete_job
+from paramserver.admin.drain import drain, undrain
+from paramserver.admin.events import events
+from paramserver.admin.fsck import fsck
+from paramserver.admin.health import health
 from paramserver.admin.jobs import jobs
 from paramserver.admin.kept import forget, keep, kept
+from paramserver.admin.prefetch import prefetch
+from paramserver.admin.reload import reload
+from paramserver.admin.rollback import rollback
 from paramserver.admin.sessions import sessions
 from paramserver.admin.shards import shards
 from paramserver.admin.tiers import tiers
+from paramserver.admin.top import top
+from paramserver.admin.verify import verify
+from paramserver.admin.versions import versions
 
 app = typer.Typer(
-    help="Shows what a store daemon holds, tier by tier, job by job, shard by shard, and for whom.",
+    help="Shows what a store daemon holds, tier by tier, job by job, shard by shard, and for whom; and changes it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -45,15 +57,43 @@ def _root(
     CREDENTIALS.set(credentials)
 
 
-app.command()(tiers)
-app.command()(accounts)
-app.command()(jobs)
-app.command()(shards)
-app.command()(sessions)
-app.command()(kept)
-app.command()(keep)
-app.command()(forget)
-app.command("delete-job")(delete_job)
+# Each verb with the arguments of its examples, which `--help` shows.
+_VERBS: Sequence[tuple[str, Callable[..., None], Sequence[str]]] = (
+    ("health", health, ("--address unix:/run/paramserver/paramserver.sock",)),
+    ("top", top, ("--address @nodes", "--once --json")),
+    ("tiers", tiers, ("--watch 1", "--address 10.0.0.5:7411,10.0.0.6:7411", "--json")),
+    ("accounts", accounts, ("--wait 30",)),
+    ("jobs", jobs, ("--json | jq '.jobs[].committed_step'",)),
+    ("shards", shards, ("JOB --prefix model.layers.0 --kind master",)),
+    ("sessions", sessions, ("--json",)),
+    ("versions", versions, ("JOB", "JOB --address @nodes")),
+    ("prefetch", prefetch, ("--json",)),
+    ("events", events, ("--kind damage --kind tier", "--follow --json")),
+    ("config", config, ("--json | jq .config.host_budget",)),
+    ("version", version, ("",)),
+    ("kept", kept, ("JOB",)),
+    ("keep", keep, ("JOB best --step 400 --note 'lowest loss'",)),
+    ("forget", forget, ("JOB best",)),
+    ("verify", verify, ("", "JOB --json")),
+    ("evict", evict, ("JOB", "--all --yes")),
+    ("promote", promote, ("JOB",)),
+    ("rollback", rollback, ("JOB 400",)),
+    ("delete-job", delete_job, ("JOB", "JOB --yes --address @nodes")),
+    ("drain", drain, ("--yes && systemctl stop paramserver@USER", "--yes --wait 60")),
+    ("undrain", undrain, ("",)),
+    ("reload", reload, ("", "--address @nodes")),
+    ("fsck", fsck, ("/nvme/paramserver", "/backup/paramserver --nvme-dir /backup/nvme1 --json")),
+)
+
+
+def _examples(verb: str, arguments: Sequence[str]) -> str:
+    # The character \b keeps the line ends.
+    lines = [f"  paramserver-admin {verb} {argument}".rstrip() for argument in arguments]
+    return "\n".join(["\b", "Examples:", *lines])
+
+
+for _name, _verb, _arguments in _VERBS:
+    app.command(_name, epilog=_examples(_name, _arguments))(_verb)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import grpc
 import typer
 
+from paramserver.admin.exit_codes import ExitCode
 from paramserver.contract.address import ADDRESS_VARIABLE, is_loopback, is_socket
 from paramserver.contract.channel import TlsFiles, channel_to
 from paramserver.contract.printable import printable
@@ -22,14 +23,27 @@ from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 DEADLINE_SECONDS = 10.0
 # A deletion waits for the commit under way, which may wait for a device until device_timeout_seconds.
 DELETION_DEADLINE_SECONDS = 600.0
+# A walk over all shards of a large job takes seconds, because the daemon serves its clients meanwhile.
+WALK_DEADLINE_SECONDS = 60.0
 # Bytes of a step that are in host memory only are written to NVMe before the step is kept.
 KEEPING_DEADLINE_SECONDS = 600.0
 
+ADDRESS_MISSING = f"give the daemon's address with --address or ${ADDRESS_VARIABLE}"
+
 Address = Annotated[
     str | None,
-    typer.Option("--address", help="unix:/path/paramserver.sock or HOST:PORT.", envvar=ADDRESS_VARIABLE),
+    typer.Option(
+        "--address",
+        help="unix:/path/paramserver.sock or HOST:PORT; several with commas between them, or @FILE with one on a line.",
+        envvar=ADDRESS_VARIABLE,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+class UnreachableError(Exception):
+    """No daemon can be at an address of this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +60,7 @@ class Credentials:
         """Return a channel to the daemon at `address`.
 
         Raises:
+            UnreachableError: the directory of the socket cannot be used.
             typer.Exit: the address or a file cannot be used, or the token would cross the network unencrypted. The
                 reason was printed.
         """
@@ -53,16 +68,18 @@ class Credentials:
         local = is_socket(address)
         tls = [path for path in (self.tls_ca, self.tls_key, self.tls_certificate) if path is not None]
         if tls and len(tls) < 3:
-            _fail("TLS needs all of --tls-ca, --tls-certificate and --tls-key")
+            fail("TLS needs all of --tls-ca, --tls-certificate and --tls-key")
         files = TlsFiles(*map(_read, tls)) if tls and not local else None
         if token is not None and not (files or local or self.insecure or is_loopback(address)):
-            _fail(f"a token for {address} would cross the network in the clear: give --tls-ca and so on, or --insecure")
+            fail(f"a token for {address} would cross the network in the clear: give --tls-ca and so on, or --insecure")
         try:
             return channel_to(address, tls=files, token=token)
         except ValueError as error:
-            _fail(f"address {address}: {error}")
+            fail(f"address {address}: {error}")
         except OSError as error:
-            _fail(f"no daemon answers at {address}; the directory of its socket cannot be used: {error.strerror}")
+            raise UnreachableError(
+                f"no daemon answers at {address}; the directory of its socket cannot be used: {error.strerror}"
+            ) from error
 
 
 # `admin.cli` sets this from the options before the verb; `connect` reads it.
@@ -70,37 +87,70 @@ CREDENTIALS: ContextVar[Credentials] = ContextVar("credentials")
 
 
 @contextmanager
-def connect(address: str | None) -> Iterator[StoreAdminStub]:
+def connect(address: str) -> Iterator[StoreAdminStub]:
     """Yield a stub for the daemon at `address`. A failed call in the block prints one line and exits with status 1."""
-    if not address:
-        _fail(f"give the daemon's address with --address or ${ADDRESS_VARIABLE}")
-    channel = CREDENTIALS.get().channel(address)
-    try:
+    with connected_channel(address) as channel:
         yield StoreAdminStub(channel)
+
+
+@contextmanager
+def connected_channel(address: str) -> Iterator[grpc.Channel]:
+    """Yield a channel to the daemon at `address`. A failed call in the block ends the program, as with `connect`."""
+    try:
+        channel = channel_for(address)
+    except UnreachableError as error:
+        fail(str(error))
+    try:
+        with interruptible():
+            yield channel
     except grpc.RpcError as error:
-        # Every RpcError that a call raises is a grpc.Call, too; the type stubs lack that.
-        assert isinstance(error, grpc.Call)
-        details = with_real_paths(error.details() or "")
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            details = f"no daemon answers at {address}; is it running, and is the address right? ({details})"
-        typer.echo(f"paramserver-admin: {error.code().name}: {printable(details)}", err=True)
-        raise typer.Exit(1) from None
-    except (BrokenPipeError, KeyboardInterrupt):
-        # The program that reads the output has ended (`| head`), or Ctrl-C was pressed. The output goes to /dev/null
-        # from here, so that the interpreter's last flush cannot fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise typer.Exit(130) from None
+        typer.echo(f"paramserver-admin: {printable(explained(error, address))}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
     finally:
         channel.close()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """End the program with ExitCode.INTERRUPTED at Ctrl-C, or if the program that reads the output has ended."""
+    try:
+        yield
+    except (BrokenPipeError, KeyboardInterrupt):
+        # The program that reads the output may have ended (`| head`). The output goes to /dev/null from here, so that
+        # the interpreter's last flush cannot fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+def channel_for(address: str) -> grpc.Channel:
+    """Return a channel to a daemon with the credentials of the options before the verb; see Credentials.channel."""
+    return CREDENTIALS.get().channel(address)
+
+
+def explained(error: grpc.RpcError, address: str) -> str:
+    """Return the status of a failed call and what it means, as one line that may quote names."""
+    # Every RpcError that a call raises is a grpc.Call, too; the type stubs lack that.
+    assert isinstance(error, grpc.Call)
+    details = with_real_paths(error.details() or "")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        details = f"no daemon answers at {address}; is it running, and is the address right? ({details})"
+    return f"{error.code().name}: {details}"
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before something is destroyed, unless `yes`; a no ends the program with ExitCode.FAILED."""
+    if not yes:
+        typer.confirm(printable(question), abort=True)
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        _fail(f"cannot read {path}: {error.strerror}")
+        fail(f"cannot read {path}: {error.strerror}")
 
 
-def _fail(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
+    """End the program because the command line, or a file that it names, cannot be used."""
     typer.echo(f"paramserver-admin: {printable(message)}", err=True)
-    raise typer.Exit(2)
+    raise typer.Exit(ExitCode.USAGE)

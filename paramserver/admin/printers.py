@@ -10,8 +10,10 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
@@ -27,25 +29,32 @@ from paramserver.contract.words import word_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
+_LONG = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
+
 
 def print_json(message: Message) -> None:
-    """Print a message as one line of JSON: the proto's field names, unset fields too, 64-bit integers as numbers."""
+    """Print a message as one line of JSON; see `values_of`."""
     print(to_json(message))
 
 
 def to_json(message: Message) -> str:
     """Return the JSON that `print_json` prints."""
+    return json.dumps(values_of(message))
+
+
+def values_of(message: Message) -> Any:
+    """Return a message as values for JSON: the proto's field names, unset fields too, 64-bit integers as numbers."""
     fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return json.dumps(_numbers(fields))
+    return _numbers(fields, message.DESCRIPTOR)
 
 
 def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
     """Return a table of the use, traffic and hit rate of each tier."""
     columns = ["tier", "state", "used", "budget", "use", "leased", "evictable", "hits", "queue", "read", "written"]
-    table = _table(f"Tiers of {response.state_dir} ({response.sessions} sessions)", columns, left=("tier", "state"))
+    table = new_table(_title("Tiers", response), columns, left=("tier", "state"))
     for tier in response.tiers:
         asked = tier.hits + tier.misses
-        _add_row(
+        add_row(
             table,
             tier_name(tier.tier),
             text("degraded", "red") if tier.problems else "ok",
@@ -60,7 +69,7 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
             f"{decimal(tier.bytes_written)} {_rate(tier.bytes_written, tier.write_seconds)}".strip(),
         )
     # Paths are long. They are printed below the table, where they take no width from the figures.
-    lines = [text(f"{tier_name(tier.tier)}: {tier.detail}") for tier in response.tiers]
+    lines = [text(f"{tier_name(tier.tier)}: {tier.detail}") for tier in response.tiers if tier.detail]
     for tier in response.tiers:
         if tier.quarantined_bytes:
             held = f"{decimal(tier.quarantined_bytes)} held back: processes whose sessions ended map them"
@@ -75,14 +84,20 @@ def tiers_table(response: admin_pb.GetTiersResponse) -> Table:
     return table
 
 
+def _title(what: str, response: admin_pb.GetTiersResponse) -> str:
+    # The sum of several daemons has no directory.
+    where = f" of {response.state_dir}" if response.state_dir else ""
+    return f"{what}{where} ({response.sessions} sessions)"
+
+
 def accounts_table(response: admin_pb.GetAccountsResponse) -> Table:
     """Return a table of the holders of each tier's used bytes."""
-    table = _table("Used bytes by holder", ["tier", "holder", "bytes", "of"], left=("tier", "holder"))
+    table = new_table("Used bytes by holder", ["tier", "holder", "bytes", "of"], left=("tier", "holder"))
     for account in response.accounts:
         rows = [(text(holding.holder), holding.bytes) for holding in account.holdings]
         rows += [(text("unexplained", "red"), account.unexplained_bytes)] if account.unexplained_bytes else []
         for holder, nbytes in rows:
-            _add_row(table, tier_name(account.tier), holder, f"{nbytes:,}", f"{account.used_bytes:,}")
+            add_row(table, tier_name(account.tier), holder, f"{nbytes:,}", f"{account.used_bytes:,}")
     unsettled = [tier_name(account.tier) for account in response.accounts if not account.settled]
     if unsettled:
         waiting = f"not settled: {', '.join(unsettled)}; what stays under way or unexplained was leaked"
@@ -95,11 +110,11 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
     # A job names every tier of its store; without jobs, those that every store has.
     tiers = sorted({pb.TIER_HOST, pb.TIER_NVME} | {entry.tier for job in jobs for entry in job.bytes})
     columns = ["job", "ranks", "sessions", "parameters", "durability", "committed", "durable", "age", "kept"]
-    table = _table("Jobs", [*columns, *map(tier_name, tiers)], left=("job", "durability"))
+    table = new_table("Jobs", [*columns, *map(tier_name, tiers)], left=("job", "durability"))
     for job in jobs:
         size = {entry.tier: entry.bytes for entry in job.bytes}
         committed_at = job.committed_at_unix_seconds
-        _add_row(
+        add_row(
             table,
             job.name,
             str(job.world_size),
@@ -118,9 +133,9 @@ def jobs_table(jobs: Sequence[admin_pb.JobInfo]) -> Table:
 def kept_table(job: str, response: admin_pb.ListKeptStepsResponse) -> Table:
     """Return a table of the kept steps of `job`; "alone" is what forgetting one step would free."""
     columns = ["name", "step", "ranks", "kept", "bytes", "alone", "note"]
-    table = _table(f"Kept steps of {job} in {response.state_dir}", columns, left=("name", "note"))
+    table = new_table(f"Kept steps of {job} in {response.state_dir}", columns, left=("name", "note"))
     for kept in response.kept:
-        _add_row(
+        add_row(
             table,
             kept.name,
             str(kept.step),
@@ -135,7 +150,7 @@ def kept_table(job: str, response: admin_pb.ListKeptStepsResponse) -> Table:
 
 def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
     """Return a table of the connected clients and what each holds."""
-    table = _table(
+    table = new_table(
         "Sessions",
         [
             *("client", "peer", "job", "rank", "state", "bytes by", "reads", "writes", "leased", "readers"),
@@ -144,7 +159,7 @@ def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
         left=("client", "peer", "job", "state", "bytes by"),
     )
     for session in sessions:
-        _add_row(
+        add_row(
             table,
             session.client,
             session.peer,
@@ -165,13 +180,13 @@ def sessions_table(sessions: Sequence[admin_pb.SessionInfo]) -> Table:
 
 def shards_table(job: str, shards: Iterable[admin_pb.ShardInfo]) -> Table:
     """Return a table of the shards of `job`, with the tiers that hold each shard's newest bytes."""
-    table = _table(
+    table = new_table(
         f"Shards of {job}",
         ["parameter", "kind", "offset", "elements", "type", "version", "home", "tiers", "group"],
         left=("parameter", "kind", "type", "home", "tiers", "group"),
     )
     for shard in shards:
-        _add_row(
+        add_row(
             table,
             shard.fqn,
             kind_name(shard.kind),
@@ -200,14 +215,16 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=200)
 
 
-def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
+def new_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
+    """Return a table without rows; the columns in `left` have text, and the others figures."""
     table = Table(title=text(title, "table.title"), title_justify="left", header_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     return table
 
 
-def _add_row(table: Table, *cells: str | Text) -> None:
+def add_row(table: Table, *cells: str | Text) -> None:
+    """Add a row, whose strings are printed literally."""
     table.add_row(*(cell if isinstance(cell, Text) else text(cell) for cell in cells))
 
 
@@ -215,11 +232,14 @@ def _rate(nbytes: int, seconds: float) -> str:
     return f"({decimal(int(nbytes / seconds))}/s)" if seconds else ""
 
 
-def _numbers(value: object) -> object:
-    """Return `value` with 64-bit integers as numbers, which protobuf's JSON writes as strings."""
-    if isinstance(value, dict):
-        text = {"name", "fqn", "job", "group", "epoch", "state_dir", "detail", "path", "problems", "client", "peer"}
-        return {k: v if k in text else _numbers(v) for k, v in value.items()}
+def _numbers(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the fields of a message with 64-bit integers as numbers, which protobuf's JSON writes as strings."""
+    return {name: _number(value, kind.fields_by_name[name]) for name, value in fields.items()}
+
+
+def _number(value: Any, field: Any) -> Any:
     if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
+        return [_number(item, field) for item in value]
+    if field.message_type is not None:
+        return _numbers(value, field.message_type)
+    return int(value) if field.cpp_type in _LONG else value

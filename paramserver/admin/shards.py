@@ -9,14 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from paramserver.admin import printers
+from paramserver.admin.completion import Job
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, connect
+from paramserver.admin.nodes import only_one
 from paramserver.contract.kinds import KINDS, StoredKind
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
 def shards(
-    job: Annotated[str, typer.Argument(help="Name of the job.")],
+    job: Job,
     address: Address = None,
     as_json: AsJson = False,
     prefix: Annotated[str, typer.Option(help="Only parameters whose name begins with this.")] = "",
@@ -29,7 +31,7 @@ def shards(
         fqn_prefix=prefix,
         kind=pb.KIND_UNSPECIFIED if kind is None else KINDS[kind],
     )
-    with connect(address) as store:
+    with connect(only_one(address, "`shards`")) as store:
         pages = _pages(store, request)
         if as_json:
             _print_json(pages)

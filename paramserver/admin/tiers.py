@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from paramserver.admin import printers
+from paramserver.admin import printers, totals
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, connect
+from paramserver.admin.nodes import Question, only_one, run
 from paramserver.v1 import store_admin_pb2 as admin_pb
 
 
@@ -18,15 +19,20 @@ def tiers(
     watch: Annotated[float | None, typer.Option(help="Read again every SECONDS, until Ctrl-C.", min=0.1)] = None,
 ) -> None:
     """Show use, traffic and hit rate of every tier."""
+    if watch is not None:
+        _watch(only_one(address, "--watch"), watch, as_json)
+        return
+    question = Question(
+        call=lambda store, _: store.GetTiers(admin_pb.GetTiersRequest(), timeout=DEADLINE_SECONDS),
+        show=printers.tiers_table,
+        total=totals.tiers,
+    )
+    run(address, question, as_json=as_json)
+
+
+def _watch(address: str, interval_seconds: float, as_json: bool) -> None:
     with connect(address) as store:
-        if watch is None:
-            response = store.GetTiers(admin_pb.GetTiersRequest(), timeout=DEADLINE_SECONDS)
-            if as_json:
-                printers.print_json(response)
-            else:
-                printers.console().print(printers.tiers_table(response))
-            return
-        readings = store.WatchTiers(admin_pb.WatchTiersRequest(interval_seconds=watch))
+        readings = store.WatchTiers(admin_pb.WatchTiersRequest(interval_seconds=interval_seconds))
         if as_json:
             for response in readings:
                 printers.print_json(response)

@@ -6,7 +6,6 @@ Owns nothing. The store's objects belong to the event loop, so the readings are 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +13,9 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paramserver.metrics import families
+from paramserver.process.background import run_on_loop
 from paramserver.services.store_view import StoreView
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from storage.slices import in_slices
-
-_READING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +54,7 @@ class StoreCollector(Collector):
         Raises:
             TimeoutError: the event loop did not answer in time.
         """
-        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
-        try:
-            readings = reading.result(_READING_SECONDS)
-        finally:
-            reading.cancel()
+        readings = run_on_loop(self._read(), self._loop)
         build = InfoMetricFamily(f"{families.PREFIX}build", "The daemon's version.")
         build.add_metric((), {"version": self._version})
         yield build
@@ -74,12 +67,5 @@ class StoreCollector(Collector):
         yield from families.job_families(readings.jobs)
 
     async def _read(self) -> _Readings:
-        names = self._view.job_names
-        jobs = [self._view.job(name) async for name in in_slices(names)]
-        chosen = heapq.nlargest(self._most_jobs, jobs, key=_rank)
-        return _Readings(tiers=self._view.tiers(), sessions=self._view.sessions(), jobs=chosen, all_jobs=len(names))
-
-
-def _rank(job: admin_pb.JobInfo) -> tuple[bool, float]:
-    """Return a key by which jobs in use are the largest, and among the others those with the newest commits."""
-    return job.sessions > 0, job.committed_at_unix_seconds
+        jobs, all_jobs = await self._view.leading_jobs(self._most_jobs)
+        return _Readings(tiers=self._view.tiers(), sessions=self._view.sessions(), jobs=jobs, all_jobs=all_jobs)

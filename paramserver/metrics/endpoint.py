@@ -1,7 +1,7 @@
-"""The HTTP endpoint of the metrics, on threads of its own, so that a slow reader of it never holds up the event loop.
+"""The HTTP endpoint of metrics and page, on threads of its own, so that a slow reader never holds up the event loop.
 
 Owns the listening socket and the threads. Must never answer more than a few requests at once, must never wait for a
-silent client without bound, and must never show metrics to a caller who may not see them.
+silent client without bound, and must never show figures to a caller who may not see them.
 """
 
 from __future__ import annotations
@@ -9,25 +9,33 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from socketserver import ThreadingMixIn
 from typing import Any
+from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from paramserver.contract.address import host_and_port
+from paramserver.contract.address import host_and_port, is_loopback
 from paramserver.errors import StartError
+from paramserver.page.data import PageData
+from paramserver.page.web import CONFINED, document
 from paramserver.security.gate import Gate, RefusedError, UnauthenticatedError, check_admin
 from paramserver.security.tls import CertificateFiles, HttpsContext
 
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
+PAGE_PATH = "/"
+DATA_PATH = "/data.json"
 MOST_REQUESTS = 8
 _SILENCE_SECONDS = 10.0
-_PLAIN = [("Content-Type", "text/plain; charset=utf-8")]
+# A sample every two seconds makes no longer number.
+_MOST_DIGITS = 18
+# The server adds headers to the list that it gets, so each answer has a list of its own.
+_PLAIN = (("Content-Type", "text/plain; charset=utf-8"),)
 
 
 class _Handler(WSGIRequestHandler):
@@ -48,6 +56,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
+        # Connections of callers linger in the kernel for a minute after their end. They must not keep a daemon that is
+        # started again from its address.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # WSGIServer would look the host's name up in DNS, which may take seconds.
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -83,10 +94,15 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class MetricsEndpoint:
-    """An HTTP server for GET /metrics, which serves until it is closed."""
+    """An HTTP server for GET of /metrics, and of the page and its figures, which serves until it is closed."""
 
     def __init__(
-        self, address: str, registry: CollectorRegistry, gate: Gate, certificates: CertificateFiles | None
+        self,
+        address: str,
+        registry: CollectorRegistry,
+        gate: Gate,
+        certificates: CertificateFiles | None,
+        page: PageData | None,
     ) -> None:
         """Listen, and serve from now on.
 
@@ -95,6 +111,7 @@ class MetricsEndpoint:
             registry: the metrics.
             gate: says whose token may see them: an admin's. Without tokens, every client that gets through may.
             certificates: for mutual TLS; None: plain HTTP.
+            page: the figures of the page; None: there is no page.
 
         Raises:
             StartError: the address cannot be listened on.
@@ -108,6 +125,10 @@ class MetricsEndpoint:
             ) from error
         self._metrics = make_wsgi_app(registry)
         self._gate = gate
+        self._page = page
+        # A program on another machine cannot connect here. A web site in a browser of this machine can, under its own
+        # name, once it has let that name lead to a loopback address.
+        self._asks_for_loopback_name = certificates is None and is_loopback(address)
         self._server.set_app(self._answer)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -120,26 +141,70 @@ class MetricsEndpoint:
         self._server.server_close()
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if environ["PATH_INFO"] != PATH:
-            start_response("404 Not Found", _PLAIN)
-            return [f"there is nothing but {PATH} here\n".encode()]
+        path = environ["PATH_INFO"]
+        if path == PATH:
+            return self._checked(self._metrics, environ, start_response)
+        if self._page is None or path not in (PAGE_PATH, DATA_PATH):
+            start_response("404 Not Found", [*_PLAIN])
+            there = PATH if self._page is None else f"{PAGE_PATH}, {DATA_PATH} and {PATH}"
+            return [f"there is nothing but {there} here\n".encode()]
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            start_response("405 Method Not Allowed", [*_PLAIN, ("Allow", "GET, HEAD")])
+            return [b"this can be read only: GET or HEAD\n"]
+        if self._asks_for_loopback_name and not _is_loopback_name(environ.get("HTTP_HOST", "")):
+            start_response("421 Misdirected Request", [*_PLAIN])
+            return [b"this endpoint answers under the names of loopback only: 127.0.0.1, [::1] or localhost\n"]
+        if path == PAGE_PATH:
+            html, policy = document()
+            headers = [("Content-Type", "text/html; charset=utf-8"), ("Content-Security-Policy", policy)]
+            return _answer_with(html, headers, environ, start_response)
+        return self._checked(self._answer_data, environ, start_response)
+
+    def _answer_data(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        assert self._page is not None
+        given = parse_qs(environ.get("QUERY_STRING", "")).get("since", ["0"])[-1]
+        if not given.isascii() or not given.isdigit() or len(given) > _MOST_DIGITS:
+            start_response("400 Bad Request", [*_PLAIN])
+            return [b"since: write the number of a sample, as in data.json?since=120\n"]
+        body = self._page.to_json(int(given))
+        return _answer_with(body, [("Content-Type", "application/json")], environ, start_response)
+
+    def _checked(
+        self,
+        answer: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]],
+        environ: WSGIEnvironment,
+        start_response: StartResponse,
+    ) -> Iterable[bytes]:
+        """Answer with figures of the daemon, if the caller may see them and the event loop gives them."""
         try:
             check_admin(self._gate.principal_of(environ.get("HTTP_AUTHORIZATION")))
         except RefusedError as error:
             unknown = isinstance(error, UnauthenticatedError)
             challenge = [("WWW-Authenticate", "Bearer")] if unknown else []
             start_response("401 Unauthorized" if unknown else "403 Forbidden", [*_PLAIN, *challenge])
-            return [b"the metrics need the token of an admin: Authorization: Bearer TOKEN\n"]
+            return [b"this needs the token of an admin: Authorization: Bearer TOKEN\n"]
         try:
-            answer: Iterable[bytes] = self._metrics(environ, start_response)
-            return answer
+            return answer(environ, start_response)
         except TimeoutError:
-            start_response("503 Service Unavailable", _PLAIN)
+            start_response("503 Service Unavailable", [*_PLAIN])
             return [b"the daemon's event loop did not answer\n"]
         except Exception:
             log.exception("metrics: a reading failed in an unforeseen way")
-            start_response("500 Internal Server Error", _PLAIN)
+            start_response("500 Internal Server Error", [*_PLAIN])
             return [b"internal error; see the daemon's log\n"]
+
+
+def _answer_with(
+    body: bytes, headers: Sequence[tuple[str, str]], environ: WSGIEnvironment, start_response: StartResponse
+) -> Iterable[bytes]:
+    start_response("200 OK", [*headers, *CONFINED, ("Content-Length", str(len(body)))])
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+
+def _is_loopback_name(host: str) -> bool:
+    """Return whether a Host header, with or without a port, has a name under which only this machine is meant."""
+    has_port = host.rpartition("]")[2].count(":") == 1
+    return is_loopback(host.lower() if has_port else f"{host.lower()}:")
 
 
 def _wrapping(certificates: CertificateFiles | None) -> Callable[[socket.socket], socket.socket]:

@@ -1,13 +1,20 @@
-"""A loop for work that the daemon repeats. A failure must not end the loop, because no caller would notice the end."""
+"""Work beside the calls of clients: what the daemon repeats, and what another thread asks of the event loop.
+
+A failure must not end work that is repeated, because no caller would notice the end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
 
 log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+# The time in which a healthy event loop has long answered another thread.
+ANSWER_SECONDS = 5.0
 
 
 async def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]]) -> NoReturn:
@@ -26,3 +33,16 @@ async def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]])
                 stack = None if isinstance(error, OSError) else error
                 log.error("%s failed: %s; it is tried again every %g s", what, error, seconds, exc_info=stack)
         await asyncio.sleep(seconds)
+
+
+def run_on_loop(work: Coroutine[Any, Any, ResultT], loop: asyncio.AbstractEventLoop) -> ResultT:
+    """Run `work` on an event loop and return its result. Must not be called on the loop's own thread.
+
+    Raises:
+        TimeoutError: the event loop did not answer within ANSWER_SECONDS.
+    """
+    running = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return running.result(ANSWER_SECONDS)
+    finally:
+        running.cancel()

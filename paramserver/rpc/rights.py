@@ -28,7 +28,7 @@ class Right(enum.Enum):
     """The request's `session_id` names a session that the call's principal opened. The method gets the Session."""
 
     ADMIN = enum.auto()
-    """The call's token is an admin's."""
+    """The call's token is an admin's. A method that asks for it with `takes_caller` gets the Principal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,12 @@ class Declaration:
     takes_caller: bool = True
 
 
-def needs(right: Right, *, takes_context: bool = False, is_raw: bool = False) -> Callable[[MethodT], MethodT]:
+def needs(
+    right: Right, *, takes_context: bool = False, is_raw: bool = False, takes_caller: bool = False
+) -> Callable[[MethodT], MethodT]:
     """Declare which right a method asks of its caller; see Declaration for the other arguments.
+
+    Methods with Right.TOKEN and Right.SESSION always take their caller.
 
     Example:
         @needs(Right.SESSION)
@@ -56,8 +60,12 @@ def needs(right: Right, *, takes_context: bool = False, is_raw: bool = False) ->
     """
 
     def declare(method: MethodT) -> MethodT:
-        takes_caller = right in (Right.TOKEN, Right.SESSION)
-        declaration = Declaration(right=right, takes_context=takes_context, is_raw=is_raw, takes_caller=takes_caller)
+        declaration = Declaration(
+            right=right,
+            takes_context=takes_context,
+            is_raw=is_raw,
+            takes_caller=takes_caller or right in (Right.TOKEN, Right.SESSION),
+        )
         setattr(method, _ATTRIBUTE, declaration)
         return method
 

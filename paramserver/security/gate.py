@@ -95,14 +95,16 @@ class Gate:
             raise UnauthenticatedError(f"token {entry.name} has expired")
         return entry.principal
 
-    def require_admin(self, context: Context) -> None:
-        """Check that the call's token is an admin's.
+    def require_admin(self, context: Context) -> Principal:
+        """Check that the call's token is an admin's, and return its principal.
 
         Raises:
             UnauthenticatedError: the call carries no token that counts.
             ForbiddenError: the token is another role's.
         """
-        check_admin(self.principal(context))
+        principal = self.principal(context)
+        check_admin(principal)
+        return principal
 
 
 def check_admin(principal: Principal) -> None:

@@ -102,6 +102,11 @@ class Quotas:
         self._section = section
         self.of = lru_cache(_CACHED_JOBS)(self._find)
 
+    def replace(self, section: QuotasSection) -> None:
+        """Use other limits from now on. What a job or a token has already stays, even if it is more."""
+        self._section = section
+        self.of.cache_clear()
+
     def of_token(self, principal: Principal) -> TokenQuota:
         """Return the limits of all jobs of a principal together; an admin has no limits."""
         if principal.role is Role.ADMIN:

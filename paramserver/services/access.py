@@ -50,8 +50,8 @@ class Access:
     def _admit_principal(self, _: Any, context: Context) -> Principal:
         return self._gate.principal(context)
 
-    def _admit_admin(self, _: Any, context: Context) -> None:
-        self._gate.require_admin(context)
+    def _admit_admin(self, _: Any, context: Context) -> Principal:
+        return self._gate.require_admin(context)
 
 
 def _admit_everyone(_: Any, __: Context) -> None:

@@ -1,14 +1,17 @@
 """The StoreAdmin service: shows operators the tiers, jobs, shards and sessions, keeps steps, and deletes jobs.
 
-Owns nothing. Must never touch a job that has sessions attached.
+What changes a running store otherwise is in operations.py. Owns nothing. Must never touch a job that has sessions
+attached. A method that destroys or stops something does its work inside of `Audit.call`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
+from paramserver.events import KEPT_OF_A_KIND, EventKind, EventLog
 from paramserver.rpc import convert
 from paramserver.rpc.paging import Place, page_size
 from paramserver.rpc.rights import Right, needs
@@ -16,14 +19,19 @@ from paramserver.rpc.status import finished
 from paramserver.security.gate import Context, Gate, check_deletion, check_job
 from paramserver.security.principals import Principal, Role
 from paramserver.security.quotas import Quotas
+from paramserver.services.about import describe_config, describe_version
+from paramserver.services.audit import Audit
+from paramserver.services.configuration import Configuration
+from paramserver.services.operations import Operations, no_job
 from paramserver.services.store_view import StoreView
+from paramserver.sessions.drain import Drain
 from paramserver.sessions.host_quota import limits_of
 from paramserver.sessions.sessions import Sessions
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import DTYPE_TO_WIRE, KIND_TO_WIRE, TIER_TO_WIRE
 from storage.engine import Engine
-from storage.errors import ConflictError, InvalidRequestError, NotFoundError
+from storage.errors import ConflictError, InvalidRequestError
 from storage.kept_steps import KeptSize
 from storage.shard import Kind, Shard, TierName
 from storage.slab import Slab
@@ -31,9 +39,12 @@ from storage.slices import in_slices
 from storage.versions import Job
 
 MIN_WATCH_SECONDS = 0.1
+# The most events of one answer, which are all that the log keeps, and the number where the client names none.
+MAX_EVENTS = KEPT_OF_A_KIND * len(EventKind)
+DEFAULT_EVENTS = 100
 
 
-class StoreAdmin:
+class StoreAdmin(Operations):
     """The methods of StoreAdmin; store_admin.proto says what each of them does."""
 
     def __init__(
@@ -43,12 +54,17 @@ class StoreAdmin:
         view: StoreView,
         gate: Gate,
         quotas: Quotas,
+        events: EventLog,
+        audit: Audit,
+        drain: Drain,
+        tell_ready: Callable[[bool], Awaitable[None]],
+        configuration: Configuration,
     ) -> None:
-        self._engine = engine
-        self._sessions = sessions
-        self._view = view
+        """Make the methods of a daemon that starts now; see Operations for `tell_ready`."""
+        super().__init__(engine, sessions, view, events, audit, drain, tell_ready, configuration)
         self._gate = gate
         self._quotas = quotas
+        self._started_at = time.time()
 
     @needs(Right.ADMIN)
     async def GetTiers(self, _: admin_pb.GetTiersRequest) -> admin_pb.GetTiersResponse:
@@ -78,7 +94,7 @@ class StoreAdmin:
 
     @needs(Right.ADMIN)
     async def ListShards(self, request: admin_pb.ListShardsRequest) -> admin_pb.ListShardsResponse:
-        job = self._job(request.job)
+        job = self.known_job(request.job)
         kinds = list(KIND_TO_WIRE) if request.kind == pb.KIND_UNSPECIFIED else [convert.kind(request.kind)]
         size, start = page_size(request.page_size), Place.of_token(request.page_token)
         listed: list[admin_pb.ShardInfo] = []
@@ -94,22 +110,24 @@ class StoreAdmin:
     async def ListSessions(self, _: admin_pb.ListSessionsRequest) -> admin_pb.ListSessionsResponse:
         return admin_pb.ListSessionsResponse(sessions=self._view.sessions())
 
-    @needs(Right.TOKEN)
-    async def DeleteJob(self, request: admin_pb.DeleteJobRequest, principal: Principal) -> admin_pb.DeleteJobResponse:
+    @needs(Right.TOKEN, takes_context=True)
+    async def DeleteJob(
+        self, request: admin_pb.DeleteJobRequest, principal: Principal, context: Context
+    ) -> admin_pb.DeleteJobResponse:
         check_deletion(principal, request.job)
+        return await self._audit.call("DeleteJob", request, principal, context, self._delete_job(request, principal))
+
+    async def _delete_job(self, request: admin_pb.DeleteJobRequest, principal: Principal) -> admin_pb.DeleteJobResponse:
         convert.name(request.job, "job")
         if request.job not in self._engine.jobs and not self._engine.kept_steps(request.job):
             # Only an operator may learn which jobs there are, so the text for others does not list them.
-            raise self._no_job(request.job) if principal.role is Role.ADMIN else _no_job(request.job)
-        # This is finished even if the client goes, because a half-deleted job could not be used any more.
-        await finished(self._delete(request.job))
-        return admin_pb.DeleteJobResponse()
-
-    async def _delete(self, name: str) -> None:
+            raise self.unknown_job(request.job) if principal.role is Role.ADMIN else no_job(request.job)
         # There must be no wait between this check and the deletion, because a session could join the job meanwhile.
-        if attached := self._sessions.attached(name):
-            raise ConflictError(f"job {name!r} has {attached} sessions attached; stop its trainers first")
-        await self._engine.delete_job(name)
+        if attached := self._sessions.attached(request.job):
+            raise ConflictError(f"job {request.job!r} has {attached} sessions attached; stop its trainers first")
+        await self._engine.delete_job(request.job)
+        self._events.add(EventKind.JOB, request.job, "the job was deleted")
+        return admin_pb.DeleteJobResponse()
 
     @needs(Right.TOKEN)
     async def KeepStep(self, request: admin_pb.KeepStepRequest, principal: Principal) -> admin_pb.KeepStepResponse:
@@ -122,13 +140,13 @@ class StoreAdmin:
         kept = await finished(self._engine.keep(job, step, name, note=note if request.note else "", limits=limits))
         return admin_pb.KeepStepResponse(kept=_describe_kept(kept, None), state_dir=str(self._view.state_dir))
 
-    @needs(Right.TOKEN)
+    @needs(Right.TOKEN, takes_context=True)
     async def ForgetStep(
-        self, request: admin_pb.ForgetStepRequest, principal: Principal
+        self, request: admin_pb.ForgetStepRequest, principal: Principal, context: Context
     ) -> admin_pb.ForgetStepResponse:
         check_job(principal, request.job)
-        name = convert.name(request.name, "name")
-        await finished(self._engine.forget(convert.name(request.job, "job"), name))
+        job, name = convert.name(request.job, "job"), convert.name(request.name, "name")
+        await self._audit.call("ForgetStep", request, principal, context, self._engine.forget(job, name))
         return admin_pb.ForgetStepResponse()
 
     @needs(Right.TOKEN)
@@ -148,25 +166,66 @@ class StoreAdmin:
             state_dir=str(self._view.state_dir),
         )
 
-    def _job(self, name: str) -> Job:
-        """Return the job of a name.
+    @needs(Right.ADMIN)
+    async def ListSteps(self, request: admin_pb.ListStepsRequest) -> admin_pb.ListStepsResponse:
+        self.check_known(request.job)
+        return await self._view.steps(request.job)
 
-        Raises:
-            NotFoundError: there is no such job. The text lists the jobs that there are, for the operator.
-        """
-        convert.name(name, "job")
-        if name not in self._engine.jobs:
-            raise self._no_job(name)
-        return self._engine.job(name)
+    @needs(Right.ADMIN)
+    async def GetPrefetch(self, _: admin_pb.GetPrefetchRequest) -> admin_pb.GetPrefetchResponse:
+        return await self._view.prefetch()
 
-    def _no_job(self, name: str) -> NotFoundError:
-        """Return the error for an operator who names a job that is not there. Its text lists the jobs that are."""
-        known = ", ".join(self._view.job_names) or "none"
-        return NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+    @needs(Right.ADMIN)
+    async def ListEvents(self, request: admin_pb.ListEventsRequest) -> admin_pb.ListEventsResponse:
+        return self._recent_events(request, request.after)
+
+    @needs(Right.ADMIN, takes_context=True)
+    async def WatchEvents(
+        self, request: admin_pb.ListEventsRequest, context: Context
+    ) -> AsyncIterator[admin_pb.ListEventsResponse]:
+        # A number from before a restart may be higher than all that this daemon has given, and would never be reached.
+        seen = min(request.after, self._events.newest_number)
+        while True:
+            # The number is taken before the events are, so that no event is missed while the client takes them.
+            newest = self._events.newest_number
+            response = self._recent_events(request, seen)
+            if response.events:
+                yield response
+            seen = newest
+            await self._events.wait_after(seen)
+            # The check comes again each time, because the token may have been withdrawn since the last event.
+            self._gate.require_admin(context)
+
+    def _recent_events(self, request: admin_pb.ListEventsRequest, after: int) -> admin_pb.ListEventsResponse:
+        kinds = [_event_kind(word) for word in convert.batch(request.kinds, "kinds")]
+        limit = MAX_EVENTS if request.limit > MAX_EVENTS else request.limit or DEFAULT_EVENTS
+        return admin_pb.ListEventsResponse(
+            events=[
+                admin_pb.Event(
+                    number=event.number,
+                    unix_seconds=event.time,
+                    kind=event.kind,
+                    subject=event.subject,
+                    text=event.text,
+                )
+                for event in self._events.recent(limit, after=after, kinds=kinds)
+            ],
+            epoch=self._view.epoch,
+        )
+
+    @needs(Right.ADMIN)
+    async def GetConfig(self, _: admin_pb.GetConfigRequest) -> admin_pb.GetConfigResponse:
+        return describe_config(self._configuration.present)
+
+    @needs(Right.ADMIN)
+    async def GetVersion(self, _: admin_pb.GetVersionRequest) -> admin_pb.GetVersionResponse:
+        return describe_version(self._view.epoch, self._view.state_dir, self._started_at)
 
 
-def _no_job(name: str) -> NotFoundError:
-    return NotFoundError(f"there is no job {name!r}")
+def _event_kind(word: str) -> EventKind:
+    if word not in set(EventKind):
+        raise InvalidRequestError(f"kinds has {word!r}; the kinds of events are {', '.join(EventKind)}")
+    return EventKind(word)
 
 
 def _describe_kept(kept: Job, size: KeptSize | None) -> admin_pb.KeptStep:

@@ -7,6 +7,7 @@ never change the store.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,10 +21,13 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.vocabulary import TIER_TO_WIRE
 from storage.accounts import Holder, TierAccount
 from storage.engine import Engine
+from storage.prefetch import WindowState
 from storage.shard import TierName
+from storage.slices import in_slices
 from storage.tiers.base import TierCounters
 from storage.tiers.contract import Tier
 from storage.tiers.data_file import DataFile
+from storage.upkeep import HeldStep
 
 
 class StoreView:
@@ -42,7 +46,7 @@ class StoreView:
         self._sessions = sessions
         self._chunk_budget = chunk_budget
         self._watch = watch
-        self._epoch = epoch
+        self.epoch = epoch
         self.state_dir = state_dir.absolute()
 
     @property
@@ -66,7 +70,7 @@ class StoreView:
         """Return one reading of every tier."""
         return admin_pb.GetTiersResponse(
             tiers=[self._describe_tier(tier) for tier in self._engine.tiers],
-            epoch=self._epoch,
+            epoch=self.epoch,
             state_dir=str(self.state_dir),
             sessions=len(self._sessions),
             unix_seconds=time.time(),
@@ -119,6 +123,45 @@ class StoreView:
             detached=session.state is SessionState.DETACHED,
         )
 
+    async def prefetch(self) -> admin_pb.GetPrefetchResponse:
+        """Return the fetch queue, and the window of each session."""
+        queue, counters = self._engine.queue, self._engine.host.counters
+        windows = [self._describe_window(queue.window(owner)) async for owner in in_slices(queue.owners)]
+        state = queue.state
+        return admin_pb.GetPrefetchResponse(
+            in_flight_bytes=state.in_flight_bytes,
+            in_flight_budget_bytes=state.in_flight_budget_bytes,
+            running=state.running,
+            waiting=state.waiting,
+            demands=state.demands,
+            hits=counters.hits,
+            misses=counters.misses,
+            windows=windows,
+            jobs=[
+                admin_pb.GetPrefetchResponse.Fetched(job=job, bytes=fetched.nbytes, seconds=fetched.seconds)
+                for job, fetched in sorted(queue.fetched_by_job.items())
+            ],
+        )
+
+    def _describe_window(self, window: WindowState) -> admin_pb.GetPrefetchResponse.Window:
+        # The engine knows the owner of a window by the id of its session, which may have ended since.
+        session = next((session for session in self._sessions if session.session_id == window.owner), None)
+        return admin_pb.GetPrefetchResponse.Window(
+            client=session.client if session else "",
+            job=session.run.spec.name if session and session.run else "",
+            rank=max(0, session.rank) if session else 0,
+            slabs=window.slabs,
+            bytes=window.nbytes,
+            present=window.present,
+            running=window.running,
+            waiting=window.waiting,
+        )
+
+    async def steps(self, name: str) -> admin_pb.ListStepsResponse:
+        """Return the steps of a job that the store holds, oldest first. Visits all shards of the job."""
+        steps = [_describe_step(step) for step in await self._engine.held_steps(name)]
+        return admin_pb.ListStepsResponse(steps=steps, state_dir=str(self.state_dir))
+
     def job(self, name: str) -> admin_pb.JobInfo:
         """Return the figures of a job, which is attached, or committed, or has kept steps."""
         kept = self._engine.kept_steps(name)
@@ -146,6 +189,39 @@ class StoreView:
             committed_at_unix_seconds=None if newest is None else job.retained[newest].committed_at,
             kept_steps=len(kept),
         )
+
+    async def leading_jobs(self, most: int) -> tuple[Sequence[admin_pb.JobInfo], int]:
+        """Return the figures of at most so many jobs, and the number of all jobs.
+
+        Those with sessions come first, then those with the newest commits.
+        """
+        names = self.job_names
+        jobs = [self.job(name) async for name in in_slices(names)]
+        return heapq.nlargest(most, jobs, key=_rank), len(names)
+
+
+def _rank(job: admin_pb.JobInfo) -> tuple[bool, float]:
+    """Return a key by which jobs in use are the largest, and among the others those with the newest commits."""
+    return job.sessions > 0, job.committed_at_unix_seconds
+
+
+def _describe_step(step: HeldStep) -> admin_pb.StepInfo:
+    return admin_pb.StepInfo(
+        step=step.record.step,
+        layout=step.layout,
+        world_size=step.world_size,
+        committed_at_unix_seconds=step.record.committed_at,
+        newest=step.is_newest,
+        retained=step.is_retained,
+        durable=step.is_durable,
+        kept_as=step.kept_as,
+        readers=step.readers,
+        bytes=[
+            admin_pb.JobInfo.TierBytes(tier=TIER_TO_WIRE[tier], bytes=nbytes)
+            for tier, nbytes in step.size_bytes.items()
+        ],
+        alone_bytes=step.alone_bytes,
+    )
 
 
 def _describe_account(account: TierAccount) -> admin_pb.TierAccount:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from paramserver.events import EventKind, EventLog
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
 from storage.shard import JobSpec
@@ -100,13 +102,36 @@ class Run(Generic[MemberT]):
 class Runs(Generic[MemberT]):
     """The newest run of each job."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, events: EventLog) -> None:
         self._engine = engine
+        self._events = events
         self._runs: dict[str, Run[MemberT]] = {}
+        # The jobs that no rank may open now.
+        self._closed: set[str] = set()
 
     def ranks_of(self, job: str) -> Collection[MemberT]:
         """Return the ranks that are attached to a job."""
         return self._runs[job].ranks.values() if job in self._runs else ()
+
+    @contextmanager
+    def closed(self, job: str) -> Iterator[None]:
+        """Keep ranks from opening a job as long as the context lasts.
+
+        Raises:
+            ConflictError: ranks are attached to the job, or another caller keeps it closed.
+        """
+        if attached := len(self.ranks_of(job)):
+            raise ConflictError(f"job {job!r} has {attached} sessions attached; stop its trainers first")
+        self._check_not_closed(job)
+        self._closed.add(job)
+        try:
+            yield
+        finally:
+            self._closed.discard(job)
+
+    def _check_not_closed(self, job: str) -> None:
+        if job in self._closed:
+            raise ConflictError(f"job {job!r} is being rolled back by an operator; try again")
 
     def enter(
         self, member: MemberT, spec: JobSpec, run_id: str, rank: int, *, may_exist: bool, must_exist: bool
@@ -114,11 +139,12 @@ class Runs(Generic[MemberT]):
         """Add a rank to its run, and return the run. The first rank of a run opens the job.
 
         Raises:
-            ConflictError: another run holds the job, or the rank is attached already.
+            ConflictError: another run holds the job, or the rank is attached already, or the job is closed.
             InvalidRequestError: the rank describes the job in another way than the run's first rank.
             StepAbortedError: a rank of the run has gone.
             StorageError: the run's first rank could not open the job.
         """
+        self._check_not_closed(spec.name)
         run = self._runs.get(spec.name)
         if run is None or (run.run_id != run_id and not run.ranks):
             # If the job cannot be opened, each rank that waits for it raises the error.
@@ -145,7 +171,10 @@ class Runs(Generic[MemberT]):
     async def _open(self, previous: Run[MemberT] | None, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
         if previous is not None and previous.committing is not None:
             await asyncio.wait([previous.committing])
-        return await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist)
+        job = await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist)
+        found = "without a committed step" if job.newest is None else f"at step {job.newest}"
+        self._events.add(EventKind.JOB, spec.name, f"a run of {spec.world_size} ranks opened the job, {found}")
+        return job
 
     async def begin_layout(self, run: Run[MemberT], first_step: int) -> None:
         """Give the run's job the layout that the run's spec names. Return when the job has it.
@@ -210,11 +239,16 @@ class Runs(Generic[MemberT]):
             durable = await self._engine.commit(job, vote.step, vote.client_states, settled)
         except StorageError as error:
             log.error("step %d of job %s was not committed: %s", vote.step, job.spec.name, error)
+            self._events.add(EventKind.COMMIT, job.spec.name, f"step {vote.step} was not committed: {error}")
             vote.done.set_exception(error)
         except Exception as error:
             log.exception("step %d of job %s was not committed", vote.step, job.spec.name)
+            failed = f"step {vote.step} was not committed: internal error ({type(error).__name__}); see the log"
+            self._events.add(EventKind.COMMIT, job.spec.name, failed)
             vote.done.set_exception(error)
         else:
+            how = "committed, durable" if durable else "committed, in memory"
+            self._events.add(EventKind.COMMIT, job.spec.name, f"step {vote.step} was {how}")
             vote.done.set_result(durable)
         finally:
             run.vote = None
@@ -244,3 +278,5 @@ class Runs(Generic[MemberT]):
             await asyncio.wait([run.committing])
         if self._runs.get(run.spec.name) is run:
             await self._engine.end_run(job)
+            left = "before its first commit" if job.newest is None else f"at step {job.newest}"
+            self._events.add(EventKind.JOB, run.spec.name, f"the last rank left the job, {left}")

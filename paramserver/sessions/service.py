@@ -15,12 +15,15 @@ from typing import Any
 
 import grpc.aio
 
+from paramserver.contract.tiers import tier_name
 from paramserver.errors import UnavailableError
+from paramserver.events import EventKind, EventLog
 from paramserver.process.background import repeat
 from paramserver.rpc import convert
 from paramserver.security.gate import Context, Gate, RefusedError, certificate_name, check_owner
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
+from paramserver.sessions.drain import Drain
 from paramserver.sessions.notices import Notice, NoticeBoard
 from paramserver.sessions.seats import Visitor
 from paramserver.sessions.session import Session, SessionState
@@ -43,7 +46,14 @@ class SessionService:
     """The method behind the Session call, and the notices to all clients."""
 
     def __init__(
-        self, engine: Engine, sessions: Sessions, gate: Gate, quotas: Quotas, welcome: pb.SessionResponse.Welcome
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        gate: Gate,
+        quotas: Quotas,
+        welcome: pb.SessionResponse.Welcome,
+        events: EventLog,
+        drain: Drain,
     ) -> None:
         """Begin to look for notices.
 
@@ -53,11 +63,15 @@ class SessionService:
             gate: checks the token again at each heartbeat.
             quotas: limit the sessions of a token.
             welcome: what the welcomes of all sessions have in common.
+            events: gets the notices, too.
+            drain: says whether new sessions are accepted.
         """
         self._sessions = sessions
         self._gate = gate
         self._quotas = quotas
         self._welcome = welcome
+        self._events = events
+        self._drain = drain
         self._board = NoticeBoard(engine)
         self._stopping = False
         self._looking = asyncio.ensure_future(repeat("a look at the tiers", LOOK_SECONDS, self._look))
@@ -115,6 +129,7 @@ class SessionService:
             raise UnavailableError("the store daemon is shutting down; connect again when it has been started anew")
         client = convert.name(hello.client, "hello.client")
         if not hello.session_id:
+            self._drain.check_open()
             return self._sessions.open(client, visitor, stream)
         session = self._sessions.get(hello.session_id)
         check_owner(visitor.owner, session.owner)
@@ -133,6 +148,8 @@ class SessionService:
     async def _look(self) -> None:
         for notice in self._board.look():
             log.warning("%s", notice.text)
+            kind = EventKind.BUDGET if notice.tier == pb.TIER_HOST else EventKind.TIER
+            self._events.add(kind, tier_name(notice.tier), notice.text)
             self._announce(notice)
 
     def _announce(self, notice: Notice) -> None:

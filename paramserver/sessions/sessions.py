@@ -18,9 +18,11 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from paramserver.events import EventKind, EventLog
 from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.sessions.grants import Grants
@@ -59,13 +61,16 @@ class SessionLimits:
 class Sessions:
     """All sessions of the daemon."""
 
-    def __init__(self, engine: Engine, limits: SessionLimits, quotas: Quotas, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: Engine, limits: SessionLimits, quotas: Quotas, events: EventLog, on_end: Callable[[str], None]
+    ) -> None:
         """Make the sessions of a daemon, of which there are none yet.
 
         Args:
             engine: gives the arena's slots, and what the sessions lease and read.
             limits: see config.py.
             quotas: limit the host memory that the jobs and tokens lease.
+            events: gets the beginning and the end of each session, and the commits of the runs.
             on_end: is called with the id of each session that ends.
         """
         self.limits = limits
@@ -74,8 +79,9 @@ class Sessions:
         self._on_end = on_end
         self.quarantine = Quarantine(engine.host)
         self._engine = engine
+        self._events = events
         self._slots = engine.arena.slots
-        self._runs: Runs[Session] = Runs(engine)
+        self._runs: Runs[Session] = Runs(engine, events)
         self._sessions: dict[str, Session] = {}
         self._seats = Seats(limits.seats)
         self.grants = Grants(engine, HostQuota(quotas, engine, self._leases_of))
@@ -134,6 +140,7 @@ class Sessions:
         self._sessions[session.session_id] = session
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         log.info("session opened by %s", client)
+        self._events.add(EventKind.SESSION, client, f"a session began, from {visitor.peer}")
         return session
 
     def take_up(self, session: Session, peer: str, stream: SessionStream) -> None:
@@ -149,6 +156,7 @@ class Sessions:
         session.heard()
         self._expect(session, self.limits.heartbeat_timeout_seconds)
         log.info("session of %s taken up again", session.client)
+        self._events.add(EventKind.SESSION, session.client, f"the session was taken up again, from {peer}")
 
     def detach(self, session: Session, stream: SessionStream) -> None:
         """Detach a session whose stream broke: from now on the client has the grace time to take it up again.
@@ -159,6 +167,7 @@ class Sessions:
             session.state = SessionState.DETACHED
             self._expect(session, self.limits.grace_seconds)
             log.info("stream of %s broke", session.client)
+            self._events.add(EventKind.SESSION, session.client, "the session's connection broke")
 
     def _expect(self, session: Session, seconds: float) -> None:
         """Set the session's timer, so that the session ends unless its client is heard within that time."""
@@ -203,6 +212,7 @@ class Sessions:
             reader.close()
         session.readers.clear()
         log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
+        self._events.add(EventKind.SESSION, session.client, f"the session ended ({reason}); {held} leases voided")
         if session.run is not None:
             self._runs.leave(session.run, session.rank)
         self._in_background(self._clean_up(leases, session.run))
@@ -265,6 +275,10 @@ class Sessions:
                 self._runs.leave(run, rank)
                 session.run, session.rank = None, -1
             raise
+
+    def closed(self, job: str) -> AbstractContextManager[None]:
+        """Keep ranks from opening a job as long as the context lasts; see Runs.closed."""
+        return self._runs.closed(job)
 
     async def begin_layout(self, session: Session, first_step: int) -> None:
         """Give the session's job another layout; see Runs.begin_layout."""

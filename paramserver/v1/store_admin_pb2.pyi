@@ -7,6 +7,307 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ReloadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadResponse(_message.Message):
+    __slots__ = ("changed", "restart_needed")
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    RESTART_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    changed: _containers.RepeatedScalarFieldContainer[str]
+    restart_needed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, changed: _Optional[_Iterable[str]] = ..., restart_needed: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListStepsRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class ListStepsResponse(_message.Message):
+    __slots__ = ("steps", "state_dir")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIR_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[StepInfo]
+    state_dir: str
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepInfo, _Mapping]]] = ..., state_dir: _Optional[str] = ...) -> None: ...
+
+class StepInfo(_message.Message):
+    __slots__ = ("step", "layout", "world_size", "committed_at_unix_seconds", "newest", "retained", "durable", "kept_as", "readers", "bytes", "alone_bytes")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_AS_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    layout: str
+    world_size: int
+    committed_at_unix_seconds: float
+    newest: bool
+    retained: bool
+    durable: bool
+    kept_as: _containers.RepeatedScalarFieldContainer[str]
+    readers: int
+    bytes: _containers.RepeatedCompositeFieldContainer[JobInfo.TierBytes]
+    alone_bytes: int
+    def __init__(self, step: _Optional[int] = ..., layout: _Optional[str] = ..., world_size: _Optional[int] = ..., committed_at_unix_seconds: _Optional[float] = ..., newest: _Optional[bool] = ..., retained: _Optional[bool] = ..., durable: _Optional[bool] = ..., kept_as: _Optional[_Iterable[str]] = ..., readers: _Optional[int] = ..., bytes: _Optional[_Iterable[_Union[JobInfo.TierBytes, _Mapping]]] = ..., alone_bytes: _Optional[int] = ...) -> None: ...
+
+class GetPrefetchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPrefetchResponse(_message.Message):
+    __slots__ = ("in_flight_bytes", "in_flight_budget_bytes", "running", "waiting", "demands", "hits", "misses", "windows", "jobs")
+    class Window(_message.Message):
+        __slots__ = ("client", "job", "rank", "slabs", "bytes", "present", "running", "waiting")
+        CLIENT_FIELD_NUMBER: _ClassVar[int]
+        JOB_FIELD_NUMBER: _ClassVar[int]
+        RANK_FIELD_NUMBER: _ClassVar[int]
+        SLABS_FIELD_NUMBER: _ClassVar[int]
+        BYTES_FIELD_NUMBER: _ClassVar[int]
+        PRESENT_FIELD_NUMBER: _ClassVar[int]
+        RUNNING_FIELD_NUMBER: _ClassVar[int]
+        WAITING_FIELD_NUMBER: _ClassVar[int]
+        client: str
+        job: str
+        rank: int
+        slabs: int
+        bytes: int
+        present: int
+        running: int
+        waiting: int
+        def __init__(self, client: _Optional[str] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., slabs: _Optional[int] = ..., bytes: _Optional[int] = ..., present: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
+    class Fetched(_message.Message):
+        __slots__ = ("job", "bytes", "seconds")
+        JOB_FIELD_NUMBER: _ClassVar[int]
+        BYTES_FIELD_NUMBER: _ClassVar[int]
+        SECONDS_FIELD_NUMBER: _ClassVar[int]
+        job: str
+        bytes: int
+        seconds: float
+        def __init__(self, job: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    DEMANDS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    in_flight_bytes: int
+    in_flight_budget_bytes: int
+    running: int
+    waiting: int
+    demands: int
+    hits: int
+    misses: int
+    windows: _containers.RepeatedCompositeFieldContainer[GetPrefetchResponse.Window]
+    jobs: _containers.RepeatedCompositeFieldContainer[GetPrefetchResponse.Fetched]
+    def __init__(self, in_flight_bytes: _Optional[int] = ..., in_flight_budget_bytes: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., demands: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., windows: _Optional[_Iterable[_Union[GetPrefetchResponse.Window, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[GetPrefetchResponse.Fetched, _Mapping]]] = ...) -> None: ...
+
+class ListEventsRequest(_message.Message):
+    __slots__ = ("limit", "after", "kinds")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    after: int
+    kinds: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, limit: _Optional[int] = ..., after: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListEventsResponse(_message.Message):
+    __slots__ = ("events", "epoch")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    epoch: str
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("number", "unix_seconds", "kind", "subject", "text")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    unix_seconds: float
+    kind: str
+    subject: str
+    text: str
+    def __init__(self, number: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., subject: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class GetConfigRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetConfigResponse(_message.Message):
+    __slots__ = ("keys",)
+    class Key(_message.Message):
+        __slots__ = ("key", "value", "is_default")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        IS_DEFAULT_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        is_default: bool
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ..., is_default: _Optional[bool] = ...) -> None: ...
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedCompositeFieldContainer[GetConfigResponse.Key]
+    def __init__(self, keys: _Optional[_Iterable[_Union[GetConfigResponse.Key, _Mapping]]] = ...) -> None: ...
+
+class GetVersionRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetVersionResponse(_message.Message):
+    __slots__ = ("version", "epoch", "state_dir", "host", "pid", "started_at_unix_seconds", "python", "torch", "grpc", "catalog_format")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIR_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_FIELD_NUMBER: _ClassVar[int]
+    TORCH_FIELD_NUMBER: _ClassVar[int]
+    GRPC_FIELD_NUMBER: _ClassVar[int]
+    CATALOG_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    epoch: str
+    state_dir: str
+    host: str
+    pid: int
+    started_at_unix_seconds: float
+    python: str
+    torch: str
+    grpc: str
+    catalog_format: int
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[str] = ..., state_dir: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., started_at_unix_seconds: _Optional[float] = ..., python: _Optional[str] = ..., torch: _Optional[str] = ..., grpc: _Optional[str] = ..., catalog_format: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("verified_bytes", "total_bytes", "damage")
+    class Damage(_message.Message):
+        __slots__ = ("version", "offset", "bytes", "fqns", "text")
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        OFFSET_FIELD_NUMBER: _ClassVar[int]
+        BYTES_FIELD_NUMBER: _ClassVar[int]
+        FQNS_FIELD_NUMBER: _ClassVar[int]
+        TEXT_FIELD_NUMBER: _ClassVar[int]
+        version: str
+        offset: int
+        bytes: int
+        fqns: _containers.RepeatedScalarFieldContainer[str]
+        text: str
+        def __init__(self, version: _Optional[str] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., fqns: _Optional[_Iterable[str]] = ..., text: _Optional[str] = ...) -> None: ...
+    VERIFIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGE_FIELD_NUMBER: _ClassVar[int]
+    verified_bytes: int
+    total_bytes: int
+    damage: _containers.RepeatedCompositeFieldContainer[VerifyResponse.Damage]
+    def __init__(self, verified_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., damage: _Optional[_Iterable[_Union[VerifyResponse.Damage, _Mapping]]] = ...) -> None: ...
+
+class EvictCopiesRequest(_message.Message):
+    __slots__ = ("job", "all_jobs")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ALL_JOBS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    all_jobs: bool
+    def __init__(self, job: _Optional[str] = ..., all_jobs: _Optional[bool] = ...) -> None: ...
+
+class EvictCopiesResponse(_message.Message):
+    __slots__ = ("copies", "bytes", "left_bytes")
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    copies: int
+    bytes: int
+    left_bytes: int
+    def __init__(self, copies: _Optional[int] = ..., bytes: _Optional[int] = ..., left_bytes: _Optional[int] = ...) -> None: ...
+
+class PromoteJobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class PromoteJobResponse(_message.Message):
+    __slots__ = ("slabs", "bytes", "present_bytes", "left_bytes")
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    slabs: int
+    bytes: int
+    present_bytes: int
+    left_bytes: int
+    def __init__(self, slabs: _Optional[int] = ..., bytes: _Optional[int] = ..., present_bytes: _Optional[int] = ..., left_bytes: _Optional[int] = ...) -> None: ...
+
+class RollBackJobRequest(_message.Message):
+    __slots__ = ("job", "step")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    step: int
+    def __init__(self, job: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class RollBackJobResponse(_message.Message):
+    __slots__ = ("former_step",)
+    FORMER_STEP_FIELD_NUMBER: _ClassVar[int]
+    former_step: int
+    def __init__(self, former_step: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDrainResponse(_message.Message):
+    __slots__ = ("draining", "since_unix_seconds", "sessions", "waiting", "ready")
+    class Waiting(_message.Message):
+        __slots__ = ("client", "job", "rank", "why")
+        CLIENT_FIELD_NUMBER: _ClassVar[int]
+        JOB_FIELD_NUMBER: _ClassVar[int]
+        RANK_FIELD_NUMBER: _ClassVar[int]
+        WHY_FIELD_NUMBER: _ClassVar[int]
+        client: str
+        job: str
+        rank: int
+        why: str
+        def __init__(self, client: _Optional[str] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SINCE_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    since_unix_seconds: float
+    sessions: int
+    waiting: _containers.RepeatedCompositeFieldContainer[GetDrainResponse.Waiting]
+    ready: bool
+    def __init__(self, draining: _Optional[bool] = ..., since_unix_seconds: _Optional[float] = ..., sessions: _Optional[int] = ..., waiting: _Optional[_Iterable[_Union[GetDrainResponse.Waiting, _Mapping]]] = ..., ready: _Optional[bool] = ...) -> None: ...
+
 class KeepStepRequest(_message.Message):
     __slots__ = ("job", "step", "name", "note")
     JOB_FIELD_NUMBER: _ClassVar[int]

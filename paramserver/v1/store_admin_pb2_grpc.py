@@ -84,6 +84,76 @@ class StoreAdminStub:
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsResponse.FromString,
                 _registered_method=True)
+        self.ListSteps = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/ListSteps',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListStepsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListStepsResponse.FromString,
+                _registered_method=True)
+        self.GetPrefetch = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/GetPrefetch',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetPrefetchRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetPrefetchResponse.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/ListEvents',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/paramserver.v1.StoreAdmin/WatchEvents',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.GetConfig = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/GetConfig',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetConfigRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetConfigResponse.FromString,
+                _registered_method=True)
+        self.GetVersion = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/GetVersion',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetVersionRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetVersionResponse.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/paramserver.v1.StoreAdmin/Verify',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.VerifyResponse.FromString,
+                _registered_method=True)
+        self.EvictCopies = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/EvictCopies',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.EvictCopiesRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.EvictCopiesResponse.FromString,
+                _registered_method=True)
+        self.PromoteJob = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/PromoteJob',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.PromoteJobRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.PromoteJobResponse.FromString,
+                _registered_method=True)
+        self.RollBackJob = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/RollBackJob',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.RollBackJobRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.RollBackJobResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/Drain',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/Undrain',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.FromString,
+                _registered_method=True)
+        self.GetDrain = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/GetDrain',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetDrainRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.FromString,
+                _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/Reload',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
 
 
 class StoreAdminServicer:
@@ -161,6 +231,109 @@ class StoreAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSteps(self, request, context):
+        """Returns the steps of a job that the store holds, oldest first: those that the job can return to, those that are
+        kept, and those that only readers hold. Visits all shards of the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPrefetch(self, request, context):
+        """Returns the prefetch queue: what each session needs soon, and what is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """Returns the newest events of the daemon, which it keeps in memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """Sends the newest events, then each new one, until the client cancels.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetConfig(self, request, context):
+        """Returns the configuration with which the daemon runs. It has paths of files with secrets, and no secret.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetVersion(self, request, context):
+        """Returns the versions of the daemon and of what it runs on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads and verifies all committed bytes on NVMe, of one job or of all, and sends its progress. Clients' reads and
+        writes go first. FAILED_PRECONDITION while another verification is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictCopies(self, request, context):
+        """Evicts the copies in host memory that are not in use and whose bytes are on another tier, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromoteJob(self, request, context):
+        """Brings the newest bytes of a job into host memory, as far as there is free room. Evicts nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollBackJob(self, request, context):
+        """Makes a retained step of a job the newest one again, and discards the newer ones. Kept steps stay.
+        FAILED_PRECONDITION while a session is attached to the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Begins to drain the daemon: it accepts no new session, and its health service answers NOT_SERVING for
+        ParameterStore. Sessions that are open go on. A repeated call has no effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Ends the draining. A repeated call has no effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDrain(self, request, context):
+        """Returns whether the daemon is being drained, and for which sessions it waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Reads the daemon's configuration again, and uses its quotas from now on. FAILED_PRECONDITION if it cannot be used;
+        then nothing changes. Changed certificates and tokens are used without this call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StoreAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -213,6 +386,76 @@ def add_StoreAdminServicer_to_server(servicer, server):
                     servicer.ListKeptSteps,
                     request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsResponse.SerializeToString,
+            ),
+            'ListSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSteps,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListStepsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListStepsResponse.SerializeToString,
+            ),
+            'GetPrefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPrefetch,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetPrefetchRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetPrefetchResponse.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListEventsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ListEventsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'GetConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetConfig,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetConfigRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetConfigResponse.SerializeToString,
+            ),
+            'GetVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVersion,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetVersionRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetVersionResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.VerifyRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.VerifyResponse.SerializeToString,
+            ),
+            'EvictCopies': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictCopies,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.EvictCopiesRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.EvictCopiesResponse.SerializeToString,
+            ),
+            'PromoteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromoteJob,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.PromoteJobRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.PromoteJobResponse.SerializeToString,
+            ),
+            'RollBackJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBackJob,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.RollBackJobRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.RollBackJobResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.DrainRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.UndrainRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.SerializeToString,
+            ),
+            'GetDrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDrain,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.GetDrainRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.ReloadRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -485,6 +728,384 @@ class StoreAdmin:
             '/paramserver.v1.StoreAdmin/ListKeptSteps',
             paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsRequest.SerializeToString,
             paramserver_dot_v1_dot_store__admin__pb2.ListKeptStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/ListSteps',
+            paramserver_dot_v1_dot_store__admin__pb2.ListStepsRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.ListStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPrefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/GetPrefetch',
+            paramserver_dot_v1_dot_store__admin__pb2.GetPrefetchRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.GetPrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/ListEvents',
+            paramserver_dot_v1_dot_store__admin__pb2.ListEventsRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/WatchEvents',
+            paramserver_dot_v1_dot_store__admin__pb2.ListEventsRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/GetConfig',
+            paramserver_dot_v1_dot_store__admin__pb2.GetConfigRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.GetConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/GetVersion',
+            paramserver_dot_v1_dot_store__admin__pb2.GetVersionRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.GetVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/Verify',
+            paramserver_dot_v1_dot_store__admin__pb2.VerifyRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictCopies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/EvictCopies',
+            paramserver_dot_v1_dot_store__admin__pb2.EvictCopiesRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.EvictCopiesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromoteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/PromoteJob',
+            paramserver_dot_v1_dot_store__admin__pb2.PromoteJobRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.PromoteJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBackJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/RollBackJob',
+            paramserver_dot_v1_dot_store__admin__pb2.RollBackJobRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.RollBackJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/Drain',
+            paramserver_dot_v1_dot_store__admin__pb2.DrainRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/Undrain',
+            paramserver_dot_v1_dot_store__admin__pb2.UndrainRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/GetDrain',
+            paramserver_dot_v1_dot_store__admin__pb2.GetDrainRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.GetDrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/Reload',
+            paramserver_dot_v1_dot_store__admin__pb2.ReloadRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,14 +32,17 @@ _FILES: tuple[FileDescriptor, ...] = (
     health_pb2.DESCRIPTOR,
     reflection_pb2.DESCRIPTOR,
 )
+# A drained daemon refuses the sessions of all clients of the campaign, so no client calls these.
+NOT_CALLED = ("Drain", "Undrain")
 METHODS: Mapping[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
     for file in _FILES
     for service in file.services_by_name.values()
     for method in service.methods
+    if method.name not in NOT_CALLED
 }
 # By contract these calls last until another client has done something, or until their own client ends them.
-_WAITING = ("AcquireLeases", "CommitStep", "WatchJob", "WatchTiers", "Session", "Read", "Write", "Watch")
+_WAITING = ("AcquireLeases", "CommitStep", "WatchJob", "WatchTiers", "WatchEvents", "Session", "Read", "Write", "Watch")
 WAITING = frozenset(path for path, method in METHODS.items() if method.name in (*_WAITING, "ServerReflectionInfo"))
 
 REFUSALS = {

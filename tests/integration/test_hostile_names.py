@@ -17,6 +17,7 @@ from paramserver.admin.cli import app
 from paramserver.contract.printable import printable
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.vocabulary import KIND_TO_WIRE
 from storage.shard import Kind
 from tests.hostile_names import ACCEPTED, REFUSED
 from tests.integration.support.daemon import Daemon
@@ -41,17 +42,22 @@ def test_every_verb_shows_a_name_that_is_printable(daemon: Daemon, clients: Clie
     rank.train(1, 1)
     tables = [admin(daemon, verb) for verb in ("tiers", "jobs", "sessions")]
     tables.append(admin(daemon, "shards", "--", name))
+    kind = KIND_TO_WIRE[Kind.PARAM]
+    rank.call("Prefetch", wants=[pb.PrefetchRequest.Want(slab=pb.SlabName(group=name[:300], kind=kind))])
+    tables += [admin(daemon, *verb) for verb in (("top", "--once"), ("events", "-n", "5"), ("prefetch",))]
+    tables.append(admin(daemon, "versions", "--", name))
     for table in tables:
         assert_harmless(table)
     if len(name) < 20:
-        assert all(name in without_lines(table) for table in tables[1:])
+        assert all(name in without_lines(table) for table in tables[1:8])
     (job,) = json.loads(admin(daemon, "jobs", "--json"))["jobs"]
     (session,) = json.loads(admin(daemon, "sessions", "--json"))["sessions"]
     shards = json.loads(admin(daemon, "shards", "--json", "--", name))["shards"]
     assert job["name"] == session["client"] == session["job"] == name
     assert {shard["group"] for shard in shards} == {name[:300]}
     # The daemon quotes the name in an error message and in its log.
-    assert_harmless(admin(daemon, "delete-job", "--yes", "--", name, code=1))
+    for verb, *arguments in (("delete-job",), ("rollback", "0")):
+        assert_harmless(admin(daemon, verb, "--yes", "--", name, *arguments, code=1))
     with refused(CODE.NOT_FOUND):
         rank.acquire(name + "?", Kind.PARAM, pb.LEASE_MODE_READ)
     rank.close()

@@ -87,7 +87,7 @@ def test_the_endpoint_answers_while_other_callers_are_silent(tmp_path: Path) -> 
         silent = [socket.create_connection((host, port)) for _ in range(MOST_REQUESTS - 1)]
         try:
             assert "paramserver_build_info" in read(address)
-            assert status_of(address, path="/") == 404
+            assert status_of(address, path="/metric") == 404
             with socket.create_connection((host, port)) as hostile:
                 hostile.sendall(b"\x16\x03\x01" + bytes(200) + b"\r\n\r\n")
                 assert b"200" not in hostile.recv(64)
@@ -137,6 +137,14 @@ def test_metrics_over_mutual_tls(tmp_path: Path) -> None:
         assert "paramserver_build_info" in read(address, context=known), "renewed certificates are in use"
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log
+
+
+def test_a_daemon_that_is_started_again_has_its_address_at_once(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    for _ in range(2):
+        with Daemon(tmp_path / "state", {"metrics_listen": address}) as daemon:
+            assert "paramserver_build_info" in read(address)
+            assert daemon.stop() == 0
 
 
 def test_an_address_in_use_is_an_error_at_the_start(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.config import DaemonConfig, load_config
+from paramserver.config import ENVIRONMENT_PREFIX, DaemonConfig, load_config
 from paramserver.contract.sockets import MAX_NAME_BYTES
 from paramserver.errors import ConfigError
 
@@ -158,11 +158,83 @@ def test_variables_go_before_the_file_and_after_flags(tmp_path: Path) -> None:
     assert config.nvme_dirs == (Path("/a"), Path("/b c")) and config.huge_pages
 
 
+# A value of each key, in the file and in a variable.
+EVERY_KEY = {
+    "state_dir": ('"/d"', "/d"),
+    "host_budget": ('"2GiB"', "2GiB"),
+    "nvme_budget": ("3000000000", "3000000000"),
+    "nvme_dirs": ('["/a", "/b c"]', "/a:/b c"),
+    "scrub_bandwidth": ("0", "0"),
+    "device_timeout_seconds": ("2.5", "2.5"),
+    "socket": ('"/run/s"', "/run/s"),
+    "listen": ('"10.0.0.5:7411"', "10.0.0.5:7411"),
+    "insecure": ("false", "false"),
+    "tls_certificate": ('"/c"', "/c"),
+    "tls_key": ('"/k"', "/k"),
+    "tls_client_ca": ('"/a"', "/a"),
+    "token_file": ('"/t"', "/t"),
+    "quotas": (
+        '{default = {sessions = 8}, job = [{pattern = "a-*", host_bytes = "1GiB"}], token = [{name = "b", jobs = 2}]}',
+    )
+    * 2,
+    "metrics_listen": ('"[::]:9464"', "[::]:9464"),
+    "metrics_jobs": ("7", "7"),
+    "page": ("false", "false"),
+    "audit_log": ('"/d/audit"', "/d/audit"),
+    "audit_log_bytes": ('"1MiB"', "1MiB"),
+    "health_listen": ('"0.0.0.0:7412"', "0.0.0.0:7412"),
+    "log_level": ('"debug"', "debug"),
+    "log_format": ('"json"', "json"),
+    "io_read_threads": ("5", "5"),
+    "io_write_threads": ("6", "6"),
+    "optimizer_threads": ("3", "3"),
+    "worker_nice": ("4", "4"),
+    "numa_node": ("1", "1"),
+    "huge_pages": ("true", "true"),
+    "lock_memory": ("true", "true"),
+    "admission_timeout_seconds": ("7.5", "7.5"),
+    "heartbeat_timeout_seconds": ("20", "20"),
+    "session_grace_seconds": ("3", "3"),
+    "max_sessions": ("500", "500"),
+    "reserved_sessions": ("9", "9"),
+    "max_sessions_per_identity": ("11", "11"),
+    "max_sessions_per_address": ("12", "12"),
+    "connection_idle_seconds": ("13", "13"),
+    "stream_budget": ('"32MiB"', "32MiB"),
+    "stream_window": ('"2MiB"', "2MiB"),
+    "stream_stall_seconds": ("14", "14"),
+}
+# It excludes huge_pages, so it has a test of its own.
+ARENA_FILE = ('"/dev/shm/arena"', "/dev/shm/arena")
+
+
+def test_every_key_has_a_variable_that_means_what_the_file_means(tmp_path: Path) -> None:
+    assert {*EVERY_KEY, "arena_file"} == set(DaemonConfig.model_fields)
+    others = {key: value for key, value in EVERY_KEY.items() if key != "huge_pages"} | {"arena_file": ARENA_FILE}
+    for chosen in (EVERY_KEY, others):
+        by_file = load_config(written(tmp_path, "".join(f"{key} = {value[0]}\n" for key, value in chosen.items())), {})
+        by_variables = load_config(
+            None, {}, {f"{ENVIRONMENT_PREFIX}{key.upper()}": value[1] for key, value in chosen.items()}
+        )
+
+        assert by_variables == by_file
+        assert set(by_variables.model_fields_set) == set(chosen)
+    assert by_variables.quotas.token[0].jobs == 2
+
+
+def test_the_health_service_may_be_open_to_others_because_it_has_no_secret() -> None:
+    assert load_config(None, {"state_dir": "/d", "health_listen": "0.0.0.0:7412"}).health_listen == "0.0.0.0:7412"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("HOST_BUDGT", "1GiB", "PARAMSERVER_SERVE_HOST_BUDGT: .*did you mean PARAMSERVER_SERVE_HOST_BUDGET"),
-        ("QUOTAS", "{}", "PARAMSERVER_SERVE_QUOTAS: 'quotas' is a table"),
+        ("QUOTAS", "64", "PARAMSERVER_SERVE_QUOTAS: write an inline table of TOML"),
+        ("QUOTAS", "{default = 64", "PARAMSERVER_SERVE_QUOTAS: write an inline table of TOML.*is not: "),
+        ("QUOTAS", "{}\nother = 1", "PARAMSERVER_SERVE_QUOTAS: write an inline table of TOML"),
+        ("QUOTAS", "{default = {sesions = 64}}", "unknown key 'quotas.default.sesions'"),
+        ("HEALTH_LISTEN", "7412", "'7412' is not HOST:PORT"),
         ("HOST_BUDGET", "much", "host_budget = 'much'"),
     ],
 )

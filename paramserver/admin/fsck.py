@@ -1,0 +1,63 @@
+"""The verb `paramserver-admin fsck`, which needs no daemon."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from paramserver.admin import printers
+from paramserver.admin.connection import AsJson, interruptible
+from paramserver.admin.exit_codes import ExitCode
+from paramserver.contract.printable import printable
+
+
+def fsck(
+    state_dir: Annotated[Path, typer.Argument(help="The state directory, which no daemon uses.")],
+    nvme_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory of a data file that is not where the catalog saw it last; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a state directory without a daemon: its catalog, its data files and every committed byte.
+
+    The exit status is 4 if the catalog or a data file is damaged, and 1 if they cannot be checked, for example because
+    a daemon uses them. Data files are only read.
+    """
+    # These modules import torch, which takes a second, and no other verb needs it.
+    from storage.errors import DataLossError, StorageError
+    from storage.fsck import StateCheck, check_state
+
+    check = StateCheck()
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    try:
+        with (
+            interruptible(),
+            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+        ):
+            task = bar.add_task("")
+            for check in check_state(state_dir, nvme_dir or ()):
+                bar.update(task, completed=check.verified_bytes, total=check.total_bytes)
+    except DataLossError as error:
+        check.problems.append(str(error))
+    except StorageError as error:
+        typer.echo(f"paramserver-admin: {printable(error)}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+    if as_json:
+        print(json.dumps({"state_dir": str(state_dir.absolute()), **asdict(check)}))
+    else:
+        what = f"{check.jobs} jobs, {check.kept_steps} kept steps, {check.versions} versions, "
+        out = printers.console()
+        for problem in check.problems:
+            out.print(printers.text(problem, "red"))
+        verdict = f"{len(check.problems)} problems" if check.problems else "no damage"
+        out.print(printers.text(f"{what}{decimal(check.verified_bytes)} verified: {verdict}"))
+    raise typer.Exit(ExitCode.BAD_STATE if check.problems else ExitCode.DONE)

@@ -1,0 +1,188 @@
+"""One question to one daemon, or to several at the same time, and what is printed of their answers.
+
+Owns the forms of the output: of one daemon its answer, of several each answer with its address and then their total.
+Must never hide that a daemon did not answer: it is named on standard error, and the exit status says so.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+import typer
+from rich.console import Group, RenderableType
+
+from paramserver.admin import printers
+from paramserver.admin.connection import (
+    ADDRESS_MISSING,
+    UnreachableError,
+    channel_for,
+    connect,
+    explained,
+    fail,
+    interruptible,
+)
+from paramserver.admin.exit_codes import ExitCode
+from paramserver.contract.printable import printable
+from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
+
+ResultT = TypeVar("ResultT")
+
+# The daemons that are asked at the same time.
+MOST_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Generic[ResultT]):
+    """The result of one daemon; without a result, `error` says why."""
+
+    address: str
+    result: ResultT | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Generic[ResultT]):
+    """A question to daemons, and the forms of its answer.
+
+    Attributes:
+        call: asks one daemon, whose address it gets, too.
+        show: returns the answer for people.
+        values: returns the answer as values for JSON.
+        total: returns the answer of all daemons together; None: such answers cannot be added.
+        verdict: returns the exit status that an answer stands for.
+    """
+
+    call: Callable[[Any, str], ResultT]
+    show: Callable[[ResultT], RenderableType]
+    values: Callable[[Any], Any] = printers.values_of
+    total: Callable[[Sequence[ResultT]], ResultT] | None = None
+    verdict: Callable[[ResultT], int] = lambda _: ExitCode.DONE
+
+
+def addresses_of(option: str | None) -> Sequence[str]:
+    """Return the addresses that an --address names: one, several with commas between them, or those of @FILE."""
+    if not option:
+        fail(ADDRESS_MISSING)
+    if option.startswith("@"):
+        try:
+            lines = Path(option[1:]).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"cannot read the addresses of {option[1:]}: {error}")
+        found = [line.partition("#")[0].strip() for line in lines]
+    else:
+        found = [part.strip() for part in option.split(",")]
+    addresses = list(dict.fromkeys(filter(None, found)))
+    if not addresses:
+        fail(f"--address {option} names no daemon")
+    return addresses
+
+
+def is_several(option: str | None) -> bool:
+    """Return whether the output has the form for several daemons. A file may name only one, and yet has that form."""
+    return bool(option) and ("," in (option or "") or (option or "").startswith("@"))
+
+
+def only_one(option: str | None, what: str) -> str:
+    """Return the only address of an option. `what` names what works with one daemon only, for the error."""
+    addresses = addresses_of(option)
+    if len(addresses) > 1:
+        fail(f"{what} asks one daemon, and --address names {len(addresses)}; name one of them")
+    return addresses[0]
+
+
+def run(option: str | None, question: Question[ResultT], *, as_json: bool) -> None:
+    """Ask the daemons, print what they answer, and end with the exit status that the answers stand for."""
+    code, shown, values = answer(option, question)
+    with interruptible():
+        if as_json:
+            print(json.dumps(values))
+        else:
+            printers.console().print(shown)
+    raise typer.Exit(code)
+
+
+def answer(option: str | None, question: Question[ResultT]) -> tuple[int, RenderableType, Any]:
+    """Ask the daemons, and return the exit status, the answers for people, and the answers as values for JSON."""
+    if not is_several(option):
+        address = only_one(option, "this")
+        with connect(address) as store:
+            result = question.call(store, address)
+            return question.verdict(result), question.show(result), question.values(result)
+    answers = ask(addresses_of(option), question.call)
+    for failed in answers:
+        if failed.result is None:
+            typer.echo(f"paramserver-admin: {printable(failed.address)}: {printable(failed.error)}", err=True)
+    return _code(answers, question), _shown(answers, question), _values(answers, question)
+
+
+def ask(addresses: Sequence[str], call: Callable[[Any, str], ResultT]) -> Sequence[Answer[ResultT]]:
+    """Ask all daemons at the same time, and return their answers in the order of the addresses."""
+    channels: dict[str, grpc.Channel] = {}
+
+    def ask_one(address: str) -> Answer[ResultT]:
+        try:
+            channels[address] = channel_for(address)
+            return Answer(address=address, result=call(StoreAdminStub(channels[address]), address))
+        except UnreachableError as error:
+            return Answer(address=address, error=str(error))
+        except grpc.RpcError as error:
+            return Answer(address=address, error=explained(error, address))
+
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, len(addresses)), "node") as threads:
+        asked: list[Future[Answer[ResultT]]] = []
+        try:
+            for address in addresses:
+                asked.append(threads.submit(contextvars.copy_context().run, ask_one, address))
+            return [one.result() for one in asked]
+        except KeyboardInterrupt:
+            # The end of the channels ends the calls, for which the threads wait.
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+        finally:
+            for channel in list(channels.values()):
+                channel.close()
+
+
+def _results(answers: Sequence[Answer[ResultT]]) -> list[ResultT]:
+    return [answer.result for answer in answers if answer.result is not None]
+
+
+def _code(answers: Sequence[Answer[ResultT]], question: Question[ResultT]) -> int:
+    results = _results(answers)
+    if len(results) < len(answers):
+        return ExitCode.SOME_FAILED if results else ExitCode.FAILED
+    return max(map(question.verdict, results))
+
+
+def _shown(answers: Sequence[Answer[ResultT]], question: Question[ResultT]) -> RenderableType:
+    parts: list[RenderableType] = []
+    for one in answers:
+        parts.append(printers.text(f"== {one.address}", "bold"))
+        parts.append(printers.text(one.error, "red") if one.result is None else question.show(one.result))
+    results = _results(answers)
+    if question.total is not None and results:
+        left_out = f", {len(answers) - len(results)} without an answer" if len(results) < len(answers) else ""
+        parts.append(printers.text(f"== all {len(results)} daemons together{left_out}", "bold"))
+        parts.append(question.show(question.total(results)))
+    return Group(*parts)
+
+
+def _values(answers: Sequence[Answer[ResultT]], question: Question[ResultT]) -> Any:
+    results = _results(answers)
+    return {
+        "nodes": [
+            {
+                "address": one.address,
+                "error": one.error,
+                "answer": None if one.result is None else question.values(one.result),
+            }
+            for one in answers
+        ],
+        "total": question.values(question.total(results)) if question.total is not None and results else None,
+    }

@@ -1,0 +1,85 @@
+"""The verb `paramserver-admin top`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+
+from paramserver.admin import printers, tables, totals
+from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, interruptible
+from paramserver.admin.nodes import Question, answer, run
+from paramserver.v1 import store_admin_pb2 as admin_pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What one daemon answers, or several together."""
+
+    tiers: admin_pb.GetTiersResponse
+    jobs: admin_pb.ListJobsResponse
+    sessions: admin_pb.ListSessionsResponse
+    prefetch: admin_pb.GetPrefetchResponse
+
+
+def top(
+    address: Address = None,
+    as_json: AsJson = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Read once and end, for programs.")] = False,
+) -> None:
+    """Show tiers, devices, queues, jobs, sessions and stalls, again and again, until Ctrl-C.
+
+    With --json, each reading is one line.
+    """
+    question = Question(call=_read, show=_shown, values=_values, total=_total)
+    if once:
+        run(address, question, as_json=as_json)
+    with interruptible():
+        if as_json:
+            while True:
+                print(json.dumps(answer(address, question)[2]), flush=True)
+                time.sleep(interval)
+        with Live(console=printers.console(), auto_refresh=False) as live:
+            while True:
+                live.update(answer(address, question)[1], refresh=True)
+                time.sleep(interval)
+
+
+def _read(store: Any, _: str) -> Reading:
+    return Reading(
+        tiers=store.GetTiers(admin_pb.GetTiersRequest(), timeout=DEADLINE_SECONDS),
+        jobs=store.ListJobs(admin_pb.ListJobsRequest(), timeout=DEADLINE_SECONDS),
+        sessions=store.ListSessions(admin_pb.ListSessionsRequest(), timeout=DEADLINE_SECONDS),
+        prefetch=store.GetPrefetch(admin_pb.GetPrefetchRequest(), timeout=DEADLINE_SECONDS),
+    )
+
+
+def _shown(reading: Reading) -> RenderableType:
+    return Group(
+        printers.tiers_table(reading.tiers),
+        tables.devices_table(reading.tiers.tiers),
+        printers.jobs_table(reading.jobs.jobs),
+        printers.sessions_table(reading.sessions.sessions),
+        tables.prefetch_tables(reading.prefetch),
+    )
+
+
+def _values(reading: Reading) -> Any:
+    parts = ("tiers", "jobs", "sessions", "prefetch")
+    return {part: printers.values_of(getattr(reading, part)) for part in parts}
+
+
+def _total(readings: Sequence[Reading]) -> Reading:
+    return Reading(
+        tiers=totals.tiers([reading.tiers for reading in readings]),
+        jobs=totals.jobs([reading.jobs for reading in readings]),
+        sessions=totals.sessions([reading.sessions for reading in readings]),
+        prefetch=totals.prefetch([reading.prefetch for reading in readings]),
+    )

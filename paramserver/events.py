@@ -1,0 +1,120 @@
+"""The log of the daemon's last events, in memory: what happened to its jobs, sessions, tiers and devices.
+
+Operators read it (`paramserver-admin events`). Owns the events, whose number is bounded for each kind, so that the
+commits of a fast job do not push out the damage of last week. Must be used on the daemon's event loop only, and must
+never hold an object of the event's subject, because an event outlives its job and its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import heapq
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+# The events of one kind that are kept; older ones are dropped.
+KEPT_OF_A_KIND = 250
+# The longest text of an event. Names that clients choose have at most 1024 bytes, and an error text may quote several.
+MAX_TEXT = 1000
+
+
+class EventKind(enum.StrEnum):
+    """What an event is about."""
+
+    DAEMON = "daemon"
+    """The daemon itself: its start, its draining, its stop."""
+
+    SESSION = "session"
+    """A session began, broke, was taken up again, or ended for a reason."""
+
+    JOB = "job"
+    """A run opened a job or left it, or the job was rolled back or deleted."""
+
+    COMMIT = "commit"
+    """A step was committed, or its commit failed."""
+
+    DAMAGE = "damage"
+    """Stored bytes were found damaged."""
+
+    TIER = "tier"
+    """A tier was degraded, or works again."""
+
+    BUDGET = "budget"
+    """Requests began to wait for room in host memory, or wait no longer."""
+
+    ADMIN = "admin"
+    """An operator called a verb that changes something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event.
+
+    Attributes:
+        number: a later event has a higher number; the first one of a daemon has 1.
+        time: when it happened, in seconds since 1970.
+        kind: a lowercase word.
+        subject: the name of the job, the client, the tier or the verb that the event is about. Clients choose names, so
+            programs that show them to people escape them.
+        text: one sentence for people, which may quote names.
+    """
+
+    number: int
+    time: float
+    kind: EventKind
+    subject: str
+    text: str
+
+
+class EventLog:
+    """The last events of a daemon, at most KEPT_OF_A_KIND of each kind."""
+
+    def __init__(self) -> None:
+        self._kept = {kind: deque[Event](maxlen=KEPT_OF_A_KIND) for kind in EventKind}
+        self._newest = 0
+        # Set when an event is added, which replaces it by a new one.
+        self._added = asyncio.Event()
+
+    def add(self, kind: EventKind, subject: str, text: str, *, once: bool = False) -> None:
+        """Add an event that has just happened.
+
+        Args:
+            kind: what it is about.
+            subject, text: see Event.
+            once: leave the event out if an event of its kind with this subject and text is still kept.
+        """
+        text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+        kept = self._kept[kind]
+        if once and any((event.subject, event.text) == (subject, text) for event in kept):
+            return
+        self._newest += 1
+        kept.append(Event(number=self._newest, time=time.time(), kind=kind, subject=subject, text=text))
+        added, self._added = self._added, asyncio.Event()
+        added.set()
+
+    @property
+    def newest_number(self) -> int:
+        """The number of the newest event; 0: there was none."""
+        return self._newest
+
+    def recent(self, limit: int, *, after: int = 0, kinds: Collection[EventKind] = ()) -> Sequence[Event]:
+        """Return the newest events, oldest first.
+
+        Args:
+            limit: return at most so many events.
+            after: return only events with higher numbers.
+            kinds: return only events of these kinds; empty: of all.
+        """
+        if limit <= 0:
+            return []
+        kept = [events for kind, events in self._kept.items() if not kinds or kind in kinds]
+        merged = list(heapq.merge(*kept, key=lambda event: event.number))
+        return [event for event in merged if event.number > after][-limit:]
+
+    async def wait_after(self, number: int) -> None:
+        """Wait until there is an event with a higher number."""
+        while self._newest <= number:
+            await self._added.wait()

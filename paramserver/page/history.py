@@ -1,0 +1,111 @@
+"""Samples of a running store, one every two seconds, so that a page that is opened later has the last minutes.
+
+Owns the samples, whose number is bounded. A sample must stay cheap: its cost does not depend on how many tensors the
+store has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from paramserver.page.steps import StepLog
+from paramserver.process.loop_watch import LoopWatch
+from paramserver.sessions.sessions import Sessions
+from storage.engine import Engine
+from storage.tiers.base import TierCounters
+
+INTERVAL_SECONDS = 2.0
+# Ten minutes.
+KEPT_SAMPLES = 300
+# The devices that have columns of their own.
+MOST_DEVICES = 16
+
+Number = int | float
+
+
+class History:
+    """The last samples of one daemon. All methods are called on its event loop."""
+
+    def __init__(self, engine: Engine, sessions: Sessions, watch: LoopWatch, steps: StepLog) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._watch = watch
+        self._steps = steps
+        self._samples: deque[Sequence[Number]] = deque(maxlen=KEPT_SAMPLES)
+        self._taken = 0
+        self._counters = self._count()
+        self._sampled_at = time.monotonic()
+        self.columns = ("time", *self._counters, *self._levels())
+
+    @property
+    def next_number(self) -> int:
+        """The number of the sample that is taken next; the first one has number 0."""
+        return self._taken
+
+    async def take(self) -> None:
+        """Take a sample. The value of a counter in it is what the counter grew by in a second."""
+        counters, now = self._count(), time.monotonic()
+        # The clock may have stood still for an instant if two samples are taken at once.
+        seconds = max(now - self._sampled_at, 1e-3)
+        rates = [_short((counters[name] - before) / seconds) for name, before in self._counters.items()]
+        levels = map(_short, self._levels().values())
+        self._samples.append((round(time.time(), 1), *rates, *levels))
+        self._taken += 1
+        self._counters, self._sampled_at = counters, now
+
+    def since(self, number: int) -> Sequence[Sequence[Number]]:
+        """Return the samples from `number` on, oldest first, as far as they are kept."""
+        first = self._taken - len(self._samples)
+        return list(islice(self._samples, max(0, number - first), None))
+
+    def _count(self) -> Mapping[str, Number]:
+        """Return figures that only grow. Of a clock, the growth in a second is the share of the time that it ran."""
+        engine, steps = self._engine, self._steps
+        figures: dict[str, Number] = {"host_fetched_bytes_per_second": steps.fetched_bytes}
+        for tier in engine.backing:
+            name, counters = tier.name, tier.counters
+            figures |= {f"{name}_{figure}": value for figure, value in _traffic(counters).items()}
+        for index, device in enumerate(engine.nvme.files[:MOST_DEVICES]):
+            figures[f"device_{index}_bytes_per_second"] = device.io.load.bytes_moved
+        return figures | {
+            "scrubbed_bytes_per_second": engine.scrubber.bytes_read,
+            "loop_stalls_per_second": self._watch.stalls,
+            "room_waiting": engine.host.waiting.elapsed,
+            "fetch_waiting": steps.waiting_seconds,
+        }
+
+    def _levels(self) -> Mapping[str, Number]:
+        """Return figures that go up and down."""
+        engine, host = self._engine, self._engine.host
+        figures: dict[str, Number] = {
+            "host_used_bytes": host.used_bytes,
+            "host_room_queue": host.queue_depth,
+            "host_fetch_queue": engine.queue.depth,
+        }
+        for tier in engine.backing:
+            figures |= {f"{tier.name}_used_bytes": tier.used_bytes, f"{tier.name}_queue": tier.queue_depth}
+        for index, device in enumerate(engine.nvme.files[:MOST_DEVICES]):
+            load = device.io.load
+            figures[f"device_{index}_queue"] = load.queued
+            figures[f"device_{index}_stalled_seconds"] = load.stalled_seconds
+        now = asyncio.get_running_loop().time()
+        silent_seconds = max((now - session.heard_at for session in self._sessions), default=0.0)
+        return figures | {"silent_seconds": silent_seconds}
+
+
+def _traffic(counters: TierCounters) -> Mapping[str, Number]:
+    return {
+        "read_bytes_per_second": counters.bytes_read,
+        "written_bytes_per_second": counters.bytes_written,
+        "reading": counters.reading.elapsed,
+        "writing": counters.writing.elapsed,
+    }
+
+
+def _short(value: Number) -> Number:
+    """Return the value with as many digits as a page can show, because there are thousands of them."""
+    return round(value) if value >= 100 else round(value, 3)

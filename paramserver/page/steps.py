@@ -1,0 +1,195 @@
+"""The steps of the jobs as the store sees them: from commit to commit, with the bytes and the work between.
+
+Made from the spans of the engine. Owns a bounded number of steps of a bounded number of jobs. Must never wait, because
+a span may end on any thread, in the middle of an update.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from storage.shard import LAYOUT_SEPARATOR
+from storage.tracing import Activity, Span
+
+# The steps that are kept of a job, and the jobs of which steps are kept.
+KEPT_STEPS = 64
+KEPT_JOBS = 256
+# A step that took longer than this, and also this many times the median of those before it, is a pause of the run.
+PAUSE_SECONDS = 30.0
+PAUSE_FACTOR = 10.0
+# The activities whose time is kept by job. The time of the others lies within theirs.
+TIMED = (Activity.NVME_READ, Activity.NVME_WRITE, Activity.DEMAND_FETCH, Activity.OPTIMIZER, Activity.COMMIT)
+# The runs of time that are kept apart while a step is under way; more are added up.
+_MOST_RUNS = 256
+
+
+class Covered:
+    """The time that spans cover together: where several overlap, it counts once.
+
+    The spans come in the order of their ends. Two that end within the same instant on two threads may come in the
+    wrong order, and the time between them then counts, too.
+    """
+
+    def __init__(self) -> None:
+        self._runs: deque[tuple[float, float]] = deque()
+        self._added_up = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The time covered so far."""
+        return self._added_up + sum(ended - began for began, ended in self._runs)
+
+    def add(self, began: float, ended: float) -> None:
+        """Cover the time from `began` to `ended`."""
+        while self._runs and self._runs[-1][1] >= began:
+            run = self._runs.pop()
+            began, ended = min(began, run[0]), max(ended, run[1])
+        self._runs.append((began, ended))
+        if len(self._runs) > _MOST_RUNS:
+            oldest = self._runs.popleft()
+            self._added_up += oldest[1] - oldest[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A committed step.
+
+    Attributes:
+        number: the step's number.
+        committed_at: the end of its commit, on the clock of time.monotonic().
+        seconds: the time since the end of the commit before; None: this is the first one, or comes after a pause.
+        read_bytes, written_bytes: what NVMe moved for this job since then.
+        all_read_bytes, all_written_bytes: what NVMe moved for all jobs since then.
+        covered_seconds: for each of TIMED the time since then in which the job had at least one such operation.
+    """
+
+    number: int
+    committed_at: float
+    seconds: float | None
+    read_bytes: int
+    written_bytes: int
+    all_read_bytes: int
+    all_written_bytes: int
+    covered_seconds: Mapping[Activity, float]
+
+
+@dataclass(slots=True)
+class _Moved:
+    """Bytes that NVMe moved."""
+
+    read: int = 0
+    written: int = 0
+
+    def add(self, span: Span) -> None:
+        if span.activity is Activity.NVME_READ:
+            self.read += span.nbytes
+        elif span.activity is Activity.NVME_WRITE:
+            self.written += span.nbytes
+
+
+@dataclass(slots=True)
+class _JobSteps:
+    """The steps of one job, and the beginning of the next one."""
+
+    kept: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    moved: _Moved = field(default_factory=_Moved)
+    # The bytes of all jobs at the last commit.
+    before: _Moved = field(default_factory=_Moved)
+    covered: dict[Activity, Covered] = field(default_factory=lambda: {activity: Covered() for activity in TIMED})
+
+    def note(self, span: Span) -> None:
+        self.moved.add(span)
+        if (covered := self.covered.get(span.activity)) is not None:
+            # The time of an operation before the last commit is left out, so that no step has more work than time.
+            since = self.kept[-1].committed_at if self.kept else span.began_seconds
+            covered.add(max(since, span.began_seconds), span.ended_seconds)
+
+    def close(self, number: int, committed_at: float, total: _Moved) -> None:
+        """End the step under way: `number` was committed. `total` are the bytes of all jobs so far."""
+        if self.kept and number <= self.kept[-1].number:
+            # The job was rolled back, or deleted and made anew.
+            self.kept.clear()
+        self.kept.append(
+            Step(
+                number=number,
+                committed_at=committed_at,
+                seconds=self._seconds_until(committed_at),
+                read_bytes=self.moved.read,
+                written_bytes=self.moved.written,
+                all_read_bytes=total.read - self.before.read,
+                all_written_bytes=total.written - self.before.written,
+                covered_seconds={activity: covered.seconds for activity, covered in self.covered.items()},
+            )
+        )
+        self.moved, self.before = _Moved(), _Moved(total.read, total.written)
+        self.covered = {activity: Covered() for activity in TIMED}
+
+    def _seconds_until(self, committed_at: float) -> float | None:
+        if not self.kept:
+            return None
+        seconds = committed_at - self.kept[-1].committed_at
+        before = [step.seconds for step in self.kept if step.seconds is not None]
+        is_pause = seconds > PAUSE_SECONDS and before and seconds > PAUSE_FACTOR * median(before)
+        return None if is_pause else seconds
+
+
+class StepLog:
+    """The steps of all jobs since the daemon started."""
+
+    def __init__(self, newest_step: Callable[[str], int | None]) -> None:
+        """Make an empty log.
+
+        Args:
+            newest_step: returns the newest committed step of a job by its name; None: there is no such step. It is
+                called on the thread on which commits end.
+        """
+        self._newest_step = newest_step
+        # Optimizer kernels end on threads of their own.
+        self._lock = threading.Lock()
+        self._jobs: OrderedDict[str, _JobSteps] = OrderedDict()
+        self._moved = _Moved()
+        self._waiting = Covered()
+        self._fetched_bytes = 0
+
+    def note_span(self, span: Span) -> None:
+        """Note an operation that has ended. Any thread may call this."""
+        name = span.job.partition(LAYOUT_SEPARATOR)[0]
+        # A failed commit ends as a span, too, so the job says which step it has.
+        number = self._newest_step(name) if span.activity is Activity.COMMIT else None
+        with self._lock:
+            job = self._jobs.get(name)
+            if job is None:
+                job = self._jobs[name] = _JobSteps(before=_Moved(self._moved.read, self._moved.written))
+                if len(self._jobs) > KEPT_JOBS:
+                    self._jobs.popitem(last=False)
+            self._moved.add(span)
+            job.note(span)
+            if span.activity in (Activity.DEMAND_FETCH, Activity.PREFETCH):
+                self._fetched_bytes += span.nbytes
+            if span.activity is Activity.DEMAND_FETCH:
+                self._waiting.add(span.began_seconds, span.ended_seconds)
+            if number is not None and not (job.kept and number == job.kept[-1].number):
+                job.close(number, span.ended_seconds, self._moved)
+                self._jobs.move_to_end(name)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """The time in which at least one client waited for bytes that had to be fetched."""
+        with self._lock:
+            return self._waiting.seconds
+
+    @property
+    def fetched_bytes(self) -> int:
+        """The bytes that were fetched into host memory."""
+        with self._lock:
+            return self._fetched_bytes
+
+    def of_job(self, name: str) -> Sequence[Step]:
+        """Return the last steps of a job, oldest first."""
+        with self._lock:
+            job = self._jobs.get(name)
+            return [] if job is None else list(job.kept)

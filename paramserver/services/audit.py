@@ -1,0 +1,70 @@
+"""The record of the calls that destroy or stop something: each becomes a line of the audit log and an event.
+
+Owns nothing. Must never change what a call does, or what its caller gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from paramserver.events import EventKind, EventLog
+from paramserver.process.audit_log import AuditLog
+from paramserver.rpc.status import finished, status_code
+from paramserver.security.gate import Context, RefusedError
+from paramserver.security.principals import Principal
+from storage.errors import StorageError
+
+ResultT = TypeVar("ResultT")
+
+# The most characters of an argument in the record. A name of more than 1024 bytes is refused by the call.
+MAX_ARGUMENT = 1024
+
+
+class Audit:
+    """The audit of one daemon."""
+
+    def __init__(self, log: AuditLog, events: EventLog) -> None:
+        self._log = log
+        self._events = events
+
+    async def call(
+        self,
+        verb: str,
+        request: Message,
+        principal: Principal,
+        context: Context,
+        work: Coroutine[Any, Any, ResultT],
+    ) -> ResultT:
+        """Do the work of a call, record the call with its result, and return what the work returns.
+
+        Work that has begun is finished and recorded even if the client goes. What the work raises is raised.
+        """
+        return await finished(self._call(verb, request, principal, context.peer(), work))
+
+    async def _call(
+        self, verb: str, request: Message, principal: Principal, peer: str, work: Coroutine[Any, Any, ResultT]
+    ) -> ResultT:
+        result = "OK"
+        try:
+            return await work
+        except StorageError as error:
+            result = f"{status_code(error).name}: {error}"
+            raise
+        except RefusedError as error:
+            result = f"{error.code.name}: {error}"
+            raise
+        except BaseException as error:
+            result = f"INTERNAL: {type(error).__name__}"
+            raise
+        finally:
+            arguments = {
+                key: value[:MAX_ARGUMENT] if isinstance(value, str) else value
+                for key, value in MessageToDict(request, preserving_proto_field_name=True).items()
+            }
+            entry = {"principal": principal.name, "peer": peer, "verb": verb, "arguments": arguments, "result": result}
+            self._events.add(EventKind.ADMIN, verb, f"{principal.name} from {peer}: {arguments}: {result}")
+            await self._log.note(entry)

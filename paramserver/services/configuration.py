@@ -1,0 +1,51 @@
+"""The configuration with which a daemon runs, and the reading of it anew.
+
+Owns the present configuration. Must never take over a part of a configuration that cannot be used as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from paramserver.config import DaemonConfig
+from paramserver.errors import ConfigError
+from paramserver.security.quotas import Quotas
+from storage.errors import ConflictError
+
+log = logging.getLogger(__name__)
+
+
+class Configuration:
+    """The present configuration. Only the quotas can change while the daemon runs."""
+
+    def __init__(self, config: DaemonConfig, read_again: Callable[[], DaemonConfig], quotas: Quotas) -> None:
+        """Begin with the configuration of the start.
+
+        Args:
+            config: the configuration of the start.
+            read_again: reads it again from the same file, flags and variables; raises ConfigError.
+            quotas: get the quotas of the configuration that is read.
+        """
+        self.present = config
+        self._read_again = read_again
+        self._quotas = quotas
+
+    async def reload(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Read the configuration again, and return the keys that count from now on, and those that need a restart.
+
+        Raises:
+            ConflictError: it cannot be used; nothing has changed.
+        """
+        try:
+            config = await asyncio.to_thread(self._read_again)
+        except ConfigError as error:
+            raise ConflictError(f"the configuration stays as it is: {error}") from error
+        changed = [key for key in DaemonConfig.model_fields if getattr(config, key) != getattr(self.present, key)]
+        waiting = [key for key in changed if key != "quotas"]
+        if "quotas" in changed:
+            self.present = self.present.model_copy(update={"quotas": config.quotas})
+            self._quotas.replace(config.quotas)
+        log.info("the configuration was read again: %s", ", ".join(changed) or "nothing has changed")
+        return [key for key in changed if key == "quotas"], waiting

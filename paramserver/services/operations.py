@@ -1,0 +1,206 @@
+"""The methods of StoreAdmin that change a running store: verify, evict, promote, roll back, drain, reload.
+
+Owns nothing. Must never touch a job that has sessions attached, except for its copies in host memory that are not in
+use. A method that destroys or stops something does its work inside of `Audit.call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from paramserver.events import EventKind, EventLog
+from paramserver.rpc import convert
+from paramserver.rpc.rights import Right, needs
+from paramserver.security.gate import Context
+from paramserver.security.principals import Principal
+from paramserver.services.audit import Audit
+from paramserver.services.configuration import Configuration
+from paramserver.services.store_view import StoreView
+from paramserver.sessions.drain import Drain
+from paramserver.sessions.sessions import Sessions
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from storage.engine import Engine
+from storage.errors import DamagedBlockError, InvalidRequestError, NotFoundError, StorageError
+from storage.versions import Job
+
+# A verification sends its progress after this time, or once it has found this much damage.
+VERIFY_INTERVAL_SECONDS = 0.2
+MAX_DAMAGE_OF_A_MESSAGE = 100
+
+
+class Operations:
+    """The methods; store_admin.proto says what each of them does. StoreAdmin has them besides its own."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        view: StoreView,
+        events: EventLog,
+        audit: Audit,
+        drain: Drain,
+        tell_ready: Callable[[bool], Awaitable[None]],
+        configuration: Configuration,
+    ) -> None:
+        """Make the methods; `tell_ready` tells all who ask whether the daemon accepts sessions."""
+        self._engine = engine
+        self._sessions = sessions
+        self._view = view
+        self._events = events
+        self._audit = audit
+        self._drain = drain
+        self._tell_ready = tell_ready
+        self._configuration = configuration
+
+    @needs(Right.ADMIN)
+    async def Verify(self, request: admin_pb.VerifyRequest) -> AsyncIterator[admin_pb.VerifyResponse]:
+        if request.job:
+            self.check_known(request.job)
+        loop = asyncio.get_running_loop()
+        sent_at, progress, found = -math.inf, admin_pb.VerifyResponse(), list[admin_pb.VerifyResponse.Damage]()
+        async with contextlib.aclosing(self._engine.upkeep.verify(request.job or None)) as verification:
+            async for verified in verification:
+                found += [] if verified.damage is None else [_describe_damage(verified.damage)]
+                progress = admin_pb.VerifyResponse(
+                    verified_bytes=verified.verified_bytes, total_bytes=verified.total_bytes, damage=found
+                )
+                if loop.time() >= sent_at + VERIFY_INTERVAL_SECONDS or len(found) == MAX_DAMAGE_OF_A_MESSAGE:
+                    yield progress
+                    sent_at, found = loop.time(), []
+        # The last message has what was found since the one before it, and the final numbers.
+        progress = admin_pb.VerifyResponse(
+            verified_bytes=progress.verified_bytes, total_bytes=progress.total_bytes, damage=found
+        )
+        yield progress
+
+    @needs(Right.ADMIN, takes_context=True, takes_caller=True)
+    async def EvictCopies(
+        self, request: admin_pb.EvictCopiesRequest, principal: Principal, context: Context
+    ) -> admin_pb.EvictCopiesResponse:
+        return await self._audit.call("EvictCopies", request, principal, context, self._evict(request))
+
+    async def _evict(self, request: admin_pb.EvictCopiesRequest) -> admin_pb.EvictCopiesResponse:
+        if request.all_jobs == bool(request.job):
+            raise InvalidRequestError(f"job {request.job!r}, all_jobs {request.all_jobs}: name a job, or set all_jobs")
+        moved = await self._engine.upkeep.evict_copies(
+            None if request.all_jobs else self.known_job(request.job).spec.name
+        )
+        return admin_pb.EvictCopiesResponse(copies=moved.slabs, bytes=moved.nbytes, left_bytes=moved.left_bytes)
+
+    @needs(Right.ADMIN)
+    async def PromoteJob(self, request: admin_pb.PromoteJobRequest) -> admin_pb.PromoteJobResponse:
+        moved = await self._engine.upkeep.promote(self.known_job(request.job).spec.name)
+        return admin_pb.PromoteJobResponse(
+            slabs=moved.slabs, bytes=moved.nbytes, present_bytes=moved.present_bytes, left_bytes=moved.left_bytes
+        )
+
+    @needs(Right.ADMIN, takes_context=True, takes_caller=True)
+    async def RollBackJob(
+        self, request: admin_pb.RollBackJobRequest, principal: Principal, context: Context
+    ) -> admin_pb.RollBackJobResponse:
+        return await self._audit.call("RollBackJob", request, principal, context, self._roll_back(request))
+
+    async def _roll_back(self, request: admin_pb.RollBackJobRequest) -> admin_pb.RollBackJobResponse:
+        name = self.known_job(request.job).spec.name
+        if not request.HasField("step"):
+            raise InvalidRequestError("step is missing; name the retained step to which the job is to return")
+        step = convert.step(request.step, "step")
+        with self._sessions.closed(name):
+            job = self._engine.job(name)
+            former = job.newest
+            await self._engine.roll_back(job, step)
+        self._events.add(EventKind.JOB, name, f"an operator rolled the job back from step {former} to step {step}")
+        return admin_pb.RollBackJobResponse(former_step=former or 0)
+
+    @needs(Right.ADMIN, takes_context=True, takes_caller=True)
+    async def Drain(
+        self, request: admin_pb.DrainRequest, principal: Principal, context: Context
+    ) -> admin_pb.GetDrainResponse:
+        return await self._audit.call("Drain", request, principal, context, self._set_draining(True))
+
+    @needs(Right.ADMIN, takes_context=True, takes_caller=True)
+    async def Undrain(
+        self, request: admin_pb.UndrainRequest, principal: Principal, context: Context
+    ) -> admin_pb.GetDrainResponse:
+        return await self._audit.call("Undrain", request, principal, context, self._set_draining(False))
+
+    async def _set_draining(self, is_on: bool) -> admin_pb.GetDrainResponse:
+        if is_on != self._drain.is_on:
+            (self._drain.begin if is_on else self._drain.end)()
+            await self._tell_ready(not is_on)
+            text = "the daemon is being drained" if is_on else "the daemon accepts sessions again"
+            self._events.add(EventKind.DAEMON, "daemon", text)
+        return self._describe_drain()
+
+    @needs(Right.ADMIN)
+    async def GetDrain(self, _: admin_pb.GetDrainRequest) -> admin_pb.GetDrainResponse:
+        return self._describe_drain()
+
+    def _describe_drain(self) -> admin_pb.GetDrainResponse:
+        waiting = self._drain.waiting() if self._drain.is_on else []
+        return admin_pb.GetDrainResponse(
+            draining=self._drain.is_on,
+            since_unix_seconds=self._drain.since or 0.0,
+            sessions=len(self._sessions),
+            waiting=[
+                admin_pb.GetDrainResponse.Waiting(
+                    client=waited.session.client,
+                    job=waited.session.run.spec.name if waited.session.run else "",
+                    rank=max(0, waited.session.rank),
+                    why=waited.why,
+                )
+                for waited in waiting
+            ],
+            ready=self._drain.is_on and not waiting,
+        )
+
+    @needs(Right.ADMIN, takes_context=True, takes_caller=True)
+    async def Reload(
+        self, request: admin_pb.ReloadRequest, principal: Principal, context: Context
+    ) -> admin_pb.ReloadResponse:
+        return await self._audit.call("Reload", request, principal, context, self._reload())
+
+    async def _reload(self) -> admin_pb.ReloadResponse:
+        changed, restart_needed = await self._configuration.reload()
+        return admin_pb.ReloadResponse(changed=changed, restart_needed=restart_needed)
+
+    def check_known(self, name: str) -> None:
+        """Check that there is a job of a name, or a kept step of it.
+
+        Raises:
+            NotFoundError: there is neither. The text lists the jobs that there are, for the operator.
+        """
+        if convert.name(name, "job") not in self._engine.jobs and not self._engine.kept_steps(name):
+            raise self.unknown_job(name)
+
+    def known_job(self, name: str) -> Job:
+        """Return the job of a name.
+
+        Raises:
+            NotFoundError: there is no such job. The text lists the jobs that there are, for the operator.
+        """
+        convert.name(name, "job")
+        if name not in self._engine.jobs:
+            raise self.unknown_job(name)
+        return self._engine.job(name)
+
+    def unknown_job(self, name: str) -> NotFoundError:
+        """Return the error for an operator who names a job that is not there. Its text lists the jobs that are."""
+        known = ", ".join(self._view.job_names) or "none"
+        return NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+
+
+def _describe_damage(error: StorageError) -> admin_pb.VerifyResponse.Damage:
+    damage = admin_pb.VerifyResponse.Damage(text=str(error))
+    if isinstance(error, DamagedBlockError):
+        damage.version, damage.offset, damage.bytes = error.label, error.offset, error.nbytes
+        damage.fqns.extend(error.fqns)
+    return damage
+
+
+def no_job(name: str) -> NotFoundError:
+    """Return the error for a caller who must not learn which jobs there are."""
+    return NotFoundError(f"there is no job {name!r}")
