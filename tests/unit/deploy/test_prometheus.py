@@ -8,10 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from paramserver.metrics import families
-from paramserver.metrics.durations import Durations
+from tests.unit.deploy.metric_names import known_names
 
 ROOT = Path(__file__).parents[3]
 DIRECTORY = ROOT / "deploy" / "prometheus"
@@ -19,16 +17,6 @@ RULES = DIRECTORY / "paramserver.rules.yml"
 promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed (apt install prometheus)"
 )
-
-
-def known_names() -> set[str]:
-    """Return the names of all series of a daemon."""
-    registry = CollectorRegistry()
-    Durations(registry)
-    of_histograms = {
-        f"{family.name}{ending}" for family in registry.collect() for ending in ("_bucket", "_sum", "_count", "_total")
-    }
-    return {*families.meanings(), *of_histograms, "paramserver_jobs", "paramserver_build_info"}
 
 
 def run_promtool(*arguments: str, directory: Path) -> None:
