@@ -48,11 +48,14 @@ from trainer_client.errors import (
     StoreUnavailableError,
     TrainerClientError,
     UnauthenticatedError,
+    UnusedParameterError,
 )
 from trainer_client.inference import InferenceEngine, init_inference
 from trainer_client.inference.faces import disk_offload, load_checkpoint_and_dispatch
 from trainer_client.initialization import initialize
 from trainer_client.interface_version import (
+    __git_branch__,
+    __git_hash__,
     __version__,
     __version_major__,
     __version_minor__,
@@ -129,6 +132,9 @@ __all__ = [
     "TrainerClientError",
     "TrainingLoader",
     "UnauthenticatedError",
+    "UnusedParameterError",
+    "__git_branch__",
+    "__git_hash__",
     "__version__",
     "__version_major__",
     "__version_minor__",

@@ -285,9 +285,19 @@ class DeviceAccelerator:
         """Return the memory of the device that is free; on CPUs, of the machine."""
         return torch.cuda.mem_get_info(device_index)[0] if self._is_cuda else _pages("SC_AVPHYS_PAGES")
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return the tensor in memory that a GPU can read directly; on CPUs, the tensor itself."""
+    def pin_memory(
+        self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
+        """Return the tensor in memory that a GPU can read directly; on CPUs, the tensor itself.
+
+        Args:
+            tensor: the tensor.
+            align_bytes, make_copy, match_shape: without effect, as with DeepSpeed where torch pins the memory.
+        """
         return tensor.pin_memory() if self._is_cuda else tensor
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Do nothing, as DeepSpeed does where torch pins the memory: it is freed with the tensor."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return whether a GPU can read the tensor's memory directly."""

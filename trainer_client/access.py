@@ -99,6 +99,12 @@ def own(parameters: Iterable[ModelParameter], owner: object) -> None:
         setattr(parameter.tensor, _OWNER, weakref.ref(owner))
 
 
+def disown(parameters: Iterable[ModelParameter]) -> None:
+    """Have `owner_of` return None for these parameters."""
+    for parameter in parameters:
+        delattr(parameter.tensor, _OWNER)
+
+
 def owner_of(parameter: torch.Tensor) -> object | None:
     """Return the owner of a parameter, or None if it has none or the owner was garbage-collected."""
     reference = getattr(parameter, _OWNER, None)
@@ -197,9 +203,9 @@ class StateAccess:
         Returns None for a gradient that no rank has.
         """
         place = self._place(key)
-        if kind == _GRAD and not self._has_gradient(place):
-            return None
-        return self._whole(place, self._part(place, kind)).view(place.parameter.shape)
+        if kind != _GRAD:
+            return self._whole(place, self._part(place, kind)).view(place.parameter.shape)
+        return self._whole_gradient(place).view(place.parameter.shape) if self._has_gradient(place) else None
 
     def local(self, key: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return this rank's part [n] of the values, as `full`; n may be 0. Not a collective.
@@ -210,6 +216,10 @@ class StateAccess:
         if kind == _GRAD and self._gradients.partition_of(place.state.group, place.slot) is None:
             return None
         return self._part(place, kind)
+
+    def parameter(self, key: ParameterKey) -> ModelParameter:
+        """Return the record of a parameter. Raises ConfigError if it is not the model's."""
+        return self._place(key).parameter
 
     def shards(self, kind: str) -> dict[str, StateShard]:
         """Return this rank's part of every parameter that has the kind, by each of its names. Not a collective."""
@@ -415,6 +425,20 @@ class StateAccess:
         """Return whether any rank has a gradient of the parameter. A collective."""
         (anywhere,) = self._collectives.any_rank([self._gradients.is_present(place.state.group, place.slot)])
         return anywhere
+
+    def _whole_gradient(self, place: _Place) -> torch.Tensor:
+        """Return the mean over ranks of a gradient so far, [numel] in fp32. A collective.
+
+        What the ranks have not reduced yet is rounded as if they did so now.
+        """
+        group = place.state.group
+        owed = self._gradients.read_unreduced(group, place.slot)
+        partition = self._gradients.reduced_of(group)
+        total = None if partition is None else self._whole(place, partition[place.range].float().cpu())
+        if owed is not None:
+            total = (owed if total is None else total + owed).to(group.gradient_dtype).float()
+        assert total is not None, "some rank has a gradient, so it is reduced or owed"
+        return total / self._scaler.scale
 
     def _part(self, place: _Place, kind: str) -> torch.Tensor:
         """Return this rank's part [n] of a kind."""

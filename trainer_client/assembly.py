@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from trainer_client.access import StateAccess
 from trainer_client.config.batch_sizes import BatchSizes
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.engine import Engine, EngineParts
 from trainer_client.model.plain_state import PlainState
 from trainer_client.report.reporter import Reporter
@@ -25,6 +26,7 @@ from trainer_client.run.made_with import MadeWith
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.resume_notice import record_run, resume_line
 from trainer_client.run.run_state import RunState
+from trainer_client.run.state_offload import StateOffload
 from trainer_client.step.early_updates import EarlyUpdates
 from trainer_client.step.gradients import Gradients, ReductionSchedule
 from trainer_client.step.hooks import UnitHooks
@@ -86,6 +88,7 @@ def _make_parts(
         clipping=clipping,
         early_updates=rank.settings.paramserver.early_updates,
         parameters=len(user.parameters),
+        required=() if _may_be_unused(rank.settings) else user.parameters,
     )
     trace = _make_trace(rank, resources)
     clock = Clock()
@@ -132,8 +135,15 @@ def _make_parts(
         passes=passes,
         run_state=_make_run_state(user, rank, made_with, micro_batches, step, scaler, clock),
         checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
+        offload=StateOffload(job.states, gradients),
         reporter=_make_reporter(user, rank, job, residency, trace),
     )
+
+
+def _may_be_unused(settings: TrainingConfig) -> bool:
+    """Return whether a step may leave parameters without a gradient. DeepSpeed asks the key at stage 2 only."""
+    section = settings.zero_optimization
+    return section.ignore_unused_parameters or section.stage != 2
 
 
 def _make_gradients(rank: RankContext, job: Job, early: EarlyUpdates, clipping: Clipping) -> Gradients:
@@ -145,6 +155,7 @@ def _make_gradients(rank: RankContext, job: Job, early: EarlyUpdates, clipping: 
         rank.collectives,
         reduction_dtype=PrecisionPolicy.of(rank.settings).reduction_dtype,
         exact_norms=clipping.norm > 0,
+        mean=rank.settings.gradient_allreduce_op == "mean",
     )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
@@ -20,12 +22,20 @@ from typing import Any, Self, Unpack
 import torch
 from torch import nn
 
-from trainer_client.access import ParameterKey, StateAccess, StateDictNames, StateShard, own
+from trainer_client.access import ParameterKey, StateAccess, StateDictNames, StateShard, disown, own
 from trainer_client.engine_getters import EngineGetters
-from trainer_client.errors import CollectiveError, ConfigError, NonFiniteGradientError, PhaseError, TrainerClientError
+from trainer_client.errors import (
+    CollectiveError,
+    ConfigError,
+    NonFiniteGradientError,
+    NotScalarError,
+    PhaseError,
+    TrainerClientError,
+)
 from trainer_client.exchange.export import Format, FormatOptions, PendingExport, begin_export
 from trainer_client.model.gather import Gather
 from trainer_client.model.placement import Residence
+from trainer_client.model.released import ReleasedParameter
 from trainer_client.model.states import PlacedStates, placement_bytes
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import StepReport
@@ -35,6 +45,7 @@ from trainer_client.run.commits import Commits
 from trainer_client.run.context import RankContext, UserObjects
 from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.run.run_state import Progress, RunState
+from trainer_client.run.state_offload import DeviceState, StateOffload
 from trainer_client.step.hooks import UnitHooks
 from trainer_client.step.phases import Phase
 from trainer_client.step.precision import LossScaler, PrecisionPolicy
@@ -67,6 +78,7 @@ class EngineParts:
     passes: BackwardPasses
     run_state: RunState
     checkpoints: Checkpoints
+    offload: StateOffload
     reporter: Reporter
 
 
@@ -129,12 +141,20 @@ class Engine(EngineGetters):
         self._checkpoints = parts.checkpoints
         self._micro_batches = parts.micro_batches
         self._reporter = parts.reporter
+        self._offload = parts.offload
         self._resources = resources
         self._closed = False
         self._was_step_applied = False
+        # Whether this rank may change all parameters of the model, within `gathered`.
+        self._is_modifier = False
+        # The model's refusals of calls that would not reach the store.
+        refuse_load = partial(_refuse_load, weakref.ref(self))
+        self._refusals = [user.module.register_load_state_dict_pre_hook(refuse_load)]
         if any(state.placement.residence is Residence.SHARDED for state in parts.states):
-            user.module.register_state_dict_pre_hook(_refuse_state_dict)
-        user.module.register_load_state_dict_pre_hook(_refuse_load)
+            self._refusals.append(user.module.register_state_dict_pre_hook(_refuse_state_dict))
+            self._refusals.append(user.module.register_state_dict_post_hook(_copy_gathered))
+        self._parameters_of_model = user.parameters
+        self._has_model = True
         own(user.parameters, self)
         user.optimizer.drive(self)
         atexit.register(self.close_without_commit)
@@ -177,21 +197,23 @@ class Engine(EngineGetters):
             The loss divided by the accumulation steps.
 
         Raises:
-            ValueError: the loss is no scalar.
+            NotScalarError: the loss is no scalar.
         """
         self._require_open()
         if loss.numel() != 1:
-            raise ValueError(
-                f"engine.backward(loss) with a loss of shape {list(loss.shape)}: pass a scalar, or call "
-                "output.backward(gradient)"
+            raise NotScalarError(
+                f"engine.backward(loss) needs a scalar tensor, and this one has shape {list(loss.shape)}: pass a "
+                "scalar, or call output.backward(gradient)"
             )
-        if scale_wrt_gas and (accumulation := self._micro_batches.sizes.accumulation) > 1:
-            loss = loss / accumulation
+        divisor = self._micro_batches.sizes.accumulation if scale_wrt_gas else 1
+        if divisor > 1:
+            loss = loss / divisor
         scaled = self._scaler.scaled(loss)
         plan = self._passes.begin()
         try:
             self._hooks.begin_backward(plan)
-            torch.autograd.backward(scaled, retain_graph=retain_graph)
+            with self._passes.multiplied(self._scaler.scale / divisor):
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
             self._hooks.finish_backward()
         except BaseException as error:
             self._fail_backward(error)
@@ -200,11 +222,31 @@ class Engine(EngineGetters):
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss (0-D) times the loss scale, for `engine.scale(loss).backward()`, which fp16 needs."""
+        """Return the loss (0-D) times the loss scale, for `engine.scale(loss).backward()`, which fp16 needs.
+
+        For one loss of several engines, pass the result to the next engine's `scale`. The loss is then multiplied by
+        the smallest scale of these engines, and each gets gradients of its own scale.
+
+        Raises:
+            NotScalarError: the loss is no scalar.
+        """
         self._require_open()
         if loss.numel() != 1:
-            raise ValueError(f"engine.scale(loss) with a loss of shape {list(loss.shape)}: pass a scalar")
+            raise NotScalarError(
+                f"engine.scale(loss) needs a scalar tensor, and this one has shape {list(loss.shape)}: pass a scalar"
+            )
         return self._passes.scale(loss)
+
+    def _backward_epilogue(self) -> None:
+        """Check that the user's `loss.backward()` has ended well. Its gradients are reduced by then.
+
+        DeepSpeed's documentation tells scripts for versions before 0.18.3 to call this name on each engine, after the
+        backward pass of one loss of several engines.
+
+        Raises:
+            PhaseError: the backward pass has failed.
+        """
+        self._require_open()
 
     def _fail_backward(self, error: BaseException) -> None:
         """Give up the step and leave the other ranks, if a backward pass was under way, because it has failed."""
@@ -221,6 +263,8 @@ class Engine(EngineGetters):
 
         Raises:
             ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
+            UnusedParameterError: `zero_optimization.ignore_unused_parameters` is false, and no rank has a gradient of
+                some parameter.
             NonFiniteGradientError: `paramserver.max_consecutive_skipped_steps` steps in a row were skipped.
             StoreError: the store failed; the last committed step is intact.
         """
@@ -231,7 +275,10 @@ class Engine(EngineGetters):
             raise RuntimeError("step() without backward(): there is no gradient")
         boundary = self._micro_batches.is_last
         if boundary and not self._micro_batches.syncs:
-            raise RuntimeError("step() of the last micro-batch within no_sync(): leave it first, a step communicates")
+            raise RuntimeError(
+                "step() of the last micro-batch within no_sync() or coalesce_grad_reduction(): leave it first, a step "
+                "communicates"
+            )
         if boundary:
             self.optimizer.check_groups()
         self._was_step_applied = False
@@ -363,6 +410,27 @@ class Engine(EngineGetters):
         with self._micro_batches.no_sync():
             yield
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of all backward passes within the context once, at its end. A collective.
+
+        For steps of many backward passes, at any stage. `step` follows the context. Within it the gradients stay whole
+        on each rank's device, as within `no_sync`. If the context ends by an error, nothing is reduced.
+
+        Raises:
+            RuntimeError: the context is within `no_sync` or within another one of its kind.
+        """
+        self._require_open()
+        if not self._micro_batches.syncs:
+            raise RuntimeError(
+                "coalesce_grad_reduction() within no_sync(), or within another coalesce_grad_reduction(): leave it "
+                "first, because the end of the context reduces gradients"
+            )
+        with self._micro_batches.no_sync():
+            yield
+        if self._micro_batches.backwards:
+            self._step.reduce_gradients(self._commits.next)
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until the next call; None: the config says.
 
@@ -421,6 +489,55 @@ class Engine(EngineGetters):
         if self._micro_batches.backwards == 0 and self._hooks.phase is Phase.IDLE:
             self._hooks.release_units()
 
+    def offload_states(
+        self,
+        include: Container[DeviceState] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from this rank's device into host memory, to leave the device to another program for a while.
+
+        Until `reload_states`, every other call but `close` raises PhaseError, and so does the model's forward. What the
+        store has anyway does not move. On the CPU, the call makes a copy all the same.
+
+        Args:
+            include: the kinds of state, as `OffloadStateTypeEnum`; None: all.
+            device: only "cpu" is possible.
+            pin_memory: whether to page-lock the copies.
+            non_blocking: whether to return before the copies are complete; page-locked ones only.
+
+        Raises:
+            ConfigError: another device was given.
+            PhaseError: a forward waits for its backward, or a pass or a step is under way.
+            RuntimeError: the engine is closed, or parameters are held by `gathered`.
+        """
+        if str(device) != "cpu":
+            raise ConfigError(f"offload_states(device={str(device)!r}): states can be moved to 'cpu' only")
+        if self._hooks.phase is not Phase.OFFLOADED:
+            self._require_open()
+        if self._access.is_holding:
+            raise RuntimeError("offload_states() within gathered(): leave it first")
+        # The commit under way may still read what the device has.
+        self.wait_for_commit()
+        self._hooks.begin_offload()
+        which: Container[DeviceState] = list(DeviceState) if include is None else include
+        try:
+            self._offload.offload(which, pinned=pin_memory, non_blocking=non_blocking)
+        except BaseException:
+            self._hooks.end_offload()
+            raise
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the states that `offload_states` has moved back to the device. Without effect if there are none."""
+        if self._hooks.phase is Phase.OFFLOADED:
+            self._offload.reload(non_blocking=non_blocking)
+            self._hooks.end_offload()
+
+    def state_devices(self, state: DeviceState) -> set[torch.device]:
+        """Return the devices that have a kind of state of this rank; memory and files of the store are the CPU's."""
+        return self._offload.devices_of(state)
+
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the model in place, as `module.compile` does. To compile its units instead, see docs/models.md."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
@@ -430,6 +547,19 @@ class Engine(EngineGetters):
         self.close()
 
     # Functions that DeepSpeed does not have
+
+    def give_up_model(self) -> None:
+        """Make the model a plain one, between two steps.
+
+        Its parameters are uninitialised then, on the CPU, in the dtype that they have. Not a collective. The engine can
+        only be closed afterwards, which every rank has to do, as ever. What is committed stays in the store.
+        """
+        self._require_between_steps("the end of the engine's use of its model")
+        self._hooks.give_up_model()
+        for refusal in self._refusals:
+            refusal.remove()
+        disown(self._parameters_of_model)
+        self._has_model = False
 
     @property
     def data_plane(self) -> str:
@@ -608,8 +738,11 @@ class Engine(EngineGetters):
         Nothing is copied: the store keeps the bytes that it has of the step, until the checkpoint is removed by the
         retention of the config (`paramserver.checkpoints`), or forgotten. The manifest appears when it is complete.
 
+        Between the micro-batches of a step, the checkpoint has the state at the end of the last step, and no gradients:
+        a run that loads it begins the step anew.
+
         Args:
-            save_dir: directory of the checkpoints, made if need be. Rank 0 writes there.
+            save_dir: directory of the checkpoints, made if need be. Rank 0 writes there. "" and None are refused.
             tag: name of the checkpoint's directory; None: `global_step` and the number of the step. A checkpoint of the
                 same tag is replaced.
             client_state: this rank's own values, which `load_checkpoint` returns to it. JSON-like values and tensors,
@@ -624,9 +757,12 @@ class Engine(EngineGetters):
         Raises:
             CheckpointError, StoreError, OSError: the checkpoint could not be saved; StoreBudgetError: the store has no
                 room to keep the step beside those to come. No committed step is lost, and training can go on.
-            RuntimeError: a step is under way.
+            ConfigError: `save_dir` names no directory.
+            PhaseError: a backward pass or a step is under way.
         """
-        self._require_between_steps("save_checkpoint()")
+        if not save_dir:
+            raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name the directory of the checkpoints")
+        self._require_open()
         if self._commits.is_behind:
             self._commits.begin(self._client_state())
         self._commits.wait()
@@ -707,22 +843,31 @@ class Engine(EngineGetters):
 
     # These methods read and change the states of single parameters.
 
+    def is_trained(self, parameter: ParameterKey) -> bool:
+        """Return whether a parameter is trained, or was trained before it was frozen. Raises ConfigError.
+
+        A frozen parameter in a parameter group has states, too, because it may be trained later; they are zero.
+        """
+        found = self._access.parameter(parameter)
+        counts = self._step.update_counts
+        return self.optimizer.has_states(found) and (found.tensor.requires_grad or counts[found.index] > 0)
+
     def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
         """Return the whole values of one kind of a parameter, on the CPU, wherever they live. A collective.
 
         Args:
             parameter: the parameter, or its FQN.
             kind: "param" (the values that forward computes with, in their dtype), "master" (the fp32 weight), "grad"
-                (between backward and step: the mean over ranks so far, not scaled), or a state of the optimizer by
-                torch's name, as "exp_avg". All but "param" are fp32.
+                (between backward and step: the mean, or the sum, over ranks so far, not scaled), or a state of the
+                optimizer by torch's name, as "exp_avg". All but "param" are fp32. A gradient that the ranks have not
+                reduced yet (within `no_sync`, or before the last backward of a step in which only that one reduces) is
+                reduced for this call alone.
 
         Returns:
             The values in the parameter's shape. None for "grad" if no rank has a gradient in this step.
 
         Raises:
             ConfigError: there is no such parameter or kind.
-            RuntimeError: gradients are not reduced over the ranks yet (within `no_sync`, or before the last backward of
-                a step in which only that one reduces).
         """
         self._require_open()
         return self._access.full(parameter, kind)
@@ -731,6 +876,11 @@ class Engine(EngineGetters):
         """Return this rank's part of one kind of a parameter: [n] of the flattened parameter; n may be 0.
 
         As `get_full`, but not a collective. For a gradient that no rank has, None or zeros are returned.
+
+        Raises:
+            ConfigError: there is no such parameter or kind.
+            RuntimeError: gradients are not reduced over the ranks yet (within `no_sync`, or before the last backward of
+                a step in which only that one reduces).
         """
         self._require_open()
         return self._access.local(parameter, kind)
@@ -739,8 +889,9 @@ class Engine(EngineGetters):
         """Change one kind of a parameter, on all ranks. A collective, to which every rank passes the same value.
 
         "param" and "master" are one weight and change together. A gradient can be changed between backward and step.
-        All other kinds can be changed between two steps, as a commit of its own: after a resume, either the whole
-        change is there or nothing of it. `set_many` makes several changes in one commit.
+        All other kinds can be changed wherever no forward waits for its backward, as a commit of its own: after a
+        resume, either the whole change is there or nothing of it. Gradients that are there stay, so a step after
+        backward and the change updates the new values. `set_many` makes several changes in one commit.
 
         Args:
             value: the new values in the parameter's shape, of any dtype and on any device.
@@ -783,10 +934,11 @@ class Engine(EngineGetters):
             parameters: the parameters, or a module, for all of its parameters.
             modifier_rank: the rank that may change the parameters (in place, under torch.no_grad). At the end of the
                 context all ranks get its values, as a commit of its own. An element that it does not change keeps its
-                fp32 value. None: no rank may change them.
+                fp32 value. With all parameters, it may call the model's `load_state_dict`. None: no rank may change
+                them.
 
         Raises:
-            RuntimeError: `modifier_rank` was given between backward and step, or within a forward.
+            RuntimeError: `modifier_rank` was given between a forward and its backward.
         """
         self._require_open()
         chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -794,11 +946,16 @@ class Engine(EngineGetters):
             with self._access.gathered(chosen):
                 yield
             return
-        self._require_between_steps("gathered(modifier_rank=...)")
+        self._require_between_passes("gathered(modifier_rank=...)")
         before = self._access.parameters_before(chosen)
         with self._access.gathered(chosen):
-            yield
-            self._require_between_steps("the end of gathered(modifier_rank=...)")
+            is_whole = {id(parameter) for parameter in self.parameters()} <= {id(tensor) for tensor in chosen}
+            self._is_modifier = is_whole and self._collectives.rank == modifier_rank
+            try:
+                yield
+            finally:
+                self._is_modifier = False
+            self._require_between_passes("the end of gathered(modifier_rank=...)")
             with self._changing():
                 self._access.hand_over_changed(chosen, before, modifier_rank, self._commits.next)
         with self._changing():
@@ -812,7 +969,7 @@ class Engine(EngineGetters):
             self._access.set_gradient(parameter, value, local=local)
         states = {key: value for key, value in values.items() if key[1] != "grad"}
         if states:
-            self._require_between_steps("a change of parameters or optimizer states")
+            self._require_between_passes("a change of parameters or optimizer states")
             changes = self._access.changes(states, local=local)
             with self._changing():
                 self._access.hand_over(changes, self._commits.next)
@@ -822,13 +979,16 @@ class Engine(EngineGetters):
     def _changing(self) -> Iterator[None]:
         """Surround a change of states, and make no commit after a change that fails.
 
-        A change that fails half-way cannot be undone, so a part of it would go into the next commit.
+        A change that fails half-way cannot be undone, so a part of it would go into the next commit. Updates that have
+        begun in the backward pass are withdrawn before the change, because they are computed from the former values.
         """
         self.wait_for_commit()
         try:
+            self._step.withdraw_early_updates()
             yield
         except BaseException as error:
             self._hooks.fail_change()
+            self._step.abandon()
             self._abandon_run("a change of states", error)
             raise
 
@@ -854,10 +1014,20 @@ class Engine(EngineGetters):
         if self._micro_batches.backwards or self._hooks.phase is not Phase.IDLE:
             raise RuntimeError(f"{what} is possible between two steps: after step(), before the next forward")
 
+    def _require_between_passes(self, what: str) -> None:
+        """Raise RuntimeError if a forward waits for its backward, because `what` changes the weights."""
+        self._require_open()
+        if self._hooks.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"{what} is possible where no forward waits for its backward: after backward() or step(), before the "
+                "next forward"
+            )
+
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Go on from a commit, which carried `state`. Called at the end of `initialize`."""
         self._go_on_from(self._run_state.restore(state), state["user"])
         self.resumed_step = self.global_steps
+        self._commits.note_state(self._client_state())
 
     def _go_on_from(self, progress: Progress, user: dict[str, Any]) -> None:
         """Continue the engine's counts, with the user's values that belong to them."""
@@ -884,6 +1054,7 @@ class Engine(EngineGetters):
         if self._closed:
             return
         try:
+            self.reload_states()
             if self._hooks.phase not in (Phase.STEP, Phase.FAILED):
                 self._commits.commit_last_step()
                 self._commits.wait()
@@ -956,9 +1127,18 @@ class Engine(EngineGetters):
             log.exception("closing the engine failed too")
 
     def _client_state(self) -> bytes:
-        """Return what the next commit carries for this rank."""
+        """Return what the next commit carries for this rank: the state at the end of the last step.
+
+        Where a step is under way, this is the state that it began with, because a run that goes on from the commit
+        begins the step anew. If that was not encoded, the generators and buffers are those of this moment.
+        """
+        is_within_step = self._micro_batches.backwards > 0 or self._hooks.phase is Phase.FORWARD
+        if is_within_step and (state := self._commits.state_of_last_step) is not None:
+            return state
         progress = Progress(
-            global_steps=self.global_steps, global_samples=self.global_samples, micro_steps=self.micro_steps
+            global_steps=self.global_steps,
+            global_samples=self.global_samples,
+            micro_steps=self._micro_batches.micro_steps_of_steps,
         )
         return self._run_state.encode(progress, self.client_state)
 
@@ -979,9 +1159,14 @@ class Engine(EngineGetters):
         """Raise RuntimeError if the engine is closed, and PhaseError if it is in a phase that allows no call."""
         if self._closed:
             raise RuntimeError("the engine is closed")
+        if not self._has_model:
+            raise RuntimeError(
+                "the engine's model was made a plain one by load_state_dict_from_zero_checkpoint(): close this engine, "
+                "and call initialize() to train on"
+            )
         if self._hooks.has_lost_backward:
             self._fail_backward(RuntimeError("loss.backward() has failed; see the error that it raised"))
-        if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.FAILED):
+        if self._hooks.phase in (Phase.BACKWARD, Phase.STEP, Phase.OFFLOADED, Phase.FAILED):
             raise PhaseError(f"the engine was called where it cannot be: {self._hooks.phase.value}")
 
 
@@ -999,14 +1184,34 @@ def _save(weights: Mapping[str, torch.Tensor], path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _refuse_load(module: nn.Module, *_: Any) -> None:
-    """Refuse `module.load_state_dict()`, because the weights that are trained are those in the store."""
+def _refuse_load(engine: weakref.ref[Engine], module: nn.Module, *_: Any) -> None:
+    """Refuse `module.load_state_dict()`, because the weights that are trained are those in the store.
+
+    The rank whose changes all ranks are to get may call it, because they go to the store afterwards.
+    """
+    if (found := engine()) is not None and found._is_modifier:
+        return
     raise RuntimeError(
-        "the model's weights are in the store: call engine.load_state_dict() instead of the model's, or load them "
-        "before initialize()"
+        "the model's weights are in the store: call engine.load_state_dict() instead of the model's, load them before "
+        "initialize(), or on the rank modifier_rank within gathered() of all parameters"
     )
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Refuse `module.state_dict()`, because the weights are in the store."""
-    raise RuntimeError("the model's weights are in the store: call engine.full_state_dict() instead of state_dict()")
+    """Refuse `module.state_dict()`, because the weights are in the store, unless all of them are gathered."""
+    if any(isinstance(parameter, ReleasedParameter) for parameter in module.parameters()):
+        raise RuntimeError(
+            "the model's weights are in the store: call engine.full_state_dict() instead of state_dict(), or call it "
+            "within gathered() of all parameters"
+        )
+
+
+def _copy_gathered(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
+    """Replace the parameters in a state dict by copies, because gathered memory is freed. Tied names share a copy."""
+    copies: dict[int, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tensor = state_dict.get(prefix + name)
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+            if id(parameter) not in copies:
+                copies[id(parameter)] = tensor.clone()
+            state_dict[prefix + name] = copies[id(parameter)]

@@ -102,6 +102,10 @@ class EngineGetters(nn.Module):
         """Return whether programs that save the model, as Accelerate does, are to gather whole weights for that."""
         return self._settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
+    def zero_enable_sanity_checks(self) -> bool:
+        """Return whether a change within `GatheredParameters` that no rank keeps is an error."""
+        return self._settings.zero_optimization.enable_sanity_checks
+
     def zero_cpu_offload(self) -> bool:
         """Return whether the optimizer states are offloaded to host memory."""
         section = self._settings.zero_optimization.offload_optimizer
@@ -157,6 +161,14 @@ class EngineGetters(nn.Module):
         """Return the type of the config's optimizer; None: the config has none."""
         section = self._settings.optimizer
         return None if section is None else section.type
+
+    def log_level(self) -> str | None:
+        """Return the level of the logger that the config says; None: it says none."""
+        return self._settings.log_level
+
+    def gradient_allreduce_op(self) -> str:
+        """Return what a step's gradient is of those of the ranks: their "mean" or their "sum"."""
+        return self._settings.gradient_allreduce_op
 
     def steps_per_print(self) -> int | None:
         """Return the number of steps between two lines of the log; None: there are no lines."""

@@ -31,6 +31,10 @@ class RankMismatchError(ConfigError):
     """
 
 
+class NotScalarError(TrainerClientError, ValueError, AssertionError):
+    """A loss is no scalar. The documentation of DeepSpeed names AssertionError, so scripts for it may expect that."""
+
+
 class DeferredInitError(TrainerClientError, RuntimeError):
     """The model's constructor does something that `zero.Init` cannot defer until there is memory for its tensors."""
 
@@ -55,6 +59,13 @@ class NonFiniteGradientError(TrainerClientError):
     """`paramserver.max_consecutive_skipped_steps` steps in a row were skipped, because gradients were not finite.
 
     The states are those of the last step that was not skipped.
+    """
+
+
+class UnusedParameterError(TrainerClientError, AssertionError):
+    """A step has no gradient of some parameters, and `zero_optimization.ignore_unused_parameters` is false.
+
+    The states are those before the step. It is an AssertionError as well, because DeepSpeed raises one.
     """
 
 

@@ -23,7 +23,7 @@ from trainer_client.access import owner_of
 from trainer_client.assembly import make_engine
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
-from trainer_client.config.log_lines import describe_automatic, describe_without_effect
+from trainer_client.config.log_lines import describe_automatic, describe_clipping, describe_without_effect
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.data_parallel import check_mpu
 from trainer_client.engine import Engine
@@ -36,6 +36,7 @@ from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
+from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.ranks.agreement import Declaration, require_agreement
@@ -146,7 +147,10 @@ def initialize(
     settings = load_config(
         _config_source(args, config, config_params), os.environ, {p.tensor.dtype for p in parameters}
     )
+    if settings.log_level is not None:
+        _set_log_level(settings.log_level)
     policy = choose_policy(settings.paramserver.units, unit_policy)
+    mark_configured_leaves(model, settings.zero_optimization)
     if optimizer is None and settings.optimizer is None:
         _refuse_for_inference(training_data=training_data, lr_scheduler=lr_scheduler, checkpoint=checkpoint)
         without_optimizer = _open_without_optimizer(
@@ -294,6 +298,14 @@ def _log_config(settings: TrainingConfig, batch: BatchSizes) -> None:
         log.info("%s", automatic)
     if without_effect := describe_without_effect(settings, os.environ):
         log.warning("%s", without_effect)
+    if not_clipped := describe_clipping(settings):
+        log.warning("%s", not_clipped)
+
+
+def _set_log_level(level: str) -> None:
+    """Set the level of this library's logger, and of the one that scripts get as `deepspeed.utils.logger`."""
+    for name in ("trainer_client", "DeepSpeed"):
+        logging.getLogger(name).setLevel(level.upper())
 
 
 def _make_scheduler(

@@ -149,10 +149,6 @@ class StoreOptimizer(torch.optim.Optimizer):
         """Return whether the store keeps optimizer states of the parameter, and so takes its gradients."""
         return parameter.index in self._stateful
 
-    def has_states_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether the store keeps optimizer states of a tensor, which may be any."""
-        return self._index_of.get(id(tensor)) in self._stateful
-
     def stateful_ranges(self) -> list[list[int]]:
         """Return the indexes of the parameters that have optimizer states, as ranges [first, last]."""
         return _ranges(sorted(self._stateful))

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 # The attribute of a module with the parameters of other modules that it uses, as the user registered them.
 _EXTERNAL = "_paramserver_external"
+# The attribute of a parameter that was built under `Init` with `enable_sanity_checks` in the config.
+_CHECKED = "_paramserver_checked"
 
 # The arguments of Init that have no effect, with the reason.
 _WITHOUT_EFFECT = {
@@ -141,8 +143,8 @@ class Init:
         if seed is not None and not 0 <= seed < 2**63:
             raise ConfigError(f"zero.Init(seed={seed}): write a number in [0, 2**63)")
         source = config if config is not None else config_dict_or_path
-        if source is not None:
-            load_config(source, os.environ)
+        zero = None if source is None else load_config(source, os.environ).zero_optimization
+        self._checks = zero is not None and zero.enable_sanity_checks
         self._enabled = enabled
         self._dtype = dtype
         self._seed = seed
@@ -167,7 +169,7 @@ class Init:
         if RecipeRecorder.active is None:
             seed = int(torch.empty((), dtype=torch.int64).random_()) if self._seed is None else self._seed
             self._context.enter_context(RecipeRecorder(seed))
-            self._context.callback(register_module_parameter_registration_hook(_show_unavailable).remove)
+            self._context.callback(register_module_parameter_registration_hook(self._show_unavailable).remove)
         elif self._seed is not None:
             self._context.close()
             raise ConfigError(f"zero.Init(seed={self._seed}) within zero.Init(): pass the seed to the outer one")
@@ -176,11 +178,12 @@ class Init:
     def __exit__(self, *_: object) -> None:
         self._context.close()
 
-
-def _show_unavailable(_: nn.Module, __: str, parameter: torch.Tensor | None) -> None:
-    """Give a new parameter of a module DeepSpeed's attributes if it has no values."""
-    if isinstance(parameter, nn.Parameter) and recipe_of(parameter):
-        show_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+    def _show_unavailable(self, _: nn.Module, __: str, parameter: torch.Tensor | None) -> None:
+        """Give a new parameter of a module DeepSpeed's attributes if it has no values."""
+        if isinstance(parameter, nn.Parameter) and recipe_of(parameter):
+            show_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+            if self._checks:
+                vars(parameter)[_CHECKED] = True
 
 
 @functools.cache
@@ -195,6 +198,9 @@ class GatheredParameters:
     It enters `engine.gathered` of each engine that has some of the parameters. Parameters of a model that was built
     under `zero.Init` and has no engine yet get their initial values in host memory; after a change they keep them until
     `initialize`. All other parameters are left alone.
+
+    A change in place without `modifier_rank` is lost, because no rank's change counts. A warning says so at the end, or
+    a RuntimeError if `zero_optimization.enable_sanity_checks` is true in the config of the engine or of `Init`.
 
     Args:
         params: a parameter, several parameters, or a module.
@@ -226,16 +232,41 @@ class GatheredParameters:
         self._unowned = unowned
         self._modifier_rank = modifier_rank
         self._context = ExitStack()
+        # The parameters that no rank may change, with the numbers of changes that torch counts for each.
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def __enter__(self) -> None:
+        watched = [*filter(recipe_of, self._unowned), *self._owned()] if self._modifier_rank is None else []
         with ExitStack() as entered:
             entered.enter_context(early_values(self._unowned, self._modifier_rank))
             for engine, tensors in self._of_engine.items():
                 entered.enter_context(engine.gathered(tensors, self._modifier_rank))
+            self._versions = [(tensor, tensor._version) for tensor in watched]
             self._context = entered.pop_all()
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
+        changed = [tensor for tensor, version in self._versions if tensor._version != version]
+        suppressed = self._context.__exit__(*error)
+        if changed and error[0] is None:
+            self._report_lost(changed)
+        return suppressed
+
+    def _owned(self) -> Iterator[torch.Tensor]:
+        for tensors in self._of_engine.values():
+            yield from tensors
+
+    def _report_lost(self, changed: list[torch.Tensor]) -> None:
+        """Say that changes are lost. Raises RuntimeError if the config asks for that."""
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in changed)
+        message = (
+            f"in-place modification of parameters of shape {shapes} within GatheredParameters(modifier_rank=None): no "
+            "rank's change counts; pass modifier_rank, the rank whose change all ranks are to have"
+        )
+        if any(engine.zero_enable_sanity_checks() for engine in self._of_engine) or any(
+            _CHECKED in vars(tensor) for tensor in changed
+        ):
+            raise RuntimeError(message)
+        log.warning("%s", message)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -147,6 +147,61 @@ def test_gathered_parameters_are_whole_and_change_what_was_changed_only(model_st
     assert [name for name in before if name != WEIGHT and not torch.equal(before[name], after[name])] == []
 
 
+def test_a_run_that_ends_after_a_change_within_a_step_begins_the_step_anew(model_store: str, job: str) -> None:
+    first, second = micro_batches(2)
+    config = config_of(model_store, job, "nvme") | {"gradient_accumulation_steps": 2}
+    changed = torch.full((256,), 0.5)
+    plain = build_model(Run())
+    with torch.no_grad():
+        plain.get_parameter(BIAS).copy_(changed)
+    adamw = AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for batch in (first, second):
+        (plain(input_ids=batch, labels=batch).loss / 2).backward()
+    adamw.step()
+
+    with start(config) as engine:
+        backward(engine, first)
+        engine.step()
+        backward(engine, second)
+        engine.client_state["of"] = "the step that is not made"
+        with engine.gathered([engine.module.get_parameter(BIAS)], modifier_rank=0), torch.no_grad():
+            engine.module.get_parameter(BIAS).copy_(changed)
+    with start(config) as engine:
+        assert (engine.global_steps, engine.micro_steps, engine.client_state) == (0, 0, {})
+        for batch in (first, second):
+            backward(engine, batch)
+            engine.step()
+        weights = engine.full_state_dict()
+    assert [name for name, tensor in plain.state_dict().items() if not torch.equal(weights[name], tensor)] == []
+
+
+@pytest.mark.parametrize("placement", [{}, STAGE_1], ids=["nvme", "stage-1"])
+def test_a_gathered_model_has_a_state_dict_and_can_load_one(
+    model_store: str, job: str, placement: dict[str, Any]
+) -> None:
+    (batch,) = micro_batches(1)
+    other = build_model(Run())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.25)
+    with start(config_of(model_store, job, "nvme") | placement) as engine:
+        backward(engine, batch)
+        engine.step()
+        weights = engine.full_state_dict()
+        with zero.GatheredParameters(engine.module.parameters()):
+            found = engine.module.state_dict()
+        # The values stay when the parameters are released.
+        assert [name for name, value in weights.items() if not torch.equal(found[name], value)] == []
+        with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+            engine.module.load_state_dict(other.state_dict())
+        changed = engine.full_state_dict()
+        assert [name for name, value in other.state_dict().items() if not torch.equal(changed[name], value)] == []
+        some = [engine.module.get_parameter(BIAS)]
+        for context in (zero.GatheredParameters(some, modifier_rank=0), zero.GatheredParameters(some)):
+            with context, pytest.raises(RuntimeError, match=r"call engine\.load_state_dict\(\) instead"):
+                engine.module.load_state_dict(other.state_dict())
+
+
 def test_misuse_is_refused_with_what_to_do(model_store: str, job: str) -> None:
     (batch,) = micro_batches(1)
     with start(config_of(model_store, job, "nvme")) as engine:
@@ -158,14 +213,17 @@ def test_misuse_is_refused_with_what_to_do(model_store: str, job: str) -> None:
             engine.set_full(WEIGHT, "master", torch.zeros(3))
         with pytest.raises(RuntimeError, match="no gradient"):
             engine.set_full(BIAS, "grad", torch.zeros(256))
-        backward(engine, batch)
-        with pytest.raises(RuntimeError, match="between two steps"):
+        loss = engine(input_ids=batch, labels=batch).loss
+        with pytest.raises(RuntimeError, match="no forward waits for its backward"):
             engine.set_full(BIAS, "master", torch.zeros(256))
         with (
-            pytest.raises(RuntimeError, match="between two steps"),
+            pytest.raises(RuntimeError, match="no forward waits for its backward"),
             engine.gathered(engine.module, modifier_rank=0),
         ):
             pass
+        engine.backward(loss)
+        with pytest.raises(RuntimeError, match="between two steps"):
+            engine.load_state_dict({})
         # None of the refused calls prevents the next step.
         engine.step()
     with pytest.raises(trainer_client.ConfigError, match="has no engine"):

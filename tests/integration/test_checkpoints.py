@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paramserver.v1 import store_admin_pb2 as admin_pb
-from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, config_of, start, steps
+from tests.integration.support.checkpoint_ranks import SAVED_AT, STEPS, Net, batch, config_of, micro_steps, start, steps
 from tests.integration.support.daemon import Daemon, admin_of
 from tests.integration.support.ranks import run_ranks
 from trainer_client import Engine
@@ -76,6 +76,58 @@ def test_a_loaded_run_has_the_bits_of_the_one_that_saved(address: str, job: str,
     with start(config_of(address, job, half=half)) as engine:
         assert engine.resumed_step == STEPS
         assert torch.equal(engine.full_state_dict()["first.weight"], weights["first.weight"])
+
+
+@pytest.mark.parametrize("at", ["after a backward", "between micro-batches", "after a forward"])
+def test_a_checkpoint_within_a_step_has_the_state_before_the_step(
+    address: str, job: str, tmp_path: Path, at: str
+) -> None:
+    torch.manual_seed(3)
+    config = config_of(address, job) | {"gradient_accumulation_steps": 2}
+    with start(config) as engine:
+        list(micro_steps(engine, 3))
+        weights, seen = engine.full_state_dict(), engine.module.get_buffer("seen").clone()
+        loss = engine(batch(engine.micro_steps))
+        if at != "after a forward":
+            engine.backward(loss)
+        if at == "between micro-batches":
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        if at == "after a forward":
+            engine.backward(loss)
+        if at != "between micro-batches":
+            engine.step()
+        losses = [loss.item(), *micro_steps(engine, 5)]
+        after = engine.full_state_dict()
+    with start(config_of(address, f"{job}-new") | {"gradient_accumulation_steps": 2}) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert (engine.global_steps, engine.micro_steps) == (3, 6)
+        assert_equal_weights(engine, weights | {"seen": seen})
+        assert list(micro_steps(engine, 5)) == losses
+        assert_equal_weights(engine, after)
+
+
+def test_a_checkpoint_within_a_step_needs_no_commit_of_each_step(address: str, job: str, tmp_path: Path) -> None:
+    config = config_of(address, job, durability="none") | {"gradient_accumulation_steps": 2}
+    config["zero_optimization"] = {"stage": 1}
+    with start(config) as engine:
+        list(micro_steps(engine, 3))
+        weights = engine.full_state_dict()
+        engine.backward(engine(batch(engine.micro_steps)))
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        list(micro_steps(engine, 5))
+        engine.load_checkpoint(tmp_path)
+        assert (engine.global_steps, engine.micro_steps) == (3, 6)
+        weights["seen"] = engine.module.get_buffer("seen").clone()
+        assert_equal_weights(engine, weights)
+
+
+def test_a_checkpoint_without_a_directory_is_refused(address: str, job: str) -> None:
+    with start(config_of(address, job)) as engine:
+        for nowhere in ("", None):
+            with pytest.raises(ConfigError, match="name the directory of the checkpoints"):
+                engine.save_checkpoint(nowhere)  # type: ignore[arg-type]
 
 
 def test_any_number_of_ranks_goes_on_from_the_same_values(address: str, job: str, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.integration.support.checkpoint_ranks import SAVED_AT, Net, config_of, start, steps
+from tests.integration.support.checkpoint_ranks import SAVED_AT, Net, batch, config_of, start, steps
+from trainer_client import zero
 from trainer_client.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from trainer_client.errors import CheckpointError, ConfigError, ExportError
 from trainer_client.utils.zero_to_fp32 import (
@@ -35,6 +36,45 @@ def test_a_converted_checkpoint_is_loaded_as_the_original(model_store: str, job:
         assert all(torch.equal(value, saved[name]) for name, value in engine.full_state_dict().items())
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         ds_to_universal.main(SimpleNamespace(input_folder=tmp_path / "none", output_folder=tmp_path / "out"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loaded_model_leaves_its_engine_and_is_a_plain_one(
+    model_store: str, job: str, tmp_path: Path, stage: int
+) -> None:
+    """Scripts load the weights into the engine's own model after training, at stage 3 within GatheredParameters."""
+    config = config_of(model_store, job, half=True) | {"zero_optimization": {"stage": stage}}
+    inputs = batch(9).bfloat16()
+    engine = start(config)
+    list(steps(engine, SAVED_AT))
+    engine.save_checkpoint(tmp_path)
+    expected = {name: value.bfloat16() for name, value in engine.full_state_dict().items()}
+    with zero.GatheredParameters(engine.module.parameters(), enabled=stage == 3):
+        model = load_state_dict_from_zero_checkpoint(engine.module, tmp_path)
+    for refused in (lambda: engine(inputs), engine.step, lambda: engine.save_checkpoint(tmp_path)):
+        with pytest.raises(RuntimeError, match=r"call initialize\(\) to train on"):
+            refused()
+    assert model is engine.module
+    engine.destroy()
+
+    assert all(torch.equal(value.bfloat16(), expected[name]) for name, value in model.state_dict().items())
+    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    plain = Net()
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.bfloat16()
+    plain.load_state_dict(model.state_dict())
+    for each in (model.eval(), plain.eval()):
+        each(inputs).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.requires_grad == theirs.requires_grad
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+    model.load_state_dict(plain.state_dict())
+    model.seen.zero_()
+    with start(config_of(model_store, f"{job}-again") | {"bf16": {"enabled": True}}, model) as again:
+        loss = again.eval()(inputs)
+        plain.seen.zero_()
+        assert torch.equal(loss, plain(inputs))
 
 
 def test_a_checkpoint_gives_its_fp32_weights_without_an_engine(model_store: str, job: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trainer_client
-from tests.integration.support.checkpoint_ranks import config_of, start
+from tests.integration.support.checkpoint_ranks import Net, config_of, start
 from trainer_client import utils
 
 
@@ -27,17 +27,17 @@ def test_an_optimizer_shows_its_loss_scale_and_whether_a_step_was_skipped(model_
     shown = []
     with engine:
         assert optimizer.optimizer is original and optimizer.needs_scaler() and optimizer.dynamic_loss_scale
-        for factor in (1.0, float("inf"), 1.0, 1.0):
+        for factor in (1.0, float("inf"), 1.0, 1.0, 1.0):
             engine.backward(engine(torch.ones(2, 4)).float().mean() * factor)
             engine.step()
             scale = optimizer.loss_scaler
             assert (optimizer.loss_scale, optimizer.cur_scale) == (scale.cur_scale, scale.cur_scale)
             shown.append((scale.cur_scale, scale.cur_iter, optimizer.overflow))
         weights = engine.full_state_dict()
-    # The scale halves at the overflow, and doubles after two good steps.
-    assert shown == [(16.0, 1, False), (8.0, 2, True), (8.0, 3, False), (16.0, 4, False)]
-    # Each of the three good steps has the gradient 1 for each weight.
-    assert torch.allclose(weights["weight"], plain.weight.detach() - 0.3, atol=1e-3)
+    # The scale halves at the overflow, and doubles after two good steps, of which the first one does not count.
+    assert shown == [(16.0, 1, False), (8.0, 2, True), (8.0, 3, False), (8.0, 4, False), (16.0, 5, False)]
+    # Each of the four good steps has the gradient 1 for each weight.
+    assert torch.allclose(weights["weight"], plain.weight.detach() - 0.4, atol=1e-3)
 
 
 def test_gathered_memory_is_released_between_steps_and_not_within_one(model_store: str, job: str) -> None:
@@ -71,3 +71,25 @@ def test_a_frozen_parameter_has_no_state_to_be_read(model_store: str, job: str) 
         assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
         values = engine.get_full(frozen, "param")
         assert values is not None and torch.equal(values, engine.full_state_dict()["frozen.weight"])
+
+
+def test_a_frozen_parameter_of_a_group_has_a_state_to_be_read_once_it_was_trained(model_store: str, job: str) -> None:
+    model: Any = Net()
+    # DeepSpeed's documentation passes all parameters, and the frozen ones among them get states here.
+    engine = trainer_client.initialize(
+        model=model, model_parameters=model.parameters(), config=config_of(model_store, job)
+    )[0]
+    with engine:
+        frozen = model.frozen.weight
+        engine.backward(engine(torch.ones(4, 24)))
+        assert utils.safe_get_full_fp32_param(frozen) is None
+        assert utils.safe_get_full_grad(frozen) is None
+        engine.step()
+        assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+        frozen.requires_grad_(True)
+        engine.backward(engine(torch.ones(4, 24)))
+        assert utils.safe_get_full_grad(frozen) is not None
+        engine.step()
+        frozen.requires_grad_(False)
+        moment = utils.safe_get_full_optimizer_state(frozen, "exp_avg")
+        assert moment is not None and moment.any()

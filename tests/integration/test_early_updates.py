@@ -15,6 +15,7 @@ from tests.integration.support.model_runs import LEARNING_RATE, config_of, optim
 from tests.integration.support.training import micro_batches
 from tests.integration.support.zoo import ZOO
 from trainer_client import Engine
+from trainer_client.access import ParameterKey
 
 BATCHES = list(micro_batches(6))
 PLACEMENTS = {
@@ -157,6 +158,32 @@ def test_a_gradient_is_set(model_store: str, place: str) -> None:
 
     begun, withdrawn = run_both(model_store, "set", place, plain, stored)
     assert withdrawn == len(BATCHES) < begun
+
+
+@AT_EACH_PLACE
+def test_weights_and_moments_are_set(model_store: str, place: str) -> None:
+    """The step updates the values that were set after its backward pass, with the gradient from before."""
+    name = "transformer.h.1.mlp.c_fc.weight"
+
+    def plain(number: int, what: Any) -> None:
+        weight = what[0].get_parameter(name)
+        with torch.no_grad():
+            weight.mul_(0.5)
+            if number:
+                what[1].state[weight]["exp_avg"].add_(0.01)
+
+    def stored(number: int, engine: Engine) -> None:
+        weight, moment = engine.get_full(name, "master"), engine.get_full(name, "exp_avg")
+        assert weight is not None and moment is not None
+        values: dict[tuple[ParameterKey, str], torch.Tensor] = {(name, "master"): weight * 0.5}
+        if number:
+            values[name, "exp_avg"] = moment + 0.01
+        engine.set_many(values)
+        changed = engine.get_full(name, "master")
+        assert changed is not None and torch.equal(changed, weight * 0.5)
+
+    begun, withdrawn = run_both(model_store, "weights set", place, plain, stored)
+    assert begun == withdrawn > 0
 
 
 @AT_EACH_PLACE

@@ -24,16 +24,16 @@ FLOORS = {
         "tiers",
         "catalog scratch scrub slab",
         "directories host_cache shard_index",
-        "assembly copy_writes prefetch transform versions",
+        "assembly copy_writes fsck prefetch transform versions",
         "commit demand_reads gathering job_table",
         "damage_log pending_steps reader",
-        "accounts admission",
+        "accounts admission upkeep",
         "job_registry",
         "kept_steps",
         "engine",
     ),
     "paramserver": (
-        "__init__ errors v1",
+        "__init__ errors events v1",
         "contract",
         "vocabulary",
         "optimizer_kernel process",
@@ -42,6 +42,7 @@ FLOORS = {
         "admin sessions store_need",
         "dataplane",
         "services",
+        "page",
         "metrics",
         "server",
         "cli",
@@ -63,7 +64,7 @@ FLOORS = {
         "accelerate lightning utils",
         "__init__",
     ),
-    "benchmarks": ("__init__ common", "dataplane inference storage training", "planning"),
+    "benchmarks": ("__init__ common", "dataplane storage training", "inference planning"),
 }
 
 

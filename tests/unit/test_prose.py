@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("storage", "paramserver", "trainer_client", "benchmarks", "examples", "tests")
+PACKAGES = ("storage", "paramserver", "trainer_client", "benchmarks", "deploy", "examples", "tests")
 GENERATED = "paramserver/v1/"
 # Pages in the root and in these folders.
 PAGES = ("", *PACKAGES, "docs", "proto")

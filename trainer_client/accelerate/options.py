@@ -171,7 +171,8 @@ def _read(config: ConfigSource, plugin: DeepSpeedPlugin | None, precision: str) 
         plugin.set_mixed_precision(precision)
         return deepcopy(dict(plugin.deepspeed_config))
     if config is None:
-        return {}
+        # A script without a config clips by `accelerator.clip_grad_norm_`, or not at all.
+        return {"gradient_clipping": 0}
     return deepcopy(dict(config if isinstance(config, Mapping) else read_config_file(Path(config))))
 
 

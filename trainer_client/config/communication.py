@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from trainer_client.config.precision import DTypeName
 from trainer_client.section import Section
@@ -15,6 +15,10 @@ _DIVIDED_FIRST = (
 )
 
 
+def _in_lower_case(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
 class CommunicationKeys(Section):
     """The keys of the config that say how gradients are clipped and added over the ranks."""
 
@@ -23,15 +27,9 @@ class CommunicationKeys(Section):
         default=None,
         description="in which gradients are added over the ranks: `fp32`, `bf16`, `fp16`; null: the parameter's",
     )
-    gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"],
-        Refused(
-            why="a step's gradient is the mean over the ranks",
-            instead="multiply the loss by the number of ranks",
-            unless=lambda value: value == "mean",
-        ),
-        Field(description="`mean` or `sum` of the ranks' gradients"),
-    ] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_in_lower_case)] = Field(
+        default="mean", description="a step's gradient: the `mean` of those of the ranks, or their `sum`; stages 0 to 2"
+    )
     sparse_gradients: Annotated[
         bool,
         Refused(

@@ -86,6 +86,11 @@ def _check_together(config: TrainingConfig, environ: Mapping[str, str]) -> None:
             f"optimizer.params.max_grad_norm = {norm} is refused: it is not an argument of the optimizer; write "
             "gradient_clipping"
         )
+    if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
+        raise ConfigError(
+            "gradient_allreduce_op = 'sum' is not supported with ZeRO stage 3, as in DeepSpeed: multiply the loss by "
+            "the number of ranks, and remove the key"
+        )
     units = config.paramserver.units
     if units.classes and units.max_parameters:
         raise ConfigError("paramserver.units.classes and paramserver.units.max_parameters are both set: choose one")

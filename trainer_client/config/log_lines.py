@@ -1,4 +1,4 @@
-"""The lines of the log about a config: which keys have no effect, and what "auto" became.
+"""The lines of the log about a config: which keys have no effect, which one is missing, and what "auto" became.
 
 Owns the words of these lines. Must never change a value.
 """
@@ -32,6 +32,19 @@ def describe_without_effect(config: TrainingConfig, environ: Mapping[str, str]) 
         return None
     listed = "; ".join(f"{', '.join(keys)} ({why})" for why, keys in by_reason.items())
     return f"keys of the config without effect here: {listed}"
+
+
+def describe_clipping(config: TrainingConfig) -> str | None:
+    """Return the line for the log about a config that does not say whether gradients are clipped; None if it does.
+
+    Later versions of DeepSpeed clip then, and earlier ones do not, so that the config means one or the other.
+    """
+    if "gradient_clipping" in config.model_fields_set or config.paramserver.gradient_clipping_value is not None:
+        return None
+    return (
+        "gradient_clipping is not in the config, so gradients are NOT clipped, and DeepSpeed clips them at a norm of "
+        "1.0 from version 0.19 on: write gradient_clipping, 1.0 to clip as it does, or 0 not to clip"
+    )
 
 
 def describe_automatic(config: TrainingConfig, batch: BatchSizes) -> str | None:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from trainer_client.section import Agreement, Section
 from trainer_client.standing import WithoutEffect
 
 _TRACKERS = "the library writes to no tracker: log engine.step_report() and the loss from your loop"
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 _PROFILERS = "steps_per_print and paramserver.trace show what a step costs"
 
 
 def _never_if_infinite(value: Any) -> Any:
     """Return null for an infinite number of steps, which means that nothing is printed."""
     return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _require_level(value: str | None) -> str | None:
+    if value is not None and value.lower() not in _LEVELS:
+        raise ValueError(f"write one of {', '.join(_LEVELS)}")
+    return value
 
 
 class TensorBoardSection(Section):
@@ -119,11 +126,11 @@ class MonitoringKeys(Section):
     comms_logger: Annotated[
         CommsLoggerSection, WithoutEffect(why=_PROFILERS), Field(description="the log of collectives")
     ] = CommsLoggerSection()
-    log_level: Annotated[
-        str | None,
-        WithoutEffect(why="set the level of the logger trainer_client by Python's logging"),
-        Field(description="level of DeepSpeed's logger"),
-    ] = None
+    log_level: Annotated[str | None, Agreement.NONE, AfterValidator(_require_level)] = Field(
+        default=None,
+        description="level of the loggers `trainer_client` and `DeepSpeed`: debug, info, warning, error or critical; "
+        "null: as the program has set it",
+    )
     vocabulary_size: Annotated[
         int | None,
         WithoutEffect(why="DeepSpeed only warns about some sizes"),

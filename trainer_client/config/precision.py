@@ -101,7 +101,7 @@ class Fp16Section(Section):
         default=16, description="dynamic loss scale starts at 2 to this power"
     )
     loss_scale_window: Annotated[int, BeforeValidator(_finite)] = Field(
-        default=1000, description="finite steps until it doubles"
+        default=1000, description="finite steps until it doubles, after the first one, which does not count"
     )
     hysteresis: PositiveInt = Field(default=2, description="overflows until it halves")
     consecutive_hysteresis: bool = Field(

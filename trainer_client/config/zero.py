@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import BeforeValidator, Field, NonNegativeInt
 
 from trainer_client.section import Agreement, Section
 from trainer_client.standing import Refused, WithoutEffect, is_absent
@@ -80,12 +80,23 @@ class OffloadOptimizerSection(OffloadSection):
     ] = 0.8
 
 
-class LeafModuleSection(Section):
-    """The modules that DeepSpeed gathers as a whole."""
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
-    classes: tuple[str, ...] | str = Field(default=(), description="by class")
-    names: tuple[str, ...] | str = Field(default=(), description="by name")
-    name_suffixes: tuple[str, ...] | str = Field(default=(), description="by the end of their name")
+
+Names = Annotated[list[str], BeforeValidator(_as_list)]
+"""Names, of which a single one may be written without the list."""
+
+
+class LeafModuleSection(Section):
+    """The modules that are gathered as a whole at stage 3."""
+
+    classes: Names = Field(
+        default=[],
+        description="modules of these classes are gathered as a whole at stage 3: they are [units](models.md)",
+    )
+    names: Names = Field(default=[], description="modules with these names, as in `model.named_modules()`")
+    name_suffixes: Names = Field(default=[], description="modules whose names end so")
 
 
 class ZeroSection(Section):
@@ -140,9 +151,7 @@ class ZeroSection(Section):
     stage3_module_granularity_threshold: Annotated[
         int, WithoutEffect(why=_BY_UNIT), Field(description="gather modules with small parts as a whole")
     ] = 0
-    leaf_module: Annotated[
-        LeafModuleSection, WithoutEffect(why=_BY_UNIT), Field(description="modules that are gathered as a whole")
-    ] = LeafModuleSection()
+    leaf_module: LeafModuleSection = Field(default=LeafModuleSection(), description="leaf modules")
     round_robin_gradients: Annotated[
         bool, WithoutEffect(why=_BY_UNIT), Field(description="spread copies of gradients to the CPU over the ranks")
     ] = False
@@ -177,11 +186,11 @@ class ZeroSection(Section):
     pipeline_loading_checkpoint: Annotated[
         bool, WithoutEffect(why=_STORE_CHECKPOINTS), Field(description="load checkpoints in a pipeline")
     ] = False
-    ignore_unused_parameters: Annotated[
-        bool,
-        WithoutEffect(why="a parameter that got no gradient is left as it is"),
-        Field(description="accept parameters that a step does not use"),
-    ] = True
+    ignore_unused_parameters: bool = Field(
+        default=True,
+        description="leave a parameter without a gradient as it is; false: at stage 2, `step()` raises an error that "
+        "names the parameters that no rank has used",
+    )
     find_unused_parameters: Annotated[
         bool,
         WithoutEffect(why="a parameter that got no gradient is left as it is"),
@@ -220,9 +229,10 @@ class ZeroSection(Section):
         WithoutEffect(why="step reports show when the recorded order was wrong"),
         Field(description="log when the recorded order of modules was wrong"),
     ] = False
-    enable_sanity_checks: Annotated[
-        bool, WithoutEffect(why="ranks always check that they are in step"), Field(description="check invariants")
-    ] = False
+    enable_sanity_checks: bool = Field(
+        default=False,
+        description="a change within `GatheredParameters` that no rank keeps is an error; false: a warning",
+    )
     save_muon_momentum_buffer_in_memory: Annotated[
         bool, WithoutEffect(why="the store has no Muon"), Field(description="keep Muon's momentum in memory")
     ] = False

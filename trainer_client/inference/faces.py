@@ -23,6 +23,7 @@ from trainer_client.inference.engine import InferenceEngine
 from trainer_client.inference.opening import InitialArguments, open_engine
 from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.loading import Weights
+from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import choose_policy
 
@@ -283,6 +284,7 @@ def _open(
     if settings.zero_optimization.stage != 3:
         raise ConfigError(f"zero.stage {settings.zero_optimization.stage}: write 3, because the store has the weights")
     policy = choose_policy(settings.paramserver.units, None)
+    mark_configured_leaves(model, settings.zero_optimization)
     engine = open_engine(model, parameters, settings, policy, InitialArguments(checkpoint, strict))
     if wanted is not None:
         for module in model.modules():

@@ -35,7 +35,8 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
 def read_config(config: ConfigSource) -> dict[str, Any]:
     """Return a copy of the config, with the stage that counts if it does not say one."""
     if config is None:
-        raw: dict[str, Any] = {}
+        # The Trainer clips by its `gradient_clip_val`, or not at all.
+        raw: dict[str, Any] = {"gradient_clipping": 0}
     else:
         raw = deepcopy(dict(config if isinstance(config, Mapping) else read_config_file(Path(config))))
     return {**raw, "zero_optimization": {"stage": _STAGE, **raw.get("zero_optimization", {})}}

@@ -1,7 +1,8 @@
 """The attributes by which scripts for DeepSpeed find out whether a parameter has to be gathered before it is copied.
 
-Owns their names: `ds_id`, `ds_status`, `ds_shape`, `ds_numel` and `ds_persist`, which is always False, because no
-parameter stays whole for its size alone. Nothing of this library reads them.
+Owns their names: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor`, of which only the shape and the dtype mean
+something, and `ds_persist`, which is always False, because no parameter stays whole for its size alone. Nothing of this
+library reads them.
 
 [Note: how the status changes] The class of a released parameter has a property `ds_status`, which hides the attribute
 of the same name that the parameter itself has. So the status changes with the parameter's class, and a gather costs
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import enum
 
+import torch
 from torch import nn
 
 
@@ -31,6 +33,15 @@ class UnavailableParameter(nn.Parameter):
         return ZeroParamStatus.NOT_AVAILABLE
 
 
+_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_tensor")
+
+
+def hide_status(parameter: nn.Parameter) -> None:
+    """Take DeepSpeed's attributes away from a parameter; idempotent."""
+    for name in _ATTRIBUTES:
+        vars(parameter).pop(name, None)
+
+
 def show_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
     """Give a parameter DeepSpeed's attributes, or another status if it has them."""
     own = vars(parameter)
@@ -38,3 +49,8 @@ def show_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
         own.update({"ds_id": id(parameter), "ds_shape": parameter.shape, "ds_numel": parameter.numel()})
         own["ds_persist"] = False
     own["ds_status"] = status
+
+
+def show_part(parameter: nn.Parameter, numel: int) -> None:
+    """Give a parameter DeepSpeed's attribute with the shape [numel] of this rank's part, as a tensor without values."""
+    vars(parameter)["ds_tensor"] = torch.empty(numel, dtype=parameter.dtype, device="meta")

@@ -31,6 +31,7 @@ from paramserver.contract.kinds import GRAD, MASTER, PARAM, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.errors import ReleasedParameterError
+from trainer_client.model.availability import hide_status, show_part
 from trainer_client.model.flat_memory import FlatMemory
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Residence
@@ -103,6 +104,8 @@ class FlatGroup:
         nan = torch.full((), torch.nan, dtype=dtype, device=device)
         self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
         self._memory.free()
+        # Whether the data of the parameters are in this group, and not given up to the user.
+        self._has_parameters = True
 
     @property
     def has_master(self) -> bool:
@@ -194,6 +197,20 @@ class FlatGroup:
             self._point_to(self._whole)
         else:
             self.free()
+            numels = {shard.slot: shard.numel for shard in self.shards}
+            for slot, parameter in enumerate(self.parameters):
+                show_part(parameter.tensor, numels.get(slot, 0))
+
+    @torch.no_grad()
+    def give_up_parameters(self) -> None:
+        """Leave the parameters to the user, in memory of their own on the CPU, uninitialised and in their dtype.
+
+        From now on only the flat buffer is allocated and freed.
+        """
+        self._point_to([torch.empty(parameter.shape, dtype=self.dtype) for parameter in self.parameters])
+        for parameter in self.parameters:
+            hide_status(parameter.tensor)
+        self._has_parameters = False
 
     @torch.no_grad()
     def allocate(self) -> None:
@@ -222,6 +239,8 @@ class FlatGroup:
     def release_parameters(self) -> None:
         """Release the parameters, but keep the flat buffer with its values, for the next `allocate`."""
         torch.clear_autocast_cache()
+        if not self._has_parameters:
+            return
         self._point_to(self._released)
         for parameter in self.parameters:
             release(parameter.tensor, partial(self._on_released_access, parameter))
@@ -251,6 +270,9 @@ class FlatGroup:
         self._gather_on_use(parameter, function)
 
     def _point_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give the parameters these data, unless they are the user's."""
+        if not self._has_parameters:
+            return
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             restore(parameter.tensor)
             parameter.tensor.data = tensor

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer_client.config.paramserver import UnitsSection
 from trainer_client.errors import ConfigError
+from trainer_client.model.leaves import is_leaf
 from trainer_client.model.parameters import ModelParameter
 
 UnitPolicy = Callable[[nn.Module], Iterable[nn.Module]]
@@ -20,26 +21,6 @@ Each has a forward of its own, and none lies within another.
 
 # Containers cannot be units, because they have no forward that could be hooked.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-# The attribute of a module that a user has marked as a leaf, which DeepSpeed gathers as a whole.
-_LEAF = "_paramserver_leaf"
-
-
-def mark_leaf(module: nn.Module, flag: bool) -> None:
-    """Mark a module as a leaf, or take the mark away. `find_units` makes each outermost leaf a unit, or a part of one.
-
-    The mark is no argument of a policy, because DeepSpeed's functions for it know the module and not the engine.
-    """
-    if flag:
-        setattr(module, _LEAF, True)
-    elif is_leaf(module):
-        delattr(module, _LEAF)
-
-
-def is_leaf(module: nn.Module) -> bool:
-    """Return whether the module itself is marked as a leaf."""
-    return getattr(module, _LEAF, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

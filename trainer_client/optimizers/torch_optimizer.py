@@ -107,6 +107,11 @@ class OptimizerSection(Section):
     type: str
     params: ArgumentsSection
     legacy_fusion: Annotated[bool, WithoutEffect(why=_KERNEL), Field(description="an older kernel for fp16")] = False
+    torch_adam: Annotated[
+        bool,
+        WithoutEffect(why="DeepSpeed reads it in `optimizer.params` only"),
+        Field(description="torch's kernel, written in the wrong section"),
+    ] = False
 
 
 def _never_refused(_: ParameterGroup) -> None:

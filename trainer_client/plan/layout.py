@@ -17,6 +17,7 @@ from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.model.flat_group import FlatGroup
+from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.parameters import list_parameters
 from trainer_client.model.placement import GroupPlacement, PlacementPolicy, Residence
 from trainer_client.model.states import placement_bytes
@@ -109,6 +110,7 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
     optimizer = make_optimizer(None, config.optimizer, None, parameters, section.may_thaw)
     precision = PrecisionPolicy.of(config)
     policy = PlacementPolicy.of(config)
+    mark_configured_leaves(model, config.zero_optimization)
     specs = find_units(model, parameters, choose_policy(section.units, None))
 
     def groups_of(rank: int) -> list[list[FlatGroup]]:

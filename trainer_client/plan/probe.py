@@ -33,7 +33,8 @@ _FILE_BYTES = 512 << 20
 # The numbers of I/O threads of a daemon.
 _READERS, _WRITERS = 4, 2
 _COPY_BYTES = 64 << 20
-_UPDATE_ELEMENTS = 4 << 20
+# Four arrays of 64 MiB: the states of a job are no more in the processor's caches when their next update comes.
+_UPDATE_ELEMENTS = 16 << 20
 # The probe repeats a measurement about this long, but so often at least and at most, and takes the mean.
 _LEAST_SECONDS = 0.05
 _LEAST_REPEATS = 2

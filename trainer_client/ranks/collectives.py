@@ -198,15 +198,18 @@ class Collectives:
             # The caller may free the partition's memory next, so the device must have finished reading from it.
             torch.cuda.current_stream(flat.device).synchronize()
 
-    def reduce_scatter_mean(
-        self, partition: torch.Tensor, flat: torch.Tensor, what: str = "a reduction of gradients"
+    def reduce_scatter(
+        self, partition: torch.Tensor, flat: torch.Tensor, what: str = "a reduction of gradients", *, mean: bool = True
     ) -> None:
         """Set `partition` [n] to this rank's part of the mean over ranks of `flat` [world * n], which is overwritten.
 
         The division comes before the addition, as in DDP, because a sum of many fp16 gradients would overflow.
+
+        Args:
+            mean: False: `partition` is of the sum, which is not divided.
         """
         with self._moving(what, flat):
-            _reduce_scatter(partition, flat.div_(self.world_size), group=self._groups[_MAIN])
+            _reduce_scatter(partition, flat.div_(self.world_size) if mean else flat, group=self._groups[_MAIN])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite every rank's `tensor` with that of rank `source`."""

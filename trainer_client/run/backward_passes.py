@@ -3,9 +3,20 @@
 `engine.backward(loss)` starts a pass, and so does the user's own `loss.backward()`, of which the hooks learn by the
 first gradient that comes. Owns the plan of a pass: which step its gradients are for, whether they are reduced, and by
 which factor they are scaled. Must never call autograd or a hook.
+
+[Note: a loss of several engines] One backward pass may bring gradients to several engines. Each engine wants its own
+gradients times its own loss scale and divided by its own accumulation steps, but a loss is multiplied by one number
+only. So each engine corrects its gradients by the ratio of the number that it wants to the number by which the loss was
+multiplied. That number is known from `engine.scale(loss)`, which notes it on the loss, and from `engine.backward(loss)`
+of another engine, which notes it while autograd runs. Of several loss scales the smallest one is used, because a larger
+one would make gradients of the engine that needs the smallest one overflow.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +25,26 @@ from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.step.hooks import BackwardPlan
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.training_step import TrainingStep
+
+# The attribute of a loss with its LossFactor.
+_FACTOR = "paramserver_loss_factor"
+
+# The factors of the losses of the calls of `engine.backward` that are under way in this process. The calls are of
+# different engines, and the innermost one comes last.
+_under_way: list[float] = []
+
+
+@dataclass(slots=True)
+class LossFactor:
+    """What a loss was multiplied by, as one object for all engines that have scaled the loss.
+
+    Attributes:
+        value: the smallest loss scale of these engines; 1 if no loss scale was applied.
+        is_scaled: whether any of the engines needs a scaled loss.
+    """
+
+    value: float = 1.0
+    is_scaled: bool = False
 
 
 class BackwardPasses:
@@ -24,34 +55,57 @@ class BackwardPasses:
         self._scaler = scaler
         self._micro_batches = micro_batches
         self._commits = commits
-        # Whether the user has multiplied the loss of the next pass by the loss scale.
-        self._is_scaled = False
+        # The factor of the loss of the next pass; None: the user has not called `scale`.
+        self._factor: LossFactor | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the loss scale, for a pass that the user starts."""
-        self._is_scaled = True
-        return self._scaler.scaled(loss)
+        """Return the loss times the loss scale, for a pass that the user starts.
+
+        If other engines have scaled the loss, it is returned times the smallest scale of them all.
+        """
+        factor: LossFactor = getattr(loss, _FACTOR, None) or LossFactor()
+        if self._scaler.is_enabled and not (factor.is_scaled and factor.value <= self._scaler.scale):
+            if self._scaler.scale != factor.value:
+                loss = loss.float() * (self._scaler.scale / factor.value)
+            factor.value = self._scaler.scale
+            factor.is_scaled = True
+        setattr(loss, _FACTOR, factor)
+        self._factor = factor
+        return loss
 
     def begin(self) -> BackwardPlan:
         """Begin the pass of `engine.backward`, whose loss is scaled by its caller. A collective."""
-        self._is_scaled = False
+        self._factor = None
         return self._begin(gradient_factor=1.0)
 
-    def begin_for_user(self) -> BackwardPlan:
-        """Begin a pass that the user has started. A collective.
+    @contextmanager
+    def multiplied(self, factor: float) -> Iterator[None]:
+        """Surround autograd in `engine.backward`, whose loss was multiplied by `factor`."""
+        _under_way.append(factor)
+        try:
+            yield
+        finally:
+            _under_way.pop()
 
-        The gradients are divided by the accumulation steps, because the user's loss is not.
+    def begin_for_user(self) -> BackwardPlan:
+        """Begin a pass that the user, or `backward` of another engine, has started. A collective.
+
+        The gradients are divided by the accumulation steps, because the user's loss is not; see [Note: a loss of
+        several engines].
 
         Raises:
             RuntimeError: fp16 training needs a scaled loss, and this one is not.
         """
-        is_scaled, self._is_scaled = self._is_scaled, False
-        if self._scaler.is_enabled and not is_scaled:
+        factor, self._factor = self._factor, None
+        if self._scaler.is_enabled and factor is None:
             raise RuntimeError(
                 "Loss scaling is required in fp16, and the loss of loss.backward() is not scaled: call "
-                "engine.backward(loss) or engine.scale(loss).backward()"
+                "engine.backward(loss) or engine.scale(loss).backward(); scale a loss of several engines with each of "
+                "them that trains in fp16"
             )
-        return self._begin(gradient_factor=1.0 / self._micro_batches.sizes.accumulation)
+        multiplied = (1.0 if factor is None else factor.value) * (_under_way[-1] if _under_way else 1.0)
+        wanted = self._scaler.scale / self._micro_batches.sizes.accumulation
+        return self._begin(gradient_factor=wanted / multiplied)
 
     def end(self) -> None:
         """Count a pass that has ended well."""

@@ -124,7 +124,7 @@ class Checkpoints:
 
         def keep() -> dict[str, Any]:
             encoded = files.encode_user_state(user_state)
-            buffers = client_state.encode(self._plain.to_commit()["buffers"]).decode()
+            buffers = client_state.encode(_buffers_in(run_state)).decode()
             part = {"run_state": run_state.decode(), "client_state": encoded, "buffers": buffers}
             if self._leads_store:
                 answer = self._store.keep_step(step, name, note)
@@ -407,6 +407,13 @@ class Checkpoints:
         results: list[T] = []
         self._on_all_ranks(what, lambda: results.append(act()))
         return results[0]
+
+
+def _buffers_in(run_state: bytes) -> dict[str, torch.Tensor]:
+    """Return the model's buffers that the encoded state of a run has. Rank 0's state has them beside other entries."""
+    state = client_state.decode(run_state)
+    buffers: dict[str, torch.Tensor] = (state["model"] or state)["buffers"]
+    return buffers
 
 
 def _but_the_first(texts: Iterable[str]) -> tuple[str, ...]:

@@ -57,8 +57,8 @@ class Commits:
         # Until the first commit there is one version only, so reads need no step filter.
         if newest is not None and handed_over is None:
             store.read_as_of(newest)
-        # The client state of the last step, if that step is not committed.
-        self._kept: bytes | None = None
+        # The client state of the last step, or of the last change of states after it; None: it was not encoded.
+        self._of_last_step: bytes | None = None
         # Whether a step was made that the newest commit does not have.
         self.is_behind = False
 
@@ -72,22 +72,32 @@ class Commits:
         stride = max(self._interval, 1)
         return (self.newest // stride + 1) * stride
 
+    @property
+    def state_of_last_step(self) -> bytes | None:
+        """The client state at the end of the last step; None: steps are not committed, so that it was not encoded."""
+        return self._of_last_step
+
+    def note_state(self, client_state: bytes) -> None:
+        """Take note of the client state that the run goes on from, because a commit of an earlier run had it."""
+        self._of_last_step = client_state
+
     def end_step(self, step: int, client_state: Callable[[], bytes]) -> None:
         """Begin the commit of the job's training step `step`, if one is due.
 
         Otherwise keep its client state for `commit_last_step`.
         """
         self.is_behind = True
+        self._of_last_step = None
         if self._interval == 0:
             return
-        self._kept = client_state()
+        self._of_last_step = client_state()
         if step % self._interval == 0:
-            self.begin(self._kept)
+            self.begin(self._of_last_step)
 
     def commit_last_step(self) -> None:
         """Commit the run's last step, if it was not yet due for a commit; do nothing if steps are never committed."""
-        if self._kept is not None:
-            self.begin(self._kept)
+        if self.is_behind and self._of_last_step is not None:
+            self.begin(self._of_last_step)
 
     def begin(self, client_state: bytes) -> None:
         """Hand over what is newer on the device, and vote for the next commit. Does not wait for that commit.
@@ -101,7 +111,7 @@ class Commits:
             state.flush(self.next)
         self._pending = self._store.commit(self.next, client_state, settled)
         self.newest, self._handed_over = self.next, None
-        self._kept = None
+        self._of_last_step = client_state
         self.is_behind = False
 
     def abandon(self) -> None:

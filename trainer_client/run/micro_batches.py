@@ -19,6 +19,7 @@ class MicroBatches:
     Attributes:
         sizes: the batch sizes of the config, unless the user has changed them since.
         micro_steps: micro-batches ended so far, in the life of the job.
+        micro_steps_of_steps: how many of them belong to steps that were made or skipped.
         backwards: backward passes since the last step was made.
         syncs: whether backward passes may communicate: False within `no_sync`.
         is_managed: whether the micro-batches of a step are counted.
@@ -35,6 +36,7 @@ class MicroBatches:
         """
         self.sizes = sizes
         self.micro_steps = 0
+        self.micro_steps_of_steps = 0
         self.backwards = 0
         self.syncs = True
         self.is_managed = is_managed
@@ -95,7 +97,7 @@ class MicroBatches:
             )
         self.sizes = BatchSizes(train=train, micro=micro, accumulation=train // (micro * world_size))
         # The count is as if all steps had had the new number of micro-batches, so that the next step begins now.
-        self.micro_steps = steps * self.sizes.accumulation
+        self.go_on_from(steps * self.sizes.accumulation)
 
     def set_micro_batch_size(self, micro: int, world_size: int) -> None:
         """Change the number of samples in a micro-batch. Raises ValueError if it is not positive."""
@@ -130,9 +132,10 @@ class MicroBatches:
     def end_step(self) -> None:
         """Take note that a step was made or skipped."""
         self.backwards = 0
+        self.micro_steps_of_steps = self.micro_steps
         if self._data is not None:
             self._data.finish_step()
 
     def go_on_from(self, micro_steps: int) -> None:
-        """Continue the count of micro-batches from the number that a commit carried."""
-        self.micro_steps = micro_steps
+        """Continue the count of micro-batches at the beginning of a step, from the number that a commit carried."""
+        self.micro_steps = self.micro_steps_of_steps = micro_steps

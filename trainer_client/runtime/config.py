@@ -27,6 +27,7 @@ class DeepSpeedConfig:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the three batch sizes, those
             that the config leaves out too.
         gradient_clipping: the limit of the gradient's norm; 0: none.
+        gradient_allreduce_op: "mean" or "sum", what a step's gradient is of those of the ranks.
         zero_optimization_stage: the stage, 0 to 3.
         zero_enabled: whether the stage is above 0.
         bfloat16_enabled, float16_enabled: whether the model computes in that dtype.
@@ -50,6 +51,7 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu = sizes.micro
         self.gradient_accumulation_steps = sizes.accumulation
         self.gradient_clipping = self.settings.gradient_clipping
+        self.gradient_allreduce_op = self.settings.gradient_allreduce_op
         self.zero_optimization_stage: int = self.settings.zero_optimization.stage
         self.zero_enabled = self.zero_optimization_stage > 0
         self.bfloat16_enabled = self.settings.bf16.enabled

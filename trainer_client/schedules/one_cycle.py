@@ -37,6 +37,7 @@ class OneCycle(Schedule):
     Attributes:
         min_lrs, max_lrs: the minimum and the maximum of each parameter group's rate.
         cycle_momentum: whether the first beta is cycled.
+        step_ratio: the part of the cycle's steps in which the rate rises.
 
     Args:
         optimizer: the optimizer whose rates and betas are set.
@@ -76,6 +77,7 @@ class OneCycle(Schedule):
         self._cycle = _Cycle(
             cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count, cycle_second_stair_count
         )
+        self.step_ratio = self._cycle.peak
         self.min_lrs = spread(optimizer, "cycle_min_lr", cycle_min_lr)
         self.max_lrs = spread(optimizer, "cycle_max_lr", cycle_max_lr)
         self._min_betas = spread(optimizer, "cycle_min_mom", cycle_min_mom)
@@ -127,6 +129,7 @@ class _Cycle:
 
     Attributes:
         length: the number of steps of both halves.
+        peak: the part of these steps in which the height rises.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class _Cycle:
         if second_steps < 0:
             raise ValueError(f"cycle_second_step_size = {second_steps} is refused: write a number that is not negative")
         self.length = float(first_steps + second_steps)
+        self.peak = first_steps / self.length
         self._first_steps = first_steps
         self._second_steps = second_steps
         self._first_stairs = first_stairs
@@ -145,7 +149,7 @@ class _Cycle:
 
     def height(self, steps: int) -> float:
         """Return the height after a number of steps, at most `length`."""
-        peak = self._first_steps / self.length
+        peak = self.peak
         # The addition of 1 rounds the fraction, so that its bits are DeepSpeed's.
         fraction = (1.0 + steps / self.length) % 1.0
         rises = fraction <= peak

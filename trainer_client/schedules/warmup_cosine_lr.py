@@ -18,6 +18,10 @@ class WarmupCosineLR(Schedule):
 
     The first step of the optimizer has the rate 0, whatever the ratios are, and the second has `warmup_min_ratio`.
 
+    Attributes:
+        total_num_steps, warmup_min_ratio, cos_min_ratio, warmup_type: the arguments.
+        warmup_num_steps: the argument, and at least 2.
+
     Args:
         optimizer: the optimizer whose rates are set.
         total_num_steps: the number of steps after which `cos_min_ratio` is reached; it stays there.
@@ -42,6 +46,7 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self._warmup.steps, warmup_type
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio

@@ -28,6 +28,7 @@ class WarmupLR(Schedule):
 
     Attributes:
         min_lrs, max_lrs: the minimum and the maximum of each parameter group.
+        warmup_num_steps, warmup_type: the arguments; the number of steps is at least 2.
 
     Args:
         optimizer: the optimizer whose rates are set.
@@ -51,6 +52,7 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self._warmup.steps, warmup_type
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         self.min_lrs = spread(optimizer, "warmup_min_lr", warmup_min_lr)

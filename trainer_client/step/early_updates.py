@@ -86,6 +86,11 @@ class EarlyUpdates:
             self.undo(early)
             self.remove(group)
 
+    def withdraw_all(self) -> None:
+        """Have the store undo all early updates, because the states that they are computed from change."""
+        for group in list(self._of_group):
+            self.withdraw(group)
+
     def undo(self, early: EarlyUpdate) -> None:
         """Have the store undo an update. The lease on its gradient stays."""
         if early.accepted.wait():

@@ -35,6 +35,10 @@ class GradientMemory(Protocol):
         """Ask for the memory. Does not wait; idempotent within the step."""
 
     @property
+    def on_device(self) -> torch.Tensor | None:
+        """The gradient on the device, with a storage of its own; None: it is in the store's memory, or nowhere."""
+
+    @property
     def leased(self) -> LeasedBytes | None:
         """The leased memory that the gradient is in; None: it is on the device. Call `start` before."""
 
@@ -74,6 +78,10 @@ class LeasedMemory:
     def _ask(self) -> Pending[list[LeasedBytes]]:
         """Ask the store for a lease to write the gradient of the step."""
         return self._store.acquire_write([self._group.slab(GRAD)], self._step)
+
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        return None
 
     @property
     def leased(self) -> LeasedBytes | None:
@@ -139,6 +147,10 @@ class DeviceMemory:
             self._partition = torch.empty(
                 group.slot_table.partition_numel, dtype=group.gradient_dtype, device=group.device
             )
+
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        return self._partition
 
     @property
     def leased(self) -> LeasedBytes | None:

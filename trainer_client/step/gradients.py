@@ -83,6 +83,8 @@ class GradientGroup:
         reduction_dtype: torch.dtype,
         collectives: Collectives,
         norms: Norms,
+        *,
+        mean: bool,
     ) -> None:
         self.flat_group = group
         self.memory = memory
@@ -95,6 +97,7 @@ class GradientGroup:
         self._norms: torch.Tensor | None = None
         self._reduction_dtype = reduction_dtype
         self._collectives = collectives
+        self._mean = mean
         # These three are used with several ranks only: the gradient that this rank has not reduced yet, the slots of
         # the parameters that have a gradient in it, and whether `partition` holds a sum of this step already.
         self._full: torch.Tensor | None = None
@@ -170,7 +173,10 @@ class GradientGroup:
 
     @torch.no_grad()
     def reduce(self, step: int) -> None:
-        """Add the mean over ranks to this rank's part, for `step`. A missing gradient counts as zeros. A collective."""
+        """Add the mean, or the sum, over ranks to this rank's part, for `step`. A collective.
+
+        A missing gradient counts as zeros.
+        """
         self.memory.start(step)
         if self._collectives.world_size == 1:
             return
@@ -180,20 +186,46 @@ class GradientGroup:
         self._full = None
         self._unreduced.clear()
         direct = not self._reduced and self.partition.device == device and self.partition.dtype == dtype
-        mean = (
+        reduced = (
             self.partition
             if direct
             else torch.empty(self.flat_group.slot_table.partition_numel, dtype=dtype, device=device)
         )
         what = f"the reduction of {self.flat_group.unit}"
-        self._collectives.reduce_scatter_mean(mean, full.to(dtype), what)
+        self._collectives.reduce_scatter(reduced, full.to(dtype), what, mean=self._mean)
         if not direct:
-            _put(self.partition, mean, add=self._reduced)
+            _put(self.partition, reduced, add=self._reduced)
         self._reduced = True
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `partition` has a sum of this step: for one rank that of all backward passes, the same on all."""
+        return self._reduced or (self._collectives.world_size == 1 and self.memory.is_requested)
+
+    @torch.no_grad()
+    def read_unreduced(self, slot: int) -> torch.Tensor:
+        """Return the mean, or sum, over ranks of a gradient that is not reduced yet, [numel] on the CPU, in fp32.
+
+        It is computed as `reduce` computes it. The gradient itself stays as it is. A collective.
+        """
+        world_size, device, dtype = self._collectives.world_size, self._collectives.device, self._reduction_dtype
+        place = self.flat_group.slot_table.slots[slot]
+        padded = torch.zeros(-(-place.numel // world_size) * world_size, dtype=dtype, device=device)
+        if self._full is not None and slot in self._unreduced:
+            padded[: place.numel] = self._full[place.offset : place.offset + place.numel]
+        reduced = torch.empty(padded.numel() // world_size, dtype=dtype, device=device)
+        what = f"the reading of a gradient of {self.flat_group.unit}"
+        self._collectives.reduce_scatter(reduced, padded, what, mean=self._mean)
+        self._collectives.all_gather_flat(padded, reduced, what)
+        return padded[: place.numel].float().cpu()
 
     def _zeros(self) -> torch.Tensor:
         group = self.flat_group
         return torch.zeros(group.slot_table.numel, dtype=group.gradient_dtype, device=self._collectives.device)
+
+    def on_device(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of this gradient on the device, each with a storage of its own."""
+        yield from (tensor for tensor in (self.memory.on_device, self._full) if tensor is not None)
 
     def norms(self) -> tuple[list[int], torch.Tensor]:
         """Return the norms of this rank's shards.
@@ -244,6 +276,7 @@ class Gradients:
         early_updates: where the updates that begin with these gradients are kept, to be withdrawn before a change.
         reduction_dtype: the dtype in which gradients are added over ranks; None: the dtype of each group.
         exact_norms: see Norms.
+        mean: whether a step's gradient is the mean of those of the ranks; False: their sum.
     """
 
     def __init__(
@@ -256,6 +289,7 @@ class Gradients:
         *,
         reduction_dtype: torch.dtype | None,
         exact_norms: bool,
+        mean: bool,
     ) -> None:
         self._collectives = collectives
         homes = {state.group.name: state.placement.gradients for state in states}
@@ -263,7 +297,8 @@ class Gradients:
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
-            return GradientGroup(group, memory, early_updates, reduction_dtype or group.dtype, collectives, norms)
+            dtype = reduction_dtype or group.dtype
+            return GradientGroup(group, memory, early_updates, dtype, collectives, norms, mean=mean)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
@@ -350,12 +385,29 @@ class Gradients:
         Raises:
             RuntimeError: the gradient is not reduced over the ranks yet.
         """
-        if self._owes_reduction:
+        if self._owes_reduction and self._collectives.world_size > 1:
             raise RuntimeError("gradients are reduced over the ranks in the last backward() of a step: look after that")
         found = self._find(group)
         alone = self._collectives.world_size == 1
         exists = found is not None and found.memory.is_requested and (not alone or slot in found.present)
         return found.partition if found is not None and exists else None
+
+    def reduced_of(self, group: FlatGroup) -> torch.Tensor | None:
+        """Return this rank's part [partition_numel] of a group's gradient, of the backward passes that are reduced.
+
+        Return None, on all ranks alike, if none is reduced.
+        """
+        found = self._find(group)
+        return found.partition if found is not None and found.is_reduced else None
+
+    def read_unreduced(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """Return the mean over ranks of a gradient that is not reduced yet; None: all are. A collective.
+
+        The values are those of backward, scaled by the loss scale: [numel] on the CPU, in fp32.
+        """
+        found = self._find(group)
+        owed = self._owes_reduction and self._collectives.world_size > 1
+        return found.read_unreduced(slot) if found is not None and owed else None
 
     def begin_change(self, group: FlatGroup) -> None:
         """Withdraw the early update of a group, because the caller is about to write to its gradient."""
@@ -369,6 +421,16 @@ class Gradients:
 
     def _find(self, group: FlatGroup) -> GradientGroup | None:
         return next((found for found in self._groups if found.flat_group is group), None)
+
+    def on_device(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of all gradients on the device, each with a storage of its own."""
+        for group in self._groups:
+            yield from group.on_device()
+
+    def is_in_store(self, group: FlatGroup) -> bool:
+        """Return whether there is a gradient of the group, in the store's memory."""
+        found = self._find(group)
+        return found is not None and found.memory.is_requested and found.memory.on_device is None
 
     def make_norms_exact(self) -> None:
         """Compute norms with torch's bits from now on, because updates depend on them."""

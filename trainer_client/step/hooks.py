@@ -25,6 +25,11 @@ external to the first unit. The other unit, its owner, is gathered at once, and 
 needs it, and again as long as its backward does. A unit that returns its parameters, or views of them, to its caller is
 held for the caller in the same way. The hooks remember the owners until the step ends.
 
+[Note: hooks and torch.func] The backward pass of torch.func.grad, vjp or jacrev belongs to the transform, whose tensors
+have no storage. So the hooks do not watch them, and that pass is no backward pass of the engine. A unit whose forward
+runs within a transform stays gathered until the next pass or step of the engine ends, because the transform's backward
+needs it.
+
 [Note: hooks and torch.compile] Hooks take leases, communicate and remember, which torch.compile cannot trace. They are
 disabled for it, so it runs them between its graphs. The gather of an external parameter's owner is, too: the graph of a
 compiled unit is cut in two at the place where the parameter is used, unless it is registered with
@@ -34,13 +39,14 @@ compiled unit is cut in two at the place where the parameter is used, unless it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -177,6 +183,7 @@ class UnitHooks:
         # The units in the order of their first use since the last backward.
         self._used: dict[int, None] = {}
         self._gradient_hooks: list[RemovableHandle] = []
+        self._module_hooks: list[RemovableHandle] = []
 
     @property
     def phase(self) -> Phase:
@@ -184,7 +191,7 @@ class UnitHooks:
         return self._phases.current
 
     def install(self) -> None:
-        """Register the hooks on the model. Those on its modules stay for good."""
+        """Register the hooks on the model. Those on its modules stay until `give_up_model`."""
         inside: set[nn.Module] = set()
         for unit in self._units[1:]:
             inside.update(unit.module.modules())
@@ -298,6 +305,16 @@ class UnitHooks:
         """Take note that a change of states between two steps has failed half-way."""
         self._phases.enter(Verb.FAIL_CHANGE)
 
+    def begin_offload(self) -> None:
+        """Release all units, because states are about to leave the device."""
+        self._phases.check(Verb.OFFLOAD)
+        self.release_units()
+        self._phases.enter(Verb.OFFLOAD)
+
+    def end_offload(self) -> None:
+        """Take note that all states are back on the device."""
+        self._phases.enter(Verb.RELOAD)
+
     def release_units(self) -> None:
         """Release all gathered units.
 
@@ -307,6 +324,17 @@ class UnitHooks:
         # Resident units are not released, so their autocast copies are dropped here; see flat_group.py
         # [Note: autocast].
         torch.clear_autocast_cache()
+
+    def give_up_model(self) -> None:
+        """Remove all hooks, and leave the parameters to the user, in memory of their own and uninitialised."""
+        self.stop_watching_gradients()
+        for handle in self._module_hooks:
+            handle.remove()
+        self._module_hooks.clear()
+        self._residency.release_all()
+        for unit in self._units:
+            for group in unit.groups:
+                group.give_up_parameters()
 
     def begin_step(self) -> None:
         """Release all units with their leases, because the step is about to change the parameters."""
@@ -340,7 +368,8 @@ class UnitHooks:
         """Have `before` and `after` called around the module's forward, and note it as a forward of `unit`."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._enter(unit, module)
+            with _outside_of_transforms():
+                self._enter(unit, module)
             return before(args, kwargs) if before is not None else None
 
         def finish(_: nn.Module, __: Any, output: Any) -> None:
@@ -349,11 +378,14 @@ class UnitHooks:
             self._running[-1].has_returned = True
 
         def leave(_: nn.Module, __: Any, ___: Any) -> None:
-            self._leave(module)
+            with _outside_of_transforms():
+                self._leave(module)
 
-        module.register_forward_pre_hook(torch.compiler.disable(enter), with_kwargs=True)
-        module.register_forward_hook(torch.compiler.disable(finish))
-        module.register_forward_hook(torch.compiler.disable(leave), always_call=True)
+        self._module_hooks += [
+            module.register_forward_pre_hook(torch.compiler.disable(enter), with_kwargs=True),
+            module.register_forward_hook(torch.compiler.disable(finish)),
+            module.register_forward_hook(torch.compiler.disable(leave), always_call=True),
+        ]
 
     def _enter(self, unit: Unit, module: nn.Module) -> None:
         """Note a forward that begins, and gather its unit, unless a forward of the same unit surrounds it."""
@@ -435,7 +467,8 @@ class UnitHooks:
         """Watch the unit's inputs, whose gradients will say when its backward is over."""
         # In a recomputation, the forward that made the graph has its record already. Reentrant checkpointing is the
         # exception, because it has run that forward without gradients.
-        if torch.is_grad_enabled() and not (self.phase is Phase.BACKWARD and self._open[unit.index]):
+        is_recomputed = self.phase is Phase.BACKWARD and self._open[unit.index]
+        if torch.is_grad_enabled() and not is_recomputed and not _is_transformed():
             self._watch_inputs(unit, TensorTree.of((args, kwargs)))
 
     def _after_unit(self, unit: Unit, frame: _Frame, output: Any) -> None:
@@ -443,6 +476,9 @@ class UnitHooks:
 
         If the unit returns its own parameters, hold it for its caller, too.
         """
+        if _is_transformed():
+            frame.may_release = False
+            return
         tree = TensorTree.of(output)
         if torch.is_grad_enabled():
             watched = self._watch_outputs(unit, tree)
@@ -624,3 +660,13 @@ class UnitHooks:
         self._residency.release_all(keep=keep)
         self._in_backward.clear()
         self._almost_over.clear()
+
+
+def _is_transformed() -> bool:
+    """Return whether a transform of torch.func, such as `grad` or `vmap`, runs; see [Note: hooks and torch.func]."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _outside_of_transforms() -> AbstractContextManager[Any]:
+    """Return a context in which no transform runs, because a transform refuses to fill and to free a flat buffer."""
+    return temporarily_clear_interpreter_stack() if _is_transformed() else nullcontext()

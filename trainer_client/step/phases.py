@@ -2,18 +2,20 @@
 
 [Note: the transitions]
 
-| verb \\ phase   | IDLE      | INFERENCE | FORWARD  | BACKWARD | STEP | FAILED |
-|----------------|-----------|-----------|----------|----------|------|--------|
-| begin_forward  | FORWARD   |           | FORWARD  |          |      |        |
-| begin_inference| INFERENCE |           | FORWARD  |          |      |        |
-| end_inference  |           | IDLE      |          |          |      |        |
-| fail_forward   |           | IDLE      | IDLE     |          |      |        |
-| begin_backward | BACKWARD  |           | BACKWARD |          |      |        |
-| end_backward   |           |           |          | IDLE     |      |        |
-| fail_backward  |           |           |          | FAILED   |      |        |
-| begin_step     | STEP      |           | STEP     |          |      |        |
-| end_step       |           |           |          |          | IDLE |        |
-| fail_change    | FAILED    |           |          |          |      |        |
+| verb \\ phase   | IDLE      | INFERENCE | FORWARD  | BACKWARD | STEP | OFFLOADED | FAILED |
+|----------------|-----------|-----------|----------|----------|------|-----------|--------|
+| begin_forward  | FORWARD   |           | FORWARD  |          |      |           |        |
+| begin_inference| INFERENCE |           | FORWARD  |          |      |           |        |
+| end_inference  |           | IDLE      |          |          |      |           |        |
+| fail_forward   |           | IDLE      | IDLE     |          |      |           |        |
+| begin_backward | BACKWARD  |           | BACKWARD |          |      |           |        |
+| end_backward   |           |           |          | IDLE     |      |           |        |
+| fail_backward  |           |           |          | FAILED   |      |           |        |
+| begin_step     | STEP      |           | STEP     |          |      |           |        |
+| end_step       |           |           |          |          | IDLE |           |        |
+| offload        | OFFLOADED |           |          |          |      | OFFLOADED |        |
+| reload         |           |           |          |          |      | IDLE      |        |
+| fail_change    | FAILED    |           |          |          |      |           |        |
 
 An empty field is refused. An inference within FORWARD (an evaluation between a forward and its backward) does not
 change the phase. Forwards within BACKWARD are recomputations, which belong to the backward pass and have no verb. A
@@ -47,6 +49,9 @@ class Phase(enum.Enum):
     STEP = "engine.step() is under way, or has failed: then restart the job, it resumes from the last commit"
     """The engine is in `engine.step`, at an accumulation boundary: the parameters are about to change."""
 
+    OFFLOADED = "states are in host memory: call engine.reload_states() first"
+    """`engine.offload_states` has moved states off the device, so nothing can be computed with them."""
+
     FAILED = "a backward pass or a change of states has failed: restart the job, it resumes from the last commit"
     """A backward has raised, so the step's gradients are incomplete on this rank, and the step cannot be made any more.
     Or a change of states by hand has raised half-way, so that a part of it would go into the next commit. All leases
@@ -65,6 +70,8 @@ class Verb(enum.Enum):
     FAIL_BACKWARD = "the failure of a backward pass"
     BEGIN_STEP = "engine.step()"
     END_STEP = "the end of a step"
+    OFFLOAD = "offload_states()"
+    RELOAD = "reload_states()"
     FAIL_CHANGE = "the failure of a change of states"
 
 
@@ -83,6 +90,9 @@ _TRANSITIONS: Mapping[tuple[Verb, Phase], Phase] = {
     (Verb.BEGIN_STEP, Phase.IDLE): Phase.STEP,
     (Verb.BEGIN_STEP, Phase.FORWARD): Phase.STEP,
     (Verb.END_STEP, Phase.STEP): Phase.IDLE,
+    (Verb.OFFLOAD, Phase.IDLE): Phase.OFFLOADED,
+    (Verb.OFFLOAD, Phase.OFFLOADED): Phase.OFFLOADED,
+    (Verb.RELOAD, Phase.OFFLOADED): Phase.IDLE,
     (Verb.FAIL_CHANGE, Phase.IDLE): Phase.FAILED,
 }
 

@@ -18,7 +18,7 @@ from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
 
-# The rules of torch.amp.GradScaler: an overflow halves the scale at once, and 2 000 good steps double it.
+# The values of torch.amp.GradScaler: an overflow halves the scale at once, and 2 000 good steps double it.
 _AUTOCAST_SCALE = Fp16Section(
     enabled=True, initial_scale_power=16, loss_scale_window=2000, hysteresis=1, min_loss_scale=0.0
 )
@@ -95,18 +95,26 @@ class LossScaler:
     An overflow first uses up the patience (`hysteresis`), and only then halves the scale. A doubling restores the
     patience, or, with `consecutive_hysteresis`, every good step does. In bf16 and fp32 the scale is always 1.
 
+    As in DeepSpeed 0.19.6, the first good step, of the run or after an overflow, does not count for the window: with a
+    window of 2, the good steps 3, 5, 7, ... double the scale. torch's GradScaler counts that step, too: 2, 4, 6, ...
+
     The optimizer shows it as DeepSpeed's does, under `loss_scaler`, so it has DeepSpeed's names of its values, too.
 
     Attributes:
         is_enabled: whether training is in fp16, or under autocast in fp16.
         scale: the factor of the loss.
         dynamic: whether the scale follows overflows.
-        scale_window: the number of good steps after which the scale doubles.
+        scale_window: the number of counted good steps after which the scale doubles.
         min_scale: the lower limit of a dynamic scale.
         cur_iter: the number of steps so far, skipped ones included; it stays 0 for a static scale.
     """
 
-    def __init__(self, section: Fp16Section) -> None:
+    def __init__(self, section: Fp16Section, *, counts_first: bool = False) -> None:
+        """Begin with the scale of the config.
+
+        Args:
+            counts_first: whether the first good step counts for the window, as it does with torch's GradScaler.
+        """
         self.is_enabled = section.enabled
         self.dynamic = section.enabled and section.loss_scale == 0
         self.scale_window = section.loss_scale_window
@@ -116,6 +124,7 @@ class LossScaler:
         self._is_consecutive = section.consecutive_hysteresis
         self._patience = section.hysteresis
         self._good_steps = 0
+        self._uncounted_steps = 0 if counts_first else 1
         if not section.enabled:
             self.scale = 1.0
         else:
@@ -126,7 +135,7 @@ class LossScaler:
         """Return the loss scale of a config."""
         autocast = config.torch_autocast
         needs_scale = autocast.enabled and autocast.dtype == "fp16" and not config.fp16.enabled
-        return cls(_AUTOCAST_SCALE if needs_scale else config.fp16)
+        return cls(_AUTOCAST_SCALE, counts_first=True) if needs_scale else cls(config.fp16)
 
     @property
     def cur_scale(self) -> float:
@@ -155,7 +164,8 @@ class LossScaler:
                 self.scale = max(self.scale / 2.0, self.min_scale)
             return
         self._good_steps += 1
-        doubles = self._good_steps % self.scale_window == 0
+        counted = self._good_steps - self._uncounted_steps
+        doubles = counted > 0 and counted % self.scale_window == 0
         if doubles or self._is_consecutive:
             self._patience = self._hysteresis
         if doubles:

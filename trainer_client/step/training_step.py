@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_client.errors import UnusedParameterError
+from trainer_client.model.parameters import ModelParameter
 from trainer_client.optimizers.hyper_parameters import HyperParameterTable
 from trainer_client.step.gradients import Gradients
 from trainer_client.step.precision import LossScaler
@@ -52,6 +54,7 @@ class TrainingStep:
     Args:
         early_updates: whether the store may begin with updates in the backward pass.
         parameters: how many parameters the model has.
+        required: the parameters of which a step must have a gradient, as long as they are trained.
 
     Attributes:
         update_counts: for each parameter of the model, how often it was updated so far.
@@ -70,6 +73,7 @@ class TrainingStep:
         clipping: Clipping,
         early_updates: bool,
         parameters: int,
+        required: Sequence[ModelParameter] = (),
     ) -> None:
         self.update_counts = [0] * parameters
         self.skipped = 0
@@ -81,6 +85,7 @@ class TrainingStep:
         self._scaler = scaler
         self._clipping = clipping
         self._early_updates = early_updates
+        self._required = required
         # The clipping that the user has chosen for the step under way; None: that of the config. The last step's tells
         # what to foresee for the next one.
         self._chosen: Clipping | None = None
@@ -114,9 +119,18 @@ class TrainingStep:
 
         Returns:
             Whether the step was made.
+
+        Raises:
+            UnusedParameterError: no rank has a gradient of a parameter that is required; on all ranks.
         """
         self._gradients.complete(step)
         norm = self._gradients.norm()
+        if unused := [p.fqn for p in self._required if p.tensor.requires_grad and not norm.present[p.index]]:
+            raise UnusedParameterError(
+                f"no gradient came for {', '.join(unused)} in this step, and "
+                "zero_optimization.ignore_unused_parameters is false: use these parameters in forward, freeze them, or "
+                "set the key to true"
+            )
         unscaled = norm.total / self._scaler.scale
         self.gradient_norm = float(unscaled)
         finite = math.isfinite(self.gradient_norm)
@@ -132,6 +146,10 @@ class TrainingStep:
             self.skipped_in_row += 1
         self._scaler.update(overflow=not finite)
         return finite
+
+    def reduce_gradients(self, step: int) -> None:
+        """Reduce the gradients of `step` that backward passes have left unreduced. A collective."""
+        self._gradients.complete(step)
 
     def clip_by_norm(self, step: int, limit: float) -> float:
         """Clip the gradient of `step` by its norm when the step is made, and return that norm. A collective."""
@@ -154,6 +172,10 @@ class TrainingStep:
         """Free the gradients of the step under way, which begins anew, and withdraw its early updates."""
         self._chosen = None
         self._gradients.free()
+
+    def withdraw_early_updates(self) -> None:
+        """Withdraw the updates that began in the backward pass, because the states change. The gradients stay."""
+        self._updates.withdraw_early()
 
     def abandon(self, *, is_voted_for: bool = False) -> None:
         """Release all that the step holds, after a failure that the caller reports; see Updates.abandon."""

@@ -117,6 +117,10 @@ class Updates:
         update = self._describe(gradient, leased, rule)
         self._early.begin(step, update, rule.table.rows, rule.rows_of(update))
 
+    def withdraw_early(self) -> None:
+        """Have the store undo all early updates, because the states that they are computed from change."""
+        self._early.withdraw_all()
+
     def apply(self, step: int, gradients: Iterable[GradientGroup], rule: UpdateRule) -> None:
         """Update the groups that have gradients, and finish the gradients. A collective if states are replicated.
 

@@ -2,8 +2,8 @@
 
 Each calls a method of the engine that has the parameter; see `Engine.get_full`, `Engine.set_full`, `Engine.get_local`
 and `Engine.set_local` for what is returned and raised. All functions with `full` in their name are collectives. So are
-all that set weights or optimizer states, because each of them makes a commit of its own. Of a frozen parameter, which
-has no optimizer states, the functions that read return None, as DeepSpeed's do.
+all that set weights or optimizer states, because each of them makes a commit of its own. Of a parameter that was frozen
+all the time, the functions that read return None, as DeepSpeed's do.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def safe_update_full_grad_vectorized(
 
 
 def _trainer_of(param: nn.Parameter) -> Engine | None:
-    """Return the engine that has optimizer states of the parameter; None if it is frozen."""
+    """Return the engine that trains the parameter, or has trained it; None if it was frozen all the time."""
     engine = _engine(param)
-    return engine if engine.optimizer.has_states_of(param) else None
+    return engine if engine.is_trained(param) else None
 
 
 def _engine(param: nn.Parameter) -> Engine:

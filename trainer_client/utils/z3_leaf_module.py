@@ -1,18 +1,17 @@
 """DeepSpeed's leaf modules of stage 3, whose parameters are gathered together when the module runs.
 
-Here such a module is a unit (see model/unit_policy.py). Marks count when `trainer_client.initialize` is called.
+Here such a module is a unit (see model/leaves.py). Marks count when `trainer_client.initialize` is called.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
 
 from torch import nn
 
 from trainer_client.access import owner_of
-from trainer_client.model.unit_policy import is_leaf, mark_leaf
+from trainer_client.model.leaves import ModuleClass, find_by_class, find_by_name, is_leaf, mark_leaf
 
 __all__ = [
     "get_z3_leaf_modules",
@@ -25,9 +24,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-ModuleClass: TypeAlias = type[nn.Module] | str
-"""A class of modules, its name, or its name with that of its Python module in front."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -97,7 +93,7 @@ def set_z3_leaf_modules_by_suffix(
 def _mark_classes(
     model: nn.Module, classes: Sequence[ModuleClass], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    found = [module for module in model.modules() if any(_is_of(module, wanted) for wanted in classes)]
+    found = find_by_class(model, classes)
     if not found and raise_if_not_found:
         present = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(f"no module of the model is of a class in {list(classes)}: it has {present}")
@@ -112,11 +108,9 @@ def _mark_names(
     flag: bool,
     raise_if_not_found: bool,
 ) -> tuple[list[nn.Module], list[str]]:
-    names = dict(model.named_modules())
-    missing = [part for part in wanted if not any(fits(name, part) for name in names)]
+    found, missing = find_by_name(model, wanted, fits)
     if missing and raise_if_not_found:
         raise ValueError(f"no module of the model is called {missing}: see model.named_modules()")
-    found = [module for name, module in names.items() if any(fits(name, part) for part in wanted)]
     _mark(found, flag)
     return found, missing
 
@@ -124,10 +118,3 @@ def _mark_names(
 def _mark(modules: Iterable[nn.Module], flag: bool) -> None:
     for module in modules:
         set_z3_leaf_module(module, flag)
-
-
-def _is_of(module: nn.Module, wanted: ModuleClass) -> bool:
-    if isinstance(wanted, str):
-        cls = type(module)
-        return wanted in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
-    return isinstance(module, wanted)

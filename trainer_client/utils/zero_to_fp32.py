@@ -1,7 +1,7 @@
 """DeepSpeed's conversion of its checkpoints to fp32 weights, for checkpoints of this library.
 
 A checkpoint is a step that stores keep, so the weights are read from the stores, without a process group and without
-the engine. The tokens and TLS files are those that the environment names, as for StoreClient.
+an engine. The tokens and TLS files are those that the environment names, as for StoreClient.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trainer_client.access import owner_of
+from trainer_client.engine import Engine
 from trainer_client.errors import CheckpointError, ConfigError
 from trainer_client.exchange.destination import open_destination
 from trainer_client.exchange.safetensors_format import write_safetensors
@@ -92,13 +94,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load the fp32 weights of a checkpoint into a model outside of an engine, on the CPU, and return the model.
+    """Load the weights of a checkpoint into a model, on the CPU, and return the model.
+
+    A model that belongs to an engine is taken out of it: it is a plain model then, in the dtype that it has there, and
+    the engine can only be closed. Not a collective, but a rank that takes out a model cannot train on.
+
+    Args:
+        model: the model; an engine stands for its model.
 
     Raises:
-        RuntimeError: the model belongs to an engine; or the shapes do not fit.
+        RuntimeError: the shapes do not fit; or the model's engine is within a step.
         CheckpointError, StoreError: as for `get_fp32_state_dict_from_zero_checkpoint`.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if isinstance(model, Engine):
+        model = model.module
+    if isinstance(engine := owner_of(next(model.parameters(), torch.empty(0))), Engine):
+        engine.give_up_model()
     model = model.cpu()
     model.load_state_dict(state, strict=False)
     return model

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -14,9 +15,39 @@ import trainer_client
 from tests.integration.support.model_runs import config_of
 from tests.integration.support.training import Run, build_model, micro_batches
 from trainer_client import utils, zero
+from trainer_client.runtime.zero.utils import is_zero_param
 
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 EMBEDDING = "transformer.wte.weight"
+
+
+def updated(engine: trainer_client.Engine, weight: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """Return what torch's optimizer makes of a value with the engine's gradient and moments, in the second step."""
+    plain = nn.Parameter(value)
+    optimizer = AdamW([plain], lr=1e-2, fused=True)
+    plain.grad = utils.safe_get_full_grad(weight)
+    moments = {kind: utils.safe_get_full_optimizer_state(weight, kind) for kind in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[plain] = {"step": torch.tensor(1.0), **moments}
+    optimizer.step()
+    return plain.detach()
+
+
+def check_parts(weight: nn.Parameter, rank: int) -> None:
+    """Check that each rank sets its own part of a state."""
+    local = utils.safe_get_local_optimizer_state(weight, "exp_avg")
+    assert local is not None
+    utils.safe_set_local_optimizer_state(weight, torch.full_like(local, rank + 1), "exp_avg")
+    moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert moment is not None
+    assert set(moment.unique().tolist()) <= {1.0, 2.0}
+    assert int((moment == rank + 1).sum()) == local.numel()
+    if is_zero_param(weight):
+        # This is how DeepSpeed's documentation makes a part, and the shape of the whole.
+        shown: Any = weight
+        assert shown.ds_tensor.shape == local.shape and shown.ds_shape == moment.shape
+        utils.safe_set_local_optimizer_state(weight, torch.zeros(shown.ds_tensor.shape), "exp_avg")
+        cleared = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+        assert cleared is not None and not cleared.any()
 
 
 def check(config: dict[str, Any]) -> None:
@@ -61,18 +92,16 @@ def check(config: dict[str, Any]) -> None:
         assert changed is not None
         assert torch.equal(changed, before)
 
-        local = utils.safe_get_local_optimizer_state(weight, "exp_avg")
-        assert local is not None
-        utils.safe_set_local_optimizer_state(weight, torch.full_like(local, rank + 1), "exp_avg")
-        moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
-        assert moment is not None
-        assert set(moment.unique().tolist()) <= {1.0, 2.0}
-        assert int((moment == rank + 1).sum()) == local.numel()
+        check_parts(weight, rank)
 
-        # Training goes on with the changed values, and both ranks get the same weights.
+        # Training goes on with the changed values, also with those that were set after the backward pass, and both
+        # ranks get the same weights.
         engine.backward(engine(input_ids=batch, labels=batch).loss)
+        utils.safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.25))
+        expected = updated(engine, weight, torch.full(weight.shape, 0.25))
         engine.step()
         mine = engine.full_state_dict()[WEIGHT]
+        assert torch.equal(mine, expected)
         other = mine.clone()
         dist.broadcast(other, src=0)
         assert torch.equal(mine, other)

@@ -81,6 +81,15 @@ def steps(engine: Engine, until: int) -> Iterator[float]:
         yield loss.item()
 
 
+def micro_steps(engine: Engine, until: int) -> Iterator[float]:
+    """Train micro-batch by micro-batch up to the global step `until`, and yield the loss of each micro-batch."""
+    while engine.global_steps < until:
+        loss = engine(batch(engine.micro_steps, engine.global_rank))
+        engine.backward(loss)
+        engine.step()
+        yield loss.item()
+
+
 def main() -> None:
     addresses, job, save_dir, results, *rest = sys.argv[1:]
     dist.init_process_group("gloo")

@@ -40,6 +40,8 @@ FACES = [
     "runtime.utils",
     "runtime.zero.config",
     "runtime.zero.offload_config",
+    "runtime.zero.offload_states",
+    "runtime.zero.utils",
     "sequence.layer",
     "utils",
     "utils.groups",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,23 @@ def test_scripts_see_whether_a_parameter_has_values() -> None:
     assert seen == ["NOT_AVAILABLE", "AVAILABLE", "NOT_AVAILABLE", "AVAILABLE"]
     assert (weight.ds_shape, weight.ds_numel, weight.ds_persist) == ((2, 4), 8, False)
     assert not hasattr(nn.Linear(4, 2).weight, "ds_id")
+
+
+def test_a_change_that_no_rank_keeps_is_a_warning_or_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    for checks in (False, True):
+        section = {"stage": 3, "enable_sanity_checks": checks}
+        with zero.Init(config_dict_or_path={"train_batch_size": 1, "zero_optimization": section}):
+            layer = nn.Linear(4, 2)
+        with zero.GatheredParameters(layer.weight, modifier_rank=None):
+            before = layer.weight.detach().clone()
+        context = zero.GatheredParameters(layer.parameters(), modifier_rank=None)
+        lost = pytest.raises(RuntimeError, match="in-place modification") if checks else nullcontext()
+        with lost, context, torch.no_grad():
+            layer.weight.add_(1.0)
+        with zero.GatheredParameters(layer.weight):
+            assert torch.equal(layer.weight, before)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert r"in-place modification of parameters of shape [2, 4] within" in caplog.text
 
 
 def test_external_parameters_are_kept_until_there_is_an_engine() -> None:

@@ -10,7 +10,12 @@ from pydantic import model_validator
 from trainer_client.config.older_names import with_todays_names
 from trainer_client.config.zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 
-__all__ = ["DeepSpeedZeroConfig", "ZeroStageEnum"]
+__all__ = [
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "ZeroStageEnum",
+]
 
 _SECTION = "zero_optimization"
 

@@ -1,10 +1,14 @@
-"""DeepSpeed's `deepspeed.runtime.zero.offload_config`: the names of the devices that states are offloaded to."""
+"""DeepSpeed's `deepspeed.runtime.zero.offload_config`: the names of states and of the devices they are offloaded to."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["OffloadDeviceEnum"]
+from trainer_client.run.state_offload import DeviceState
+
+__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
+
+OffloadStateTypeEnum = DeviceState
 
 
 class OffloadDeviceEnum(StrEnum):

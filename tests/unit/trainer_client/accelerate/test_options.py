@@ -32,6 +32,7 @@ def test_without_a_config_the_stage_is_two_and_the_job_is_new() -> None:
         "zero_optimization": {"stage": 2},
         "train_micro_batch_size_per_gpu": 8,
         "managed_gradient_accumulation": False,
+        "gradient_clipping": 0,
         "paramserver": {"job": "new"},
     }
 

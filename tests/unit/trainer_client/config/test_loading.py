@@ -124,7 +124,6 @@ def test_what_is_not_honoured_is_refused_by_its_full_name(raw: dict[str, Any], w
 
 # Every refused key in use, and a word of what to write instead.
 IN_USE = [
-    ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
     ({"sparse_gradients": True}, "sparse=False"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "enable bf16"),
     ({"bf16": {"bf16_master_weights_and_grads": True}}, "offload the optimizer"),

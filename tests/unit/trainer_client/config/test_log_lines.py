@@ -8,7 +8,7 @@ import pytest
 
 from trainer_client.config.keys import leaves
 from trainer_client.config.loading import load_config
-from trainer_client.config.log_lines import describe_without_effect, keys_without_effect
+from trainer_client.config.log_lines import describe_clipping, describe_without_effect, keys_without_effect
 from trainer_client.config.reference import entries
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.section import Agreement, Section
@@ -35,6 +35,7 @@ SET: dict[str, Any] = {
     "optimizer": {
         "type": "AdamW",
         "legacy_fusion": True,
+        "torch_adam": True,
         "params": {"set_grad_none": False, "fused": True, "foreach": True, "adam_w_mode": False, "max_grad_norm": 1.0},
     },
     "zero_optimization": {
@@ -68,7 +69,6 @@ SET: dict[str, Any] = {
         "stage3_allgather_sequential": True,
         "stage3_use_all_reduce_for_fetch_params": True,
         "stage3_module_granularity_threshold": 1,
-        "leaf_module": {"classes": ["Block"]},
         "round_robin_gradients": True,
         "sub_group_size": 1,
         "stage3_prefetch_bucket_size": 1,
@@ -78,7 +78,6 @@ SET: dict[str, Any] = {
         "load_from_fp32_weights": False,
         "elastic_checkpoint": True,
         "pipeline_loading_checkpoint": True,
-        "ignore_unused_parameters": False,
         "find_unused_parameters": True,
         "cpu_offload_use_pin_memory": True,
         "legacy_stage1": True,
@@ -89,7 +88,6 @@ SET: dict[str, Any] = {
         "memory_efficient_linear": False,
         "override_module_apply": False,
         "log_trace_cache_warnings": True,
-        "enable_sanity_checks": True,
         "save_muon_momentum_buffer_in_memory": True,
     },
     "zero_allow_untested_optimizer": True,
@@ -102,7 +100,6 @@ SET: dict[str, Any] = {
     "timers": {"throughput": {"enabled": False}},
     "flops_profiler": {"enabled": True},
     "comms_logger": {"enabled": True},
-    "log_level": "info",
     "vocabulary_size": 7,
     "tensorboard": {"enabled": True},
     "wandb": {"enabled": True},
@@ -179,6 +176,15 @@ def test_keys_that_have_no_effect_beside_others_are_named(
     config = load_config({"zero_optimization": zero, "paramserver": paramserver}, {})
 
     assert list(keys_without_effect(config, {})) == ([] if named is None else [named])
+
+
+@pytest.mark.parametrize(
+    "raw", [{"gradient_clipping": 0}, {"gradient_clipping": 1.0}, {"paramserver": {"gradient_clipping_value": 0.5}}]
+)
+def test_a_config_that_does_not_say_whether_gradients_are_clipped_is_named(raw: dict[str, Any]) -> None:
+    assert describe_clipping(load_config(raw, {})) is None
+    line = describe_clipping(load_config({"train_batch_size": 1}, {}))
+    assert line is not None and line.startswith("gradient_clipping is not in the config, so gradients are NOT clipped")
 
 
 def test_ranks_need_not_agree_on_keys_without_effect() -> None:

@@ -7,13 +7,12 @@ from torch import nn
 
 from trainer_client.config.paramserver import UnitsSection
 from trainer_client.errors import ConfigError
+from trainer_client.model.leaves import is_leaf, mark_leaf
 from trainer_client.model.parameters import list_parameters
 from trainer_client.model.unit_policy import (
     UnitPolicy,
     choose_policy,
     find_units,
-    is_leaf,
-    mark_leaf,
     modules_of_classes,
     modules_up_to,
     repeated_blocks,

@@ -55,3 +55,15 @@ def test_a_group_that_is_added_later_is_treated_alike() -> None:
     counts = [optimizer.row(number, 3).adamw.update_count for number in range(3)]
     assert counts[1] == 3
     assert counts[0] == counts[2] == 2**52
+
+
+def test_torch_adam_counts_in_the_params_only() -> None:
+    """DeepSpeed reads the key there, so a config that has it beside them gets the defaults of DeepSpeed's kernel."""
+    sections: list[dict[str, Any]] = [{}, {"torch_adam": True}, {"params": {"torch_adam": True}}]
+    decays = []
+    for section in sections:
+        model = nn.Linear(1, 1)
+        config = load_config({"optimizer": {"type": "AdamW", "params": {}, **section}}, {})
+        optimizer = make_optimizer(None, config.optimizer, None, list_parameters(model))
+        decays.append(optimizer.param_groups[0]["weight_decay"])
+    assert decays == [0.0, 0.0, 0.01]

@@ -215,8 +215,11 @@ def test_the_values_that_deepspeeds_users_read_are_there() -> None:
 
     assert cycle.get_lr() == [0.001]
     assert cycle.get_mom() == [(0.9, 0.99)], "the cycle begins there, although the first step has the minimum"
+    assert cycle.step_ratio == 0.5
     assert cosine.get_lr_ratio() == 0.0
-    assert WarmupLR(make_optimizer(2)).max_lrs == RATES
+    assert (cosine.warmup_num_steps, cosine.warmup_type) == (4, "log")
+    warmup = WarmupLR(make_optimizer(2), warmup_num_steps=1, warmup_type="linear")
+    assert (warmup.max_lrs, warmup.warmup_num_steps, warmup.warmup_type) == (RATES, 2, "linear")
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from trainer_client.config.precision import Fp16Section
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.step.precision import LossScaler, cast_floating_inputs
 
 
@@ -33,12 +35,51 @@ def test_the_first_overflow_uses_the_patience_and_the_second_halves() -> None:
 def test_a_window_of_good_steps_doubles_and_restores_the_patience() -> None:
     dynamic = scaler()
     dynamic.update(overflow=True)
-    for _ in range(3):
+    for _ in range(4):
         dynamic.update(overflow=False)
     assert dynamic.scale == 32.0
 
     dynamic.update(overflow=True)
     assert dynamic.scale == 32.0
+
+
+@pytest.mark.parametrize(
+    ("overflows", "doublings"),
+    [
+        ("......", [3, 5]),
+        ("x......", [4, 6]),
+        (".x....x...", [5, 10]),
+        ("..x.x...", [8]),
+    ],
+)
+def test_the_first_good_step_does_not_count_for_the_window(overflows: str, doublings: list[int]) -> None:
+    """The steps, counted from 1, are those at which the scale of DeepSpeed 0.19.6 doubles with a window of 2."""
+    dynamic = scaler(loss_scale_window=2)
+    found = []
+    for step, character in enumerate(overflows, start=1):
+        before = dynamic.scale
+        dynamic.update(overflow=character == "x")
+        found += [step] if dynamic.scale > before else []
+
+    assert found == doublings
+
+
+def test_under_autocast_the_scale_is_that_of_torch() -> None:
+    section = {"enabled": True, "dtype": "fp16"}
+    config = TrainingConfig.model_validate({"train_batch_size": 1, "torch_autocast": section})
+    ours, theirs = LossScaler.of(config), torch.amp.GradScaler("cpu")
+    theirs.scale(torch.ones(()))
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for step in range(4010):
+        weight.grad = torch.full((1,), torch.inf if step == 5 else 0.0)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(overflow=step == 5)
+
+        assert ours.scale == theirs.get_scale(), step
+
+    assert ours.scale == 2.0**17
 
 
 def test_a_good_step_restores_the_patience_if_only_overflows_in_a_row_count() -> None:

@@ -1,0 +1,73 @@
+"""torch.func's transforms of an engine compute what they compute of the plain model, and training goes on as without
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, grad_and_value, jacrev, vjp, vmap
+
+import trainer_client
+
+WIDTH = 16
+RATE = 0.125
+STAGES: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3-store": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().sum(-1)
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda model, x: grad(model)(x[0]),
+    "grad_and_value": lambda model, x: grad_and_value(model)(x[0]),
+    "jacrev": lambda model, x: jacrev(model)(x),
+    "vjp": lambda model, x: vjp(model, x)[1](torch.ones(x.shape[0])),
+    "vmap": lambda model, x: vmap(grad(model))(x),
+    "vmap without gradients": lambda model, x: vmap(model)(x),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_transform_of_an_engine_is_that_of_the_plain_model(model_store: str, job: str, stage: str) -> None:
+    model = Net()
+    plain = deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": STAGES[stage],
+        "paramserver": {"address": model_store, "job": job},
+    }
+    inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2))
+    with trainer_client.initialize(model=model, config=config)[0] as engine:
+        for name, transform in TRANSFORMS.items():
+            for micro_batch in range(2):
+                expected, found = transform(plain, inputs), transform(engine, inputs)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{name}, micro-batch {micro_batch}")
+                engine.backward(engine(inputs).mean())
+                (plain(inputs).mean() / 2).backward()
+                engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = engine.full_state_dict()
+    torch.testing.assert_close(weights, dict(plain.state_dict()))
