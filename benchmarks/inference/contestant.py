@@ -39,13 +39,14 @@ def config_of(spec: Mapping[str, Any]) -> GPT2Config:
 
 def _model(spec: Mapping[str, Any], resources: ExitStack) -> Any:
     """Return the model, ready for a forward, as the way of the contestant has it."""
+    dtype = getattr(torch, spec["dtype"])
     if spec["way"] == "store":
         with torch.device("meta"):
-            empty = GPT2LMHeadModel(config_of(spec)).bfloat16()
+            empty = GPT2LMHeadModel(config_of(spec)).to(dtype)
         model: Any = load_checkpoint_and_dispatch(empty, spec["checkpoint"], paramserver={"address": spec["address"]})
         resources.callback(model.paramserver_engine.close)
         return model
-    model = GPT2LMHeadModel(config_of(spec)).bfloat16()
+    model = GPT2LMHeadModel(config_of(spec)).to(dtype)
     model.train(False)
     load_model(model, f"{spec['checkpoint']}/model.safetensors")
     if spec["way"] == "disk_offload":

@@ -30,6 +30,7 @@ from benchmarks.common.machine import ROOT
 from benchmarks.common.measure import BenchmarkError, Progress
 from benchmarks.common.store_daemon import started
 from benchmarks.inference.contestant import config_of
+from benchmarks.training import bf16_emulation
 from trainer_client.errors import TrainerClientError
 
 app = typer.Typer(add_completion=False)
@@ -44,6 +45,8 @@ class Size:
 
     layers: int = 24
     width: int = 1024
+    # A processor without instructions for bf16 multiplies matrices in bf16 some hundred times slower than in fp32.
+    dtype: str = "float32" if bf16_emulation.need_fp32() else "bfloat16"
     vocabulary: int = 256
     positions: int = 256
     tokens: int = 128
@@ -103,7 +106,7 @@ def run(size: Size, directory: Path, progress: Progress) -> dict[str, Any]:
     """Run all parts in `directory`, and return the result."""
     progress("making the model")
     torch.manual_seed(MODEL_SEED)
-    model = GPT2LMHeadModel(config_of(asdict(size))).bfloat16()
+    model = GPT2LMHeadModel(config_of(asdict(size))).to(getattr(torch, size.dtype))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     checkpoint = directory / "model"
     checkpoint.mkdir()

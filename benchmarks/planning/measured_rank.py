@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainer_client
-from benchmarks.training import bf16_emulation
 from paramserver.contract.channel import channel_to
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
@@ -70,28 +68,27 @@ def main() -> None:
     # The first product makes the threads and buffers of torch's libraries.
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))
     bare = memory.now()
-    with bf16_emulation.in_fp32() if bf16_emulation.need_fp32() else nullcontext():
-        with zero.Init(seed=1):
-            causal: Any = AutoModelForCausalLM
-            model = causal.from_config(config)
-        engine, *_ = trainer_client.initialize(model=model, config=spec["config"])
-        seconds, reports = [], []
-        generator = torch.Generator().manual_seed(rank)
-        tokens = torch.randint(0, config.vocab_size, (spec["batch"], spec["tokens"]), generator=generator)
-        memory.reset()
-        for _ in range(spec["steps"]):
-            began = time.perf_counter()
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            seconds.append(time.perf_counter() - began)
-        peak = memory.peak - bare
-        engine.wait_for_commit()
-        report = engine.step_report()
-        reports.append(report.to_dict() if report is not None else {})
-        placement = engine.placement()
-        found = ask_daemon(spec["state_dir"]) if rank == 0 else {}
-        engine.close()
+    with zero.Init(seed=1):
+        causal: Any = AutoModelForCausalLM
+        model = causal.from_config(config)
+    engine, *_ = trainer_client.initialize(model=model, config=spec["config"])
+    seconds, reports = [], []
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, config.vocab_size, (spec["batch"], spec["tokens"]), generator=generator)
+    memory.reset()
+    for _ in range(spec["steps"]):
+        began = time.perf_counter()
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    peak = memory.peak - bare
+    engine.wait_for_commit()
+    report = engine.step_report()
+    reports.append(report.to_dict() if report is not None else {})
+    placement = engine.placement()
+    found = ask_daemon(spec["state_dir"]) if rank == 0 else {}
+    engine.close()
     result = {
         "seconds": seconds,
         "bare_bytes": bare,
