@@ -51,6 +51,11 @@ def show_status(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
     own["ds_status"] = status
 
 
-def show_part(parameter: nn.Parameter, numel: int) -> None:
-    """Give a parameter DeepSpeed's attribute with the shape [numel] of this rank's part, as a tensor without values."""
-    vars(parameter)["ds_tensor"] = torch.empty(numel, dtype=parameter.dtype, device="meta")
+def part_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor [numel] without values, which stands for this rank's part of a parameter."""
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def show_part(parameter: nn.Parameter, part: torch.Tensor) -> None:
+    """Give a parameter DeepSpeed's attribute with a tensor that stands for this rank's part of it."""
+    vars(parameter)["ds_tensor"] = part

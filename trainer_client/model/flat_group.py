@@ -31,7 +31,7 @@ from paramserver.contract.kinds import GRAD, MASTER, PARAM, Kind
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.config.home import Home
 from trainer_client.errors import ReleasedParameterError
-from trainer_client.model.availability import hide_status, show_part
+from trainer_client.model.availability import hide_status, part_of, show_part
 from trainer_client.model.flat_memory import FlatMemory
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.placement import GroupPlacement, Residence
@@ -103,6 +103,10 @@ class FlatGroup:
         self._whole = self.pieces(self.flat)
         nan = torch.full((), torch.nan, dtype=dtype, device=device)
         self._released = [nan.expand(parameter.shape) for parameter in self.parameters]
+        # These small objects are made before values are staged. Made between two partitions, each of them would take
+        # the start of the memory that one partition has freed, and keep glibc from giving it to the next partition.
+        numels = {shard.slot: shard.numel for shard in self.shards}
+        self._parts = [part_of(numels.get(slot, 0), dtype) for slot in range(len(self.parameters))]
         self._memory.free()
         # Whether the data of the parameters are in this group, and not given up to the user.
         self._has_parameters = True
@@ -197,9 +201,8 @@ class FlatGroup:
             self._point_to(self._whole)
         else:
             self.free()
-            numels = {shard.slot: shard.numel for shard in self.shards}
-            for slot, parameter in enumerate(self.parameters):
-                show_part(parameter.tensor, numels.get(slot, 0))
+            for parameter, part in zip(self.parameters, self._parts, strict=True):
+                show_part(parameter.tensor, part)
 
     @torch.no_grad()
     def give_up_parameters(self) -> None:

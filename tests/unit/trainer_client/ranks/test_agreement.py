@@ -47,6 +47,7 @@ def test_only_these_keys_may_differ_between_ranks() -> None:
     }
     assert {key for key, agreement in said.items() if agreement is Agreement.NONE} == {
         "steps_per_print",
+        "log_level",
         "zero_optimization.offload_param.nvme_path",
         "zero_optimization.offload_optimizer.nvme_path",
         "paramserver.address",
