@@ -26,7 +26,11 @@ with open(f"{sys.argv[1]}/{rank}.part", "w") as file:
 os.rename(f"{sys.argv[1]}/{rank}.part", f"{sys.argv[1]}/{rank}.json")
 if sys.argv[2] == "sleep":
     time.sleep(600)
-sys.exit(int(sys.argv[2]) if rank == "1" else 0)
+if rank == "1":
+    # torchrun ends rank 0 as soon as this rank fails.
+    while not os.path.exists(f"{sys.argv[1]}/0.json"):
+        time.sleep(0.01)
+    sys.exit(int(sys.argv[2]))
 """
 
 
