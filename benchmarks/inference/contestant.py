@@ -1,17 +1,21 @@
-"""A process that computes forwards of one model in one of three ways, when its standard input asks for it.
+"""A process that computes forwards of one model in one of four ways, when its standard input asks for it.
 
 Each line of the input is a JSON object, {"forwards": N} or {"generate": TOKENS}; the answer is one, too. The process
-ends with its input. The ways: `plain` (the model in memory), `disk_offload` (Accelerate's), `store` (this project's).
+ends with its input. The ways: `plain` (the model in memory), `disk_offload` (Accelerate's), `disk_offload_uncached`
+(the same with files that the kernel has not in memory when a forward begins), `store` (this project's).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -49,9 +53,25 @@ def _model(spec: Mapping[str, Any], resources: ExitStack) -> Any:
     model = GPT2LMHeadModel(config_of(spec)).to(dtype)
     model.train(False)
     load_model(model, f"{spec['checkpoint']}/model.safetensors")
-    if spec["way"] == "disk_offload":
-        accelerate.disk_offload(model, spec["offload_dir"])
+    if spec["way"].startswith("disk_offload"):
+        offload_dir = Path(f"{spec['offload_dir']}-{spec['way']}")
+        accelerate.disk_offload(model, str(offload_dir))
+        if spec["way"] == "disk_offload_uncached":
+            files = [os.open(path, os.O_RDONLY) for path in offload_dir.iterdir()]
+            for file in files:
+                os.fsync(file)
+            model.register_forward_pre_hook(partial(_drop_from_page_cache, files), prepend=True)
     return model
+
+
+def _drop_from_page_cache(files: Sequence[int], *_: object) -> None:
+    """Have the kernel forget the pages of files.
+
+    A page cache that is smaller than the files has none of the pages that a forward asks for, because forwards read all
+    files in the same order, and the kernel drops those first that were used the longest time ago.
+    """
+    for file in files:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @torch.no_grad()

@@ -20,8 +20,11 @@ from trainer_client.inference.weights import Fetch, HeldTensors, StepWeights
 
 log = logging.getLogger(__name__)
 
-# The units that do not stay in memory share the room of at most this many of the largest of them.
+# The units that do not stay in memory share the room of at most _MOST_AHEAD of the largest of them. If the budget has
+# it, they have room for _LEAST_WINDOW: one is in use, one is ready, and one is read meanwhile. With room for two, the
+# device does nothing while the unit that is ready has not been entered.
 _MOST_AHEAD = 4
+_LEAST_WINDOW = 3
 # While the units that stay are brought into memory, this many requests are under way.
 _LOADING = 3
 
@@ -234,7 +237,7 @@ def _choose(units: Sequence[WeightUnit], host_bytes: int) -> list[WeightUnit]:
         room = host_bytes
     else:
         largest = max(unit.plan.nbytes for unit in units)
-        room = host_bytes - max(2 * largest, min(host_bytes // 2, _MOST_AHEAD * largest))
+        room = host_bytes - max(_LEAST_WINDOW * largest, min(host_bytes // 2, _MOST_AHEAD * largest))
     streamed = []
     for unit in units:
         unit.stays = unit.plan.nbytes <= room
