@@ -23,9 +23,10 @@ from paramserver.contract.store_need import FindNeed
 from trainer_client.config.config_file import read_config_file
 from trainer_client.errors import ConfigError, TrainerClientError
 from trainer_client.plan.layout import World
-from trainer_client.plan.machine import Capacities, Rates, capacities_here
+from trainer_client.plan.machine import Capacities, Overhead, Rates, capacities_here
 from trainer_client.plan.model import build, find_builder
-from trainer_client.plan.plan import Job, best_placement, plan, smallest_change
+from trainer_client.plan.overhead import probe_overhead, small_config
+from trainer_client.plan.plan import Job, Plan, best_placement, plan, smallest_change
 from trainer_client.plan.printing import assumptions, show, to_dict
 from trainer_client.plan.probe import probe
 from trainer_client.plan.rehearsal import Rehearsal, rehearse
@@ -103,7 +104,8 @@ def plan_job(
     """Say how many bytes a job takes on each tier and rank, whether it fits, and what bounds its step.
 
     Nothing is trained: the model is built without memory, laid out as `initialize` does it, and run once without
-    values. A probe of some seconds times the operations of a step, copies, collectives and the directory's NVMe.
+    values. A probe of some seconds times the operations of a step, copies, collectives and the directory's NVMe. On the
+    CPU it also trains a small job, which shows what the library's own code takes.
 
     Exit status: 0 if the job fits, 3 if it does not, 2 for wrong options or a config that would be refused.
     """
@@ -187,6 +189,7 @@ def _plan(
         build=lambda: shape,
         rehearse=rehearsed,
         compute_seconds=lambda rehearsal: 0.0,
+        overhead=_NO_OVERHEAD,
         world=world,
         capacities=_capacities(here, sizes, device),
         rates=_UNKNOWN,
@@ -197,11 +200,14 @@ def _plan(
         optimizer_threads=optimizer_threads,
     )
     # The first plan checks the config before anything is measured, and says which operations a step has.
-    job, sources = _with_rates(job, plan(job, raw).rehearsal, given, flops, directory, with_probe=with_probe)
+    first = plan(job, raw)
+    job, sources = _with_rates(job, first.rehearsal, given, flops, directory, with_probe=with_probe)
+    if with_probe and device == "cpu":
+        job = replace(job, overhead=_overhead_of(first, directory))
     wanted = plan(job, raw)
     change = None if wanted.fits else smallest_change(job, wanted)
     best = best_placement(job, raw) if search else None
-    return to_dict(wanted, job.capacities, job.rates, assumptions(wanted, *sources), change, best)
+    return to_dict(wanted, job.capacities, job.rates, assumptions(wanted, job.overhead, *sources), change, best)
 
 
 def _with_rates(
@@ -227,7 +233,7 @@ def _with_rates(
             missing = [*sorted(needed - given.keys()), *([] if flops is not None else ["flops"])]
             why = "this machine has no GPU to measure" if with_probe else "--no-probe measures nothing"
             raise ConfigError(f"{why}: give {', '.join('--' + name.replace('_', '-') for name in missing)}, too")
-        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        threads = _threads(ranks)
         operations = {} if flops is not None else rehearsal.operations
         measured, seconds = probe(operations, ranks=ranks, threads=threads, directory=directory, device=job.device)
         rates_from = "measured here, with all ranks of a node at once, where they are not given"
@@ -261,6 +267,29 @@ def _for_own_daemon(raw: dict[str, Any], budgets: Mapping[str, str | None]) -> d
 _UNKNOWN = Rates(
     copy=_COPY, device_link=_COPY, nvme_read=1.0, nvme_write=1.0, nvme_both=1.0, update=_UPDATE, collective=None
 )
+
+
+_NO_OVERHEAD = Overhead(per_unit=0.0, per_step=0.0)
+
+
+def _threads(ranks: int) -> int:
+    """Return the threads of each rank, as `paramserver launch` sets them."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _overhead_of(wanted: Plan, directory: Path) -> Overhead:
+    """Measure what the library's own code takes in steps that do what those of a plan do."""
+    placement = next((one.placement for one in wanted.layout.groups if one.group.trainable), None)
+    if placement is None:
+        return _NO_OVERHEAD
+    config = small_config(
+        stage=wanted.settings.zero_optimization.stage,
+        homes=(placement.parameters.value, placement.optimizer.value),
+        dtype=wanted.dtype,
+        durability=wanted.settings.paramserver.durability,
+    )
+    ranks = wanted.world.ranks
+    return probe_overhead(config, dtype=wanted.dtype, ranks=ranks, threads=_threads(ranks), directory=directory)
 
 
 def _rates(measured: Rates, given: Mapping[str, int]) -> Rates:

@@ -36,6 +36,19 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Seconds that the code of torch and of this library takes in a step besides the operations on tensors.
+
+    Attributes:
+        per_unit: for the forward and the backward of each unit.
+        per_step: once in a step.
+    """
+
+    per_unit: float
+    per_step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capacities:
     """The bytes that there are.
 

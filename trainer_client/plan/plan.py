@@ -20,7 +20,7 @@ from trainer_client.config.loading import load_config
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.plan.layout import Layout, World, lay_out
-from trainer_client.plan.machine import Capacities, Rates
+from trainer_client.plan.machine import Capacities, Overhead, Rates
 from trainer_client.plan.memory import MIB, MemoryPlan, Shortage, plan_memory
 from trainer_client.plan.rehearsal import Rehearsal
 from trainer_client.plan.step_time import StepTime, find_traffic, predict
@@ -37,7 +37,8 @@ class Job:
     Attributes:
         build: returns the model without memory.
         rehearse: returns the rehearsal of a micro-batch of this size in a dtype (None: the model's own).
-        compute_seconds: returns the seconds of a rehearsed micro-batch on one rank.
+        compute_seconds: returns the seconds of the operations of a rehearsed micro-batch on one rank.
+        overhead: what the library's own code takes.
         sequence: tokens of one sample.
         device: "cpu" or "cuda".
         store_has_cores: whether the store has processors that the ranks do not use.
@@ -47,6 +48,7 @@ class Job:
     build: Callable[[], nn.Module]
     rehearse: Callable[[int, torch.dtype | None], Rehearsal]
     compute_seconds: Callable[[Rehearsal], float]
+    overhead: Overhead
     world: World
     capacities: Capacities
     rates: Rates
@@ -59,9 +61,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One config and what follows from it."""
+    """One config and what follows from it; `settings` are its values, with defaults."""
 
     config: Raw
+    settings: TrainingConfig
     world: World
     batch: BatchSizes
     layout: Layout
@@ -69,6 +72,11 @@ class Plan:
     memory: MemoryPlan
     time: StepTime
     shortages: tuple[Shortage, ...]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the parameters that ranks compute with; None: the model's own."""
+        return _compute_dtype(self.settings)
 
     @property
     def fits(self) -> bool:
@@ -106,6 +114,7 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
         traffic,
         job.rates,
         compute_seconds=batch.accumulation * job.compute_seconds(rehearsal),
+        overhead_seconds=job.overhead.per_step + batch.accumulation * len(layout.units) * job.overhead.per_unit,
         tokens=batch.train * job.sequence,
         is_cpu=is_cpu,
         store_has_cores=job.store_has_cores,
@@ -113,6 +122,7 @@ def plan(job: Job, raw: Raw, world: World | None = None) -> Plan:
     )
     return Plan(
         config=raw,
+        settings=config,
         world=world,
         batch=batch,
         layout=layout,

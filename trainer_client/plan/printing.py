@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trainer_client.plan.machine import Capacities, Rates
+from trainer_client.plan.machine import Capacities, Overhead, Rates
 from trainer_client.plan.memory import DAEMON_BYTES, RANK_ALLOWANCE, RANK_BYTES
 from trainer_client.plan.plan import Change, Plan
 from trainer_client.plan.step_time import MAPPED_BYTES_PER_SECOND, STORE_SECONDS_PER_BYTE
@@ -19,7 +19,7 @@ GIB = float(1 << 30)
 GB = 1e9
 
 
-def assumptions(plan: Plan, rates_from: str, compute_from: str) -> list[str]:
+def assumptions(plan: Plan, overhead: Overhead, rates_from: str, compute_from: str) -> list[str]:
     """Return the assumptions behind the estimated figures, as sentences."""
     device = plan.memory.device
     lines = [
@@ -34,6 +34,13 @@ def assumptions(plan: Plan, rates_from: str, compute_from: str) -> list[str]:
         f"use, and {plan.time.traffic.states_hit:.0%} of the optimizer states on NVMe at their next update.",
         "The step neither evaluates, nor logs, nor waits for data.",
     ]
+    if overhead.per_unit:
+        lines.append(
+            f"The code of torch and of this library takes {overhead.per_unit * 1e3:.1f} ms for each unit besides the "
+            f"operations, and {overhead.per_step * 1e3:.1f} ms a step, as in a small job that was run here."
+        )
+    else:
+        lines.append("The code of torch and of this library takes no time besides the operations.")
     if device == "cpu":
         lines.append(
             "Ranks on the CPU copy, communicate and compute one after the other, and mapping costs "

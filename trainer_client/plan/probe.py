@@ -92,7 +92,7 @@ def probe(
     Raises:
         ConfigError: the directory cannot be written to.
     """
-    port = _free_port() if ranks > 1 else 0
+    port = free_port() if ranks > 1 else 0
     tasks = [
         Task(operations=list(operations.items()), threads=threads, ranks=ranks, rank=r, port=port, device=device)
         for r in range(ranks)
@@ -317,7 +317,8 @@ def _collective_rate(task: Task) -> float:
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of loopback that no process uses now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -23,6 +23,7 @@ STORE_PROCESSOR = "store_processor"
 TRAINER_COPIES = "trainer_copies"
 DEVICE_UPDATE = "device_update"
 HAND_OVER = "hand_over"
+LIBRARY = "library"
 # CPU seconds of the daemon for each byte that it reads or writes: checksums and system calls
 # (benchmarks/RESULTS.md, "NVMe tier and engine": 0.13 to 0.17 s/GB in requests of 1 to 4 MiB).
 STORE_SECONDS_PER_BYTE = 0.15e-9
@@ -193,6 +194,7 @@ def predict(
     rates: Rates,
     *,
     compute_seconds: float,
+    overhead_seconds: float,
     tokens: int,
     is_cpu: bool,
     store_has_cores: bool,
@@ -201,11 +203,12 @@ def predict(
     """Return the time of a step.
 
     On a GPU all resources work at the same time. On the CPU the ranks copy and communicate themselves, one after the
-    other with their computation, and so does the store where the ranks use all processors. A rank that hands states
-    of its device to the store waits until they are written.
+    other with their computation and the library's code, and so does the store where the ranks use all processors. A
+    rank that hands states of its device to the store waits until they are written.
 
     Args:
-        compute_seconds: forward and backward of all micro-batches of the step on one rank.
+        compute_seconds: the operations of forward and backward of all micro-batches of the step on one rank.
+        overhead_seconds: what the code of torch and of this library takes besides.
         tokens: of all ranks and micro-batches of the step.
         store_has_cores: whether the store has processors of its own, so that its threads work at the same time.
         optimizer_threads: the daemon's key of this name.
@@ -218,6 +221,7 @@ def predict(
     updating, serving = traffic.updated / rates.update, moved * STORE_SECONDS_PER_BYTE
     resources = {
         COMPUTE: compute_seconds,
+        LIBRARY: overhead_seconds,
         COLLECTIVES: traffic.collectives / rates.collective if rates.collective else 0.0,
         NVME_READ: traffic.nvme_read / rates.nvme_read,
         NVME_WRITTEN: traffic.nvme_written / rates.nvme_write,
@@ -234,7 +238,7 @@ def predict(
         resources[TRAINER_COPIES] = passes / rates.copy + touched / MAPPED_BYTES_PER_SECOND
     else:
         resources[STORE_LINK] = link
-    own = [COMPUTE, COLLECTIVES, DEVICE_UPDATE, HAND_OVER, *([TRAINER_COPIES] if is_cpu else [])]
+    own = [COMPUTE, LIBRARY, COLLECTIVES, DEVICE_UPDATE, HAND_OVER, *([TRAINER_COPIES] if is_cpu else [])]
     if is_cpu and not store_has_cores:
         own.append(STORE_PROCESSOR)
     serial = sum(resources[name] for name in own) if is_cpu else 0.0

@@ -1,0 +1,29 @@
+"""The library's own code is measured by real steps of a small job, which leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer_client.errors import ConfigError
+from trainer_client.plan.overhead import probe_overhead, small_config
+
+
+def test_a_small_job_shows_the_overhead_and_leaves_nothing(tmp_path: Path) -> None:
+    config = small_config(stage=3, homes=("host", "nvme"), dtype=torch.bfloat16, durability="step")
+
+    found = probe_overhead(config, dtype=torch.bfloat16, ranks=1, threads=1, directory=tmp_path / "state")
+
+    assert found.per_unit > 0
+    assert found.per_step >= 0
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = small_config(stage=0, homes=("device", "device"), dtype=None, durability="step")
+
+    with pytest.raises(ConfigError, match=r"--dir .*file/state cannot be probed"):
+        probe_overhead(config, dtype=None, ranks=1, threads=1, directory=tmp_path / "file" / "state")

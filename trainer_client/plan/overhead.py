@@ -1,0 +1,175 @@
+"""The time of the library's own code in a step: that of real steps of a small job, less that of their operations.
+
+A small job computes next to nothing, so what its steps take beyond their operations is Python code of torch and of this
+library, calls to the store, and the store's answers. It grows with the units. Owns the daemon of the small job, and the
+directory of its state, which is removed. Must never run while a job trains here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer_client.errors import ConfigError
+from trainer_client.initialization import initialize
+from trainer_client.plan.machine import Overhead
+from trainer_client.plan.probe import free_port, seconds_of
+from trainer_client.plan.rehearsal import rehearse
+
+# The blocks of the two models. Each block has twelve parameters, as those of most transformers.
+_FEW, _MANY = 2, 14
+_WIDTH, _TOKENS, _VOCABULARY = 64, 16, 64
+# The first steps also make what later steps use again.
+_FIRST_STEPS, _STEPS = 3, 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallJob:
+    """The small job on one rank.
+
+    Attributes:
+        config: the training config but for the place of its state.
+        dtype: that of the parameters; None: fp32.
+        directory: where the state is; all ranks use the daemon that the first one starts there.
+        threads: number of threads that compute.
+        ranks: number of ranks.
+        rank: number of this rank.
+        port: port at which the ranks meet.
+    """
+
+    config: Mapping[str, Any]
+    dtype: torch.dtype | None
+    directory: Path
+    threads: int
+    ranks: int
+    rank: int
+    port: int
+
+
+def probe_overhead(
+    config: Mapping[str, Any], *, dtype: torch.dtype | None, ranks: int, threads: int, directory: Path
+) -> Overhead:
+    """Return what the library's own code takes on this machine's processors.
+
+    Args:
+        config: that of a small job; see `small_config`.
+        dtype: that of the parameters; None: fp32.
+        ranks: number of ranks of this node.
+        threads: threads of each rank.
+        directory: a directory on the device that is to hold the state.
+
+    Raises:
+        ConfigError: the directory cannot be written to.
+    """
+    port = free_port()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=directory, prefix="plan-small-") as own:
+            first = SmallJob(
+                config=config, dtype=dtype, directory=Path(own), threads=threads, ranks=ranks, rank=0, port=port
+            )
+            jobs = [replace(first, rank=rank) for rank in range(ranks)]
+            with multiprocessing.get_context("spawn").Pool(ranks) as pool:
+                measured = pool.map(measure_overhead, jobs, chunksize=1)
+    except OSError as error:
+        raise ConfigError(
+            f"--dir {directory} cannot be probed ({error.strerror}): choose another one, or give --no-probe"
+        ) from error
+    return max(measured, key=lambda one: one.per_step + one.per_unit * _MANY)
+
+
+def small_config(*, stage: int, homes: tuple[str, str], dtype: torch.dtype | None, durability: str) -> dict[str, Any]:
+    """Return the config of a small job, which is like a planned one in what its steps do.
+
+    Args:
+        stage: the ZeRO stage.
+        homes: of parameters and optimizer states.
+        dtype: that of the parameters; None: fp32.
+        durability: the key `paramserver.durability`.
+    """
+    parameters, optimizer = homes
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "fp16": {"enabled": dtype is torch.float16},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+        "paramserver": {
+            "host_budget": "96MiB",
+            "nvme_budget": "256MiB",
+            "placement": {"parameters": parameters, "optimizer": optimizer},
+            "durability": durability,
+        },
+    }
+
+
+def measure_overhead(job: SmallJob) -> Overhead:
+    """Measure in this process, at the same time as the other ranks do."""
+    torch.set_num_threads(job.threads)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with _met(job):
+        few, many = (_beyond_operations(job, blocks) for blocks in (_FEW, _MANY))
+    per_unit = max(0.0, (many - few) / (_MANY - _FEW))
+    # The root is a unit, too.
+    return Overhead(per_unit=per_unit, per_step=max(0.0, few - (_FEW + 1) * per_unit))
+
+
+@contextmanager
+def _met(job: SmallJob) -> Iterator[None]:
+    """Have all ranks of the job in one process group, as torchrun would start them."""
+    os.environ |= {"LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(job.ranks)}
+    address = f"tcp://127.0.0.1:{job.port}"
+    dist.init_process_group("gloo", init_method=address, rank=job.rank, world_size=job.ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Small(nn.Module):
+    """A model of small transformer blocks, which returns a loss."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
+        layer = partial(nn.TransformerEncoderLayer, _WIDTH, 1, _WIDTH, dropout=0.0, batch_first=True)
+        self.blocks = nn.ModuleList(layer() for _ in range(blocks))
+        self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def _beyond_operations(job: SmallJob, blocks: int) -> float:
+    """Return the median seconds of a step of the model, less those of its operations."""
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.long)
+    rehearsal = rehearse(lambda: _Small(blocks), lambda _: {"tokens": tokens}, job.dtype)
+    operations = sum(count * seconds_of(operation, "cpu") for operation, count in rehearsal.operations.items())
+    section = job.config["paramserver"] | {"state_dir": str(job.directory / str(blocks))}
+    engine, *_ = initialize(model=_Small(blocks), config={**job.config, "paramserver": section})
+    taken = []
+    with engine:
+        for _ in range(_FIRST_STEPS + _STEPS):
+            began = time.perf_counter()
+            engine.backward(engine(tokens))
+            engine.step()
+            taken.append(time.perf_counter() - began)
+    return statistics.median(taken[_FIRST_STEPS:]) - operations
