@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from trainer_client.access import StateAccess
 from trainer_client.config.batch_sizes import BatchSizes
 from trainer_client.config.training_config import TrainingConfig
-from trainer_client.engine import Engine, EngineParts
+from trainer_client.engine import Engine
+from trainer_client.engine_core import EngineParts
 from trainer_client.model.plain_state import PlainState
 from trainer_client.report.reporter import Reporter
 from trainer_client.report.step_report import RankPlace

@@ -58,6 +58,8 @@ FLOORS = {
         "step",
         "access report run",
         "checkpoint engine_getters exchange launch",
+        "engine_core",
+        "engine_states",
         "engine",
         "assembly inference zero",
         "initialization runtime",

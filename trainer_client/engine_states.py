@@ -1,0 +1,483 @@
+"""The engine's verbs over the states in the store: whole models, files, checkpoints and single parameters.
+
+Owns when a change of states is committed: as a commit of its own, between two passes. Must never make a step;
+`access.py` reads and changes the states, and `run/checkpoints.py` knows the checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from trainer_client.access import ParameterKey, StateDictNames, StateShard
+from trainer_client.engine_core import EngineCore
+from trainer_client.errors import ConfigError
+from trainer_client.exchange.export import Format, FormatOptions, PendingExport, begin_export
+from trainer_client.run.run_state import Progress
+
+log = logging.getLogger(__name__)
+
+# The beginning of the names that the engine, as a module, gives to the model's parameters.
+_PREFIX = "module."
+
+
+class EngineStates(EngineCore):
+    """The part of the engine that reads, changes, saves and loads states."""
+
+    def wait_for_commit(self) -> None:
+        """Wait until the newest commit is as durable as the job's durability class says. Raises StoreError."""
+        self._commits.wait()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Return the model's state by name, on the CPU: fp32 (master) weights, and buffers as they are. A collective.
+
+        The same model outside of the engine can load the dict with `strict=True`.
+
+        Args:
+            rank0_only: whether only rank 0 gets the state. The other ranks take part, and get an empty dict.
+        """
+        self._require_open()
+        return self._access.full_state_dict(keep=not rank0_only or self._collectives.rank == 0)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> StateDictNames:
+        """Set the model's weights and buffers, between two steps, in a commit of their own. A collective.
+
+        Optimizer states stay as they are. Every rank must give the same values.
+
+        Args:
+            state_dict: values by name, as `full_state_dict` or the model's `state_dict` returned them, in any
+                floating-point dtype; the prefix "module." of all names may be there.
+            strict: whether the names must be those of the model.
+            assign: only False is possible, because parameters keep their memory.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as torch does.
+
+        Raises:
+            RuntimeError: the names are not those of the model, or a step is under way; nothing was changed.
+            ConfigError: a shape does not fit, or `assign` was given.
+        """
+        if assign:
+            raise ConfigError("load_state_dict(assign=True): the engine's parameters keep their memory; leave it out")
+        self._require_between_steps("load_state_dict()")
+        if state_dict and all(name.startswith(_PREFIX) for name in state_dict):
+            state_dict = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        found = self._access.compare_names(state_dict)
+        if strict and (found.missing_keys or found.unexpected_keys):
+            raise RuntimeError(
+                f"load_state_dict(): missing are {', '.join(found.missing_keys) or 'none'}; unexpected are "
+                f"{', '.join(found.unexpected_keys) or 'none'}: give the model's own state, or strict=False"
+            )
+        changes = self._access.weight_changes(state_dict)
+        with self._changing():
+            self._access.set_buffers(state_dict)
+            self._access.hand_over(changes, self._commits.next)
+            self._commit_change()
+        return found
+
+    def export(
+        self, format: Format, destination: str | os.PathLike[str], **options: Unpack[FormatOptions]
+    ) -> PendingExport | None:
+        """Begin to write the newest committed step as files of another framework, beside the training. A collective.
+
+        Returns when the store holds the step for the export, which is after its commit. Then rank 0 writes on a thread
+        of its own, from the store, while training goes on: what is written is that step. `close` waits for it.
+
+        Args:
+            format: as for `trainer_client.exchange.export.export_step`, like all arguments.
+            destination: a directory that does not exist, or a URL of one that fsspec knows.
+            options: further arguments of `export_step`, such as `dtype`, `optimizer` and `adapter`.
+
+        Returns:
+            The futures of the export on rank 0: `staged` with the number of the step, which is done, and `persisted`
+            with the result. None on the other ranks.
+
+        Raises:
+            ConfigError: an argument is malformed, or does not go with the format; on rank 0.
+            ExportError: the destination exists or cannot be written; on rank 0.
+            StoreError: the store failed; on rank 0.
+        """
+        self._require_between_steps("an export")
+        self.wait_for_commit()
+        stores = [address.decode() for address in self._collectives.gather_bytes(self._store.address.encode())]
+        pending = None
+        try:
+            if self._collectives.rank == 0:
+                options.setdefault("credentials", self._store.credentials)
+                job, step = self._settings.paramserver.job, self._commits.newest
+                pending = begin_export(list(dict.fromkeys(stores)), job, step, destination, format=format, **options)
+                # The run's own daemon is stopped when the engine leaves, so the engine waits for the export.
+                self._resources.callback(wait, [pending.persisted])
+                pending.staged.result()
+        finally:
+            # The other ranks make no further step before the store holds this one.
+            self._collectives.barrier("an export")
+        return pending
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights as forward computes with them to a file that `torch.load` reads. A collective.
+
+        Rank 0 writes, and needs host memory for all of these weights. Tied names share one tensor in the file. The file
+        is complete when it appears, because it is renamed at the end.
+
+        Args:
+            save_dir: directory of the file, made if need be.
+
+        Returns:
+            True.
+
+        Raises:
+            OSError, RuntimeError: rank 0 could not write the file; OSError on rank 0, RuntimeError on the others.
+        """
+        self._require_open()
+        weights = self._access.parameter_state_dict(
+            keep=self._collectives.rank == 0, with_frozen=not exclude_frozen_parameters
+        )
+        failure: OSError | None = None
+        if self._collectives.rank == 0:
+            try:
+                _save(weights, Path(save_dir) / save_filename)
+            except OSError as error:
+                failure = error
+        (has_failed,) = self._collectives.any_rank([failure is not None], "save_16bit_model()")
+        if has_failed:
+            raise failure or RuntimeError("save_16bit_model(): rank 0 could not write the file; see its message")
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the weights as forward computes with them on rank 0, and None on the others. A collective.
+
+        Accelerate and the Trainer of transformers call this name of DeepSpeed's to save the model.
+        """
+        self._require_open()
+        keep = self._collectives.rank == 0
+        weights = self._access.parameter_state_dict(keep=keep, with_frozen=not exclude_frozen_parameters)
+        return weights if keep else None
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        metric: float | None = None,
+    ) -> bool:
+        """Keep the present step in the store, and write a manifest of it to `save_dir/tag`. A collective.
+
+        Nothing is copied: the store keeps the bytes that it has of the step, until the checkpoint is removed by the
+        retention of the config (`paramserver.checkpoints`), or forgotten. The manifest appears when it is complete.
+
+        Between the micro-batches of a step, the checkpoint has the state at the end of the last step, and no gradients:
+        a run that loads it begins the step anew.
+
+        Args:
+            save_dir: directory of the checkpoints, made if need be. Rank 0 writes there. "" and None are refused.
+            tag: name of the checkpoint's directory; None: `global_step` and the number of the step. A checkpoint of the
+                same tag is replaced.
+            client_state: this rank's own values, which `load_checkpoint` returns to it. JSON-like values and tensors,
+                or whatever `torch.load(weights_only=True)` reads.
+            save_latest: whether the file `latest` in `save_dir` is to name this checkpoint.
+            exclude_frozen_parameters: has no effect, because frozen parameters are not copied either.
+            metric: a measure of the step, for `paramserver.checkpoints.keep_best`.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError, StoreError, OSError: the checkpoint could not be saved; StoreBudgetError: the store has no
+                room to keep the step beside those to come. No committed step is lost, and training can go on.
+            ConfigError: `save_dir` names no directory.
+            PhaseError: a backward pass or a step is under way.
+        """
+        if not save_dir:
+            raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name the directory of the checkpoints")
+        self._require_open()
+        if self._commits.is_behind:
+            self._commits.begin(self._client_state())
+        self._commits.wait()
+        step = self._commits.newest
+        assert step is not None, "initialize() commits the initial values"
+        self._checkpoints.save(
+            save_dir,
+            f"global_step{self.global_steps}" if tag is None else str(tag),
+            step=step,
+            global_steps=self.global_steps,
+            run_state=self._client_state(),
+            user_state=client_state,
+            metric=None if metric is None else float(metric),
+            save_latest=save_latest,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint that `save_checkpoint` has saved. A collective.
+
+        The values of its step become a new commit of this job, so that later checkpoints stay. The checkpoint may be of
+        another job and of another number of ranks. With all that is loaded by default, the next steps have the bits of
+        those that followed the save: the count of steps, schedules, the loss scale, random generators and the cursor
+        of the data are those of the save, too.
+
+        Args:
+            load_dir: directory of the checkpoints; rank 0 reads there.
+            tag: name of the checkpoint's directory; None: what the file `latest` names.
+            load_module_strict: whether the model must have exactly the parameters of the checkpoint. If not, what fits
+                in name and shape is loaded.
+            load_optimizer_states: False: optimizer states, their counts and the loss scale stay as they are.
+            load_lr_scheduler_states: False: the schedule stays as it is.
+            load_module_only: whether nothing but weights and buffers is loaded.
+            custom_load_fn: only None is possible, because the values go from the store into the store.
+
+        Returns:
+            The path of the checkpoint's manifest, and the `client_state` of this rank's `save_checkpoint`; a rank that
+            did not save gets that of rank 0. (None, None), and a warning, if `tag` is None and there is no `latest`.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged, or no store keeps its step any more.
+            OtherModelError: the checkpoint is of a model with other parameters.
+            ConfigError: `custom_load_fn` was given.
+            RuntimeError: a step is under way.
+        """
+        self._require_between_steps("load_checkpoint()")
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...): the store gives the values to the store, and no module gets them "
+                "on the way; leave it out, and change weights with engine.load_state_dict()"
+            )
+        tag = None if tag is None else str(tag)
+        loaded = self._checkpoints.find(load_dir, tag, strict=load_module_strict)
+        if loaded is None:
+            return None, None
+        with self._changing():
+            self._checkpoints.hand_over(
+                loaded, self._commits.next, with_states=load_optimizer_states and not load_module_only
+            )
+            if not load_module_only:
+                progress = self._run_state.restore(
+                    loaded.run_state, optimizer=load_optimizer_states, lr_scheduler=load_lr_scheduler_states
+                )
+                self._go_on_from(progress, loaded.run_state["user"])
+            self._commit_change()
+        if self._collectives.rank == 0:
+            log.info("loaded %s: the next step is %d", loaded.path, self.global_steps + 1)
+        return loaded.path, loaded.client_state
+
+    # These methods read and change the states of single parameters.
+
+    def is_trained(self, parameter: ParameterKey) -> bool:
+        """Return whether a parameter is trained, or was trained before it was frozen. Raises ConfigError.
+
+        A frozen parameter in a parameter group has states, too, because it may be trained later; they are zero.
+        """
+        found = self._access.parameter(parameter)
+        counts = self._step.update_counts
+        return self.optimizer.has_states(found) and (found.tensor.requires_grad or counts[found.index] > 0)
+
+    def get_full(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
+        """Return the whole values of one kind of a parameter, on the CPU, wherever they live. A collective.
+
+        Args:
+            parameter: the parameter, or its FQN.
+            kind: "param" (the values that forward computes with, in their dtype), "master" (the fp32 weight), "grad"
+                (between backward and step: the mean, or the sum, over ranks so far, not scaled), or a state of the
+                optimizer by torch's name, as "exp_avg". All but "param" are fp32. A gradient that the ranks have not
+                reduced yet (within `no_sync`, or before the last backward of a step in which only that one reduces) is
+                reduced for this call alone.
+
+        Returns:
+            The values in the parameter's shape. None for "grad" if no rank has a gradient in this step.
+
+        Raises:
+            ConfigError: there is no such parameter or kind.
+        """
+        self._require_open()
+        return self._access.full(parameter, kind)
+
+    def get_local(self, parameter: ParameterKey, kind: str) -> torch.Tensor | None:
+        """Return this rank's part of one kind of a parameter: [n] of the flattened parameter; n may be 0.
+
+        As `get_full`, but not a collective. For a gradient that no rank has, None or zeros are returned.
+
+        Raises:
+            ConfigError: there is no such parameter or kind.
+            RuntimeError: gradients are not reduced over the ranks yet (within `no_sync`, or before the last backward of
+                a step in which only that one reduces).
+        """
+        self._require_open()
+        return self._access.local(parameter, kind)
+
+    def set_full(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
+        """Change one kind of a parameter, on all ranks. A collective, to which every rank passes the same value.
+
+        "param" and "master" are one weight and change together. A gradient can be changed between backward and step.
+        All other kinds can be changed wherever no forward waits for its backward, as a commit of its own: after a
+        resume, either the whole change is there or nothing of it. Gradients that are there stay, so a step after
+        backward and the change updates the new values. `set_many` makes several changes in one commit.
+
+        Args:
+            value: the new values in the parameter's shape, of any dtype and on any device.
+
+        Raises:
+            ConfigError: there is no such parameter or kind, or the shape does not fit.
+            RuntimeError: the kind cannot be changed at this point of the training loop.
+        """
+        self._set({(parameter, kind): value}, local=False)
+
+    def set_local(self, parameter: ParameterKey, kind: str, value: torch.Tensor) -> None:
+        """Change one kind of a parameter, as `set_full`.
+
+        A collective, to which each rank passes its own part [n], as `get_local` returns it.
+        """
+        self._set({(parameter, kind): value}, local=True)
+
+    def set_many(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor]) -> None:
+        """Make several changes as `set_full`, by (parameter, kind), in one commit. A collective."""
+        self._set(values, local=False)
+
+    def sharded_state_dict(self, kind: str = "master") -> dict[str, StateShard]:
+        """Return this rank's part of one kind of all parameters that have it, by FQN, tied names included.
+
+        Not a collective. Each part says which elements of which parameter it has, so that the dicts of all ranks
+        together are the whole state, for any number of ranks. (`full_state_dict` gathers it.)
+        """
+        self._require_open()
+        return self._access.shards(kind)
+
+    @contextmanager
+    def gathered(
+        self, parameters: nn.Module | Iterable[torch.Tensor], modifier_rank: int | None = None
+    ) -> Iterator[None]:
+        """Make parameters whole within the context, in the dtype of the forward, for reading. A collective.
+
+        Their units stay gathered in the context, so forwards within it do not gather them again.
+
+        Args:
+            parameters: the parameters, or a module, for all of its parameters.
+            modifier_rank: the rank that may change the parameters (in place, under torch.no_grad). At the end of the
+                context all ranks get its values, as a commit of its own. An element that it does not change keeps its
+                fp32 value. With all parameters, it may call the model's `load_state_dict`. None: no rank may change
+                them.
+
+        Raises:
+            RuntimeError: `modifier_rank` was given between a forward and its backward.
+        """
+        self._require_open()
+        chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        if modifier_rank is None:
+            with self._access.gathered(chosen):
+                yield
+            return
+        self._require_between_passes("gathered(modifier_rank=...)")
+        before = self._access.parameters_before(chosen)
+        with self._access.gathered(chosen):
+            is_whole = {id(parameter) for parameter in self.parameters()} <= {id(tensor) for tensor in chosen}
+            self._refusals.allows_load = is_whole and self._collectives.rank == modifier_rank
+            try:
+                yield
+            finally:
+                self._refusals.allows_load = False
+            self._require_between_passes("the end of gathered(modifier_rank=...)")
+            with self._changing():
+                self._access.hand_over_changed(chosen, before, modifier_rank, self._commits.next)
+        with self._changing():
+            self._commit_change()
+
+    def _set(self, values: Mapping[tuple[ParameterKey, str], torch.Tensor], *, local: bool) -> None:
+        """Change gradients at once, and all other kinds in a commit of their own. A collective."""
+        self._require_open()
+        gradients = {parameter: value for (parameter, kind), value in values.items() if kind == "grad"}
+        for parameter, value in gradients.items():
+            self._access.set_gradient(parameter, value, local=local)
+        states = {key: value for key, value in values.items() if key[1] != "grad"}
+        if states:
+            self._require_between_passes("a change of parameters or optimizer states")
+            changes = self._access.changes(states, local=local)
+            with self._changing():
+                self._access.hand_over(changes, self._commits.next)
+                self._commit_change()
+
+    # These methods begin a run, and commit changes of states.
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Go on from a commit, which carried `state`. Called at the end of `initialize`."""
+        self._go_on_from(self._run_state.restore(state), state["user"])
+        self.resumed_step = self.global_steps
+        self._commits.note_state(self._client_state())
+
+    def commit_initial_state(self) -> None:
+        """Commit the states that were handed over.
+
+        They are the initial weights, committed as step 0, or the resumed step in another layout, committed as the step
+        after it.
+        """
+        self._commits.begin(self._client_state())
+        self._commits.wait()
+
+    def _go_on_from(self, progress: Progress, user: dict[str, Any]) -> None:
+        """Continue the engine's counts, with the user's values that belong to them."""
+        self.global_steps = progress.global_steps
+        self.global_samples = progress.global_samples
+        self._micro_batches.go_on_from(progress.micro_steps)
+        self.client_state = user
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Surround a change of states, and make no commit after a change that fails.
+
+        A change that fails half-way cannot be undone, so a part of it would go into the next commit. Updates that have
+        begun in the backward pass are withdrawn before the change, because they are computed from the former values.
+        """
+        self.wait_for_commit()
+        try:
+            self._step.withdraw_early_updates()
+            yield
+        except BaseException as error:
+            self._hooks.fail_change()
+            self._step.abandon()
+            self._abandon_run("a change of states", error)
+            raise
+
+    def _commit_change(self) -> None:
+        """Commit a change of states, and wait until the commit is there."""
+        self._hooks.release_units()
+        self._commits.begin(self._client_state())
+        self._commits.wait()
+
+
+def _save(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a file of `torch.save`, which appears at `path` when it is complete. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        torch.save(weights, part)
+        part.replace(path)
+    except RuntimeError as error:
+        # torch reports a full disk so.
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,63 @@
+"""The model's own calls that would not reach the store, and are refused: they read and set stale tensors.
+
+Owns the hooks on the model that refuse. Must never read or change a parameter, except for copies of gathered ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_client.model.released import ReleasedParameter
+
+
+class ModelRefusals:
+    """The refusals of one model.
+
+    Attributes:
+        allows_load: whether the model's `load_state_dict` may be called, because its values go to the store afterwards.
+    """
+
+    def __init__(self, module: nn.Module, *, is_sharded: bool) -> None:
+        """Refuse `load_state_dict` and, if parameters are sharded, `state_dict`, until `remove`."""
+        self.allows_load = False
+        self._handles = [module.register_load_state_dict_pre_hook(self._refuse_load)]
+        if is_sharded:
+            self._handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
+            self._handles.append(module.register_state_dict_post_hook(_copy_gathered))
+
+    def remove(self) -> None:
+        """Refuse nothing from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _refuse_load(self, module: nn.Module, *_: Any) -> None:
+        """Refuse `module.load_state_dict()`, because the weights that are trained are those in the store."""
+        if not self.allows_load:
+            raise RuntimeError(
+                "the model's weights are in the store: call engine.load_state_dict() instead of the model's, load them "
+                "before initialize(), or on the rank modifier_rank within gathered() of all parameters"
+            )
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Refuse `module.state_dict()`, because the weights are in the store, unless all of them are gathered."""
+    if any(isinstance(parameter, ReleasedParameter) for parameter in module.parameters()):
+        raise RuntimeError(
+            "the model's weights are in the store: call engine.full_state_dict() instead of state_dict(), or call it "
+            "within gathered() of all parameters"
+        )
+
+
+def _copy_gathered(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
+    """Replace the parameters in a state dict by copies, because gathered memory is freed. Tied names share a copy."""
+    copies: dict[int, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tensor = state_dict.get(prefix + name)
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+            if id(parameter) not in copies:
+                copies[id(parameter)] = tensor.clone()
+            state_dict[prefix + name] = copies[id(parameter)]
