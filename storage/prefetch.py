@@ -332,14 +332,16 @@ class PrefetchQueue:
     async def _load(self, fetch: _Fetch, range_: ArenaRange | None) -> HostCopy:
         """Return a pinned copy of the slab's newest bytes. If the bytes change while they are read, read them again."""
         slab = fetch.slab
-        if slab.deleted and range_ is not None:
+        if range_ is not None and (slab.deleted or (slab.copy is not None and slab.copy.at_home)):
+            # A copy at home is read into its own place.
             self._host.free(range_)
+            range_ = None
+        while (copy := slab.copy) is not None and copy.at_home and copy.pins and slab.current_copy is None:
+            # An update works on the copy in its place, where nothing may be read to meanwhile.
+            await copy.idle.wait()
         slab.check_present()
-        copy = slab.copy
         if copy is not None and copy.at_home:
-            # A roll-back discarded the bytes of this copy at home, so read the older ones into the same place.
-            if range_ is not None:
-                self._host.free(range_)
+            # If the copy is not current, a roll-back has discarded its bytes, so the older ones are read.
             self._host_cache.pin(copy)
         else:
             if range_ is None:

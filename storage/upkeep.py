@@ -7,7 +7,7 @@ the lowest priority, and copies are brought into free room only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,8 +81,12 @@ class Moved:
 
 def versions_on(tier: BackingTier[Any], jobs: Iterable[Job]) -> Iterator[Region]:
     """Return the regions of all versions of some jobs on a tier, each once."""
-    versions = dict.fromkeys(region for job in jobs for slab in job.slabs() for region in slab.versions.values())
-    return (region for region in versions if region.tier is tier)
+    return iter(dict.fromkeys(region for job in jobs for slab in job.slabs() for region in _on_tier(tier, slab)))
+
+
+def _on_tier(tier: BackingTier[Any], slab: Slab) -> Iterator[Region]:
+    """Return the regions of the versions that a slab has on a tier."""
+    return (region for region in slab.versions.values() if region.tier is tier)
 
 
 class Upkeep:
@@ -146,11 +150,14 @@ class Upkeep:
             jobs = [*self._jobs, *self._jobs.all_kept()]
         else:
             jobs = [*self._layouts(name), *self._jobs.kept_steps(name).values()]
-        regions = list(versions_on(self._backing.durable, jobs))
         if self._verifying:
             raise ConflictError("another verification is under way; wait for its end")
         self._verifying = True
         try:
+            # Kept steps share versions with their job, and each version is read once.
+            regions: dict[Region, None] = {}
+            async for _, slab in _slabs(jobs):
+                regions |= dict.fromkeys(_on_tier(self._backing.durable, slab))
             verified, total = 0, sum(region.nbytes for region in regions)
             yield Verified(verified_bytes=0, total_bytes=total, damage=None)
             for region in regions:
@@ -167,7 +174,7 @@ class Upkeep:
             NotFoundError: the store has no job of this name.
         """
         moved = Moved()
-        async for slab in in_slices(self._slabs(name)):
+        async for _, slab in _slabs(list(self._jobs) if name is None else self._jobs.layouts(name)):
             if (copy := slab.copy) is None:
                 continue
             nbytes = copy.arena_range.nbytes
@@ -186,14 +193,12 @@ class Upkeep:
             DeviceStuckError: a device does not answer.
         """
         moved = Moved()
-        pending = self._jobs.job(name).pending
-        for slab in self._slabs(name):
-            write = None if pending is None else pending.writes.get(slab)
+        async for job, slab in _slabs(self._jobs.layouts(name)):
             if slab.latest is None:
                 continue
             if slab.current_copy is not None:
                 moved.present_bytes += slab.paged_bytes
-            elif (write is None or write.done()) and await self._promote(slab):
+            elif not _is_being_written(job, slab) and await self._promote(slab):
                 moved.slabs += 1
                 moved.nbytes += slab.paged_bytes
             else:
@@ -203,9 +208,19 @@ class Upkeep:
     async def _promote(self, slab: Slab) -> bool:
         return not slab.deleted and await self._backing.watch.unless_stuck(self._queue.promote(slab))
 
-    def _slabs(self, name: str | None) -> Sequence[Slab]:
-        jobs = list(self._jobs) if name is None else self._jobs.layouts(name)
-        return [slab for job in jobs for slab in job.slabs()]
+
+async def _slabs(jobs: Iterable[Job]) -> AsyncIterator[tuple[Job, Slab]]:
+    """Yield the slabs of some jobs, each with its job, in slices."""
+    for job in jobs:
+        async for slab in in_slices(list(job.slabs())):
+            yield job, slab
+
+
+def _is_being_written(job: Job, slab: Slab) -> bool:
+    """Return whether an update writes a slab now, or a client writes initial values to its place in host memory."""
+    write = None if job.pending is None else job.pending.writes.get(slab)
+    is_updated = write is not None and not write.done()
+    return is_updated or (slab.copy is not None and slab.copy.at_home and slab.copy.pins > 0)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +15,7 @@ from storage.errors import ConflictError, DamagedBlockError, NotFoundError
 from storage.integrity import BLOCK_BYTES
 from storage.scrub import MOST_DAMAGED_BLOCKS
 from storage.shard import Kind, TierName
+from storage.transform import Kernel, Tile
 from storage.upkeep import HeldStep, Verified
 from tests.unit.storage.builders import MIB, ROOM_FOR_TILED, Layout, Training, on_nvme, opened
 
@@ -123,6 +128,50 @@ async def test_a_promotion_evicts_nothing_and_leaves_out_what_has_no_room(tmp_pa
         assert (moved.slabs, moved.left_bytes) == (0, total - first.slab.paged_bytes)
         assert first.slab.current_copy is not None, "the copy with a next use stays"
         engine.host.free(filler)
+
+
+@pytest.mark.parametrize("asks", ["before the update", "during the update"])
+async def test_a_promotion_reads_nothing_to_the_place_in_which_an_update_works(tmp_path: Path, asks: str) -> None:
+    """Moments that live in host memory are updated in their place there, where a promotion must not read older ones."""
+    layout = Layout(weights=TierName.NVME, moments=TierName.HOST)
+    async with opened(tmp_path, **ROOMY) as engine:
+        training = await Training(engine, layout).begin()
+        await training.step()
+        await engine.upkeep.evict_copies()
+        is_updating, may_finish = threading.Event(), threading.Event()
+        reading, may_read = asyncio.Event(), asyncio.Event()
+        read_into = engine.backing.read_into
+
+        def gated(kernel: Kernel) -> Kernel:
+            def work(tile: Tile) -> None:
+                kernel(tile)
+                is_updating.set()
+                assert may_finish.wait(30)
+
+            return work
+
+        async def gated_read(*arguments: Any) -> None:
+            reading.set()
+            await may_read.wait()
+            await read_into(*arguments)
+
+        with patch.object(engine.backing, "read_into", gated_read):
+            if asks == "before the update":
+                # The promotion has found no update, and reads the weights, when the update of the moments begins.
+                promotion = asyncio.ensure_future(engine.upkeep.promote("job"))
+                await reading.wait()
+            await training.hand_over(wrap=gated)
+            await asyncio.to_thread(is_updating.wait, 30)
+            if asks == "during the update":
+                # A window may have queued the fetch before the update began, so the queue itself must wait, too.
+                moments = training.job.slab("block.0", Kind.EXP_AVG)
+                promotion = asyncio.ensure_future(engine.queue.promote(moments))
+            may_read.set()
+            await asyncio.wait([promotion], timeout=0.2)
+            may_finish.set()
+            await promotion
+        await training.commit(2)
+        await training.assert_at(2)
 
 
 async def test_copies_at_home_in_host_memory_are_not_evicted(tmp_path: Path) -> None:
