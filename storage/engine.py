@@ -407,8 +407,9 @@ class Engine:
         await self._quiesce(job)
 
     async def _quiesce(self, job: Job) -> None:
-        """Abandon the job's pending step and wait for its snapshot."""
-        await self.abandon_pending(job)
+        """Abandon the job's pending step, and wait for its snapshot and for a roll-back under way."""
+        async with job.rolling_back:
+            await self.abandon_pending(job)
         if job.snapshot is not None:
             await asyncio.wait([job.snapshot])
 
@@ -726,9 +727,11 @@ class Engine:
 
         Raises:
             NotFoundError: the step is not retained.
+            ConflictError: the job is being deleted.
             DataLossError: some of the step's bytes were kept in host memory only, and are overwritten.
             DeviceStuckError: a device does not answer; the roll-back is done as soon as it does.
         """
+        self._job_registry.check_not_deleting(job.spec.name)
         self._committer.check_retained(job, step)
         await self.backing.watch.unless_stuck(self._pending_steps.roll_back(job, step))
 

@@ -109,8 +109,8 @@ class PendingSteps:
     def _begin(
         self, job: Job, step: int, slabs: Sequence[Slab], writing: Coroutine[Any, Any, None]
     ) -> asyncio.Task[None]:
-        # `commit` raises the first failure, so asyncio need not log it.
         """Start a task that writes slabs in the pending step, and return the task."""
+        # `commit` raises the first failure, so asyncio need not log it.
         task = unlogged(asyncio.ensure_future(writing))
         job.open_pending(step).writes.update(dict.fromkeys(slabs, task))
         return task
@@ -190,9 +190,10 @@ class PendingSteps:
                 raise ConflictError(f"{slab.key} has no initial values; publish them before step {step} is committed")
 
     async def roll_back(self, job: Job, step: int) -> None:
-        """Make a committed step the newest one again."""
-        await self.abandon(job)
-        await self._committer.roll_back(job, step)
+        """Make a committed step the newest one again. Calls for one job run one after the other."""
+        async with job.rolling_back:
+            await self.abandon(job)
+            await self._committer.roll_back(job, step)
 
     async def abandon(self, job: Job) -> None:
         """Stop the writes of an unfinished step and discard their results. A commit under way is finished first."""

@@ -288,6 +288,39 @@ async def test_a_roll_back_waits_for_a_commit_under_way(
         await assert_survives_a_crash(training, 0)
 
 
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 0), (0, 1)])
+async def test_roll_backs_at_once_are_done_one_after_the_other(tmp_path: Path, first: int, second: int) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout()).begin()
+        for _ in range(3):
+            await training.step(settled=0)
+        calls = [engine.roll_back(training.job, step) for step in (first, second)]
+        done, also = await asyncio.gather(*calls, return_exceptions=True)
+        assert done is None
+        # The second one may find that the first one has discarded its step.
+        assert isinstance(also, NotFoundError) if second > first else also is None
+        assert training.job.newest == min(first, second)
+        await training.assert_at(min(first, second))
+        await assert_survives_a_crash(training, min(first, second))
+
+
+async def test_a_job_is_deleted_after_its_roll_back_and_not_rolled_back_while_it_is_deleted(tmp_path: Path) -> None:
+    async with opened(tmp_path / "state") as engine:
+        training = await Training(engine, Layout()).begin()
+        for _ in range(3):
+            await training.step(settled=0)
+        rolled_back, deleted, refused = await asyncio.gather(
+            engine.roll_back(training.job, 1),
+            engine.delete_job("job"),
+            engine.roll_back(training.job, 0),
+            return_exceptions=True,
+        )
+        assert rolled_back is deleted is None
+        assert isinstance(refused, ConflictError) and "is being deleted" in str(refused)
+        assert not engine.jobs and engine.nvme.used_bytes == 0
+        await assert_survives_a_crash(training, None)
+
+
 async def test_a_roll_back_during_a_snapshot_finds_out_first_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
