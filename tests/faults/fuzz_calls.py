@@ -32,18 +32,18 @@ _FILES: tuple[FileDescriptor, ...] = (
     health_pb2.DESCRIPTOR,
     reflection_pb2.DESCRIPTOR,
 )
-# A drained daemon refuses the sessions of all clients of the campaign, so no client calls these.
-NOT_CALLED = ("Drain", "Undrain")
 METHODS: Mapping[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
     for file in _FILES
     for service in file.services_by_name.values()
     for method in service.methods
-    if method.name not in NOT_CALLED
 }
 # By contract these calls last until another client has done something, or until their own client ends them.
 _WAITING = ("AcquireLeases", "CommitStep", "WatchJob", "WatchTiers", "WatchEvents", "Session", "Read", "Write", "Watch")
 WAITING = frozenset(path for path, method in METHODS.items() if method.name in (*_WAITING, "ServerReflectionInfo"))
+
+# What a daemon that is being drained says to a client that wants a new session.
+DRAINED = "the store daemon is being drained"
 
 REFUSALS = {
     *(CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.ALREADY_EXISTS, CODE.FAILED_PRECONDITION),
@@ -180,6 +180,8 @@ def what_is_wrong(call: Call, ending: Ending) -> str | None:
         # gRPC's client reports this instead of the real status when it writes to a call that has ended already.
         CODE.INTERNAL: call.method.client_streaming and ending.details == "Internal error from Core",
         CODE.DATA_LOSS: call.method.name == "Write",
+        # Another client has called Drain.
+        CODE.UNAVAILABLE: call.method.name == "Session" and DRAINED in ending.details,
         CODE.UNIMPLEMENTED: call.path == "/grpc.health.v1.Health/List",
     }
     return None if allowed.get(code, False) else f"it ended with {code.name}: {ending.details}"

@@ -18,8 +18,10 @@ import grpc.aio
 from paramserver.contract.channel import NO_PROXY, target_of
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from paramserver.v1 import store_admin_pb2_grpc as admin_pb_grpc
 from storage.shard import TierName
-from tests.faults.fuzz_calls import DEADLINE_SECONDS, METHODS, WAITING, Call, Ending, send
+from tests.faults.fuzz_calls import DEADLINE_SECONDS, DRAINED, METHODS, WAITING, Call, Ending, send
 from tests.faults.fuzz_requests import Known, Requests, encoded
 from tests.integration.support.daemon import CHANNEL_OPTIONS
 from tests.unit.storage.builders import Layout
@@ -64,9 +66,7 @@ class Life:
     async def _in_session(self, act: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         channel = grpc.aio.insecure_channel(target_of(self._address), options=[*NO_PROXY, *CHANNEL_OPTIONS])
         try:
-            session = pb_grpc.ParameterStoreStub(channel).Session()
-            await session.write(pb.SessionRequest(hello=pb.SessionRequest.Hello(client="fuzz")))
-            self.known.session_id = (await session.read()).welcome.session_id
+            session, self.known.session_id = await _open(channel)
             leaving = asyncio.Event()
             beating = asyncio.ensure_future(_beat(session, leaving))
             try:
@@ -179,6 +179,20 @@ class Life:
                 known.readers.append(pb.OpenReaderResponse.FromString(ending.answer).reader_id)
                 return (known.readers[-1],)
         return ()
+
+
+async def _open(channel: grpc.aio.Channel) -> tuple[Any, str]:
+    """Open a session, and return its call and its id. While other clients have the daemon drained, end the draining."""
+    while True:
+        session = pb_grpc.ParameterStoreStub(channel).Session()
+        try:
+            await session.write(pb.SessionRequest(hello=pb.SessionRequest.Hello(client="fuzz")))
+            return session, (await session.read()).welcome.session_id
+        # A write to a call that has ended raises no status, so the status is asked for.
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            if DRAINED not in (await session.details() or ""):
+                raise
+        await admin_pb_grpc.StoreAdminStub(channel).Undrain(admin_pb.UndrainRequest(), timeout=DEADLINE_SECONDS)
 
 
 async def _beat(session: Any, leaving: asyncio.Event) -> None:
