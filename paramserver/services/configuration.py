@@ -31,6 +31,8 @@ class Configuration:
         self.present = config
         self._read_again = read_again
         self._quotas = quotas
+        # Held from the reading of a configuration until it counts, so that of two calls the later one reads last.
+        self._reloading = asyncio.Lock()
 
     async def reload(self) -> tuple[Sequence[str], Sequence[str]]:
         """Read the configuration again, and return the keys that count from now on, and those that need a restart.
@@ -38,10 +40,14 @@ class Configuration:
         Raises:
             ConflictError: it cannot be used; nothing has changed.
         """
-        try:
-            config = await asyncio.to_thread(self._read_again)
-        except ConfigError as error:
-            raise ConflictError(f"the configuration stays as it is: {error}") from error
+        async with self._reloading:
+            try:
+                config = await asyncio.to_thread(self._read_again)
+            except ConfigError as error:
+                raise ConflictError(f"the configuration stays as it is: {error}") from error
+            return self._take_over(config)
+
+    def _take_over(self, config: DaemonConfig) -> tuple[Sequence[str], Sequence[str]]:
         changed = [key for key in DaemonConfig.model_fields if getattr(config, key) != getattr(self.present, key)]
         waiting = [key for key in changed if key != "quotas"]
         if "quotas" in changed:

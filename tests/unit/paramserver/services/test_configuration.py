@@ -1,0 +1,69 @@
+"""The configuration is read anew while the daemon runs: the newest one counts, and a wrong one changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramserver.config import DaemonConfig
+from paramserver.errors import ConfigError
+from paramserver.security.quotas import Quotas
+from paramserver.services.configuration import Configuration
+from storage.errors import ConflictError
+
+
+def config(sessions: int, **keys: Any) -> DaemonConfig:
+    """Return a configuration with a quota of sessions."""
+    required = {"state_dir": Path("state"), "host_budget": "1GiB", "nvme_budget": "1GiB"}
+    return DaemonConfig.model_validate(required | {"quotas": {"default": {"sessions": sessions}}} | keys)
+
+
+async def test_quotas_count_at_once_and_other_keys_wait_for_a_restart() -> None:
+    first = config(1)
+    quotas = Quotas(first.quotas)
+    configuration = Configuration(first, lambda: config(2, nvme_budget="2GiB"), quotas)
+    assert await configuration.reload() == (["quotas"], ["nvme_budget"])
+    assert quotas.of("job").sessions == 2 and configuration.present.quotas.default.sessions == 2
+    assert configuration.present.nvme_budget == 1 << 30
+    assert await configuration.reload() == ([], ["nvme_budget"])
+
+
+async def test_a_configuration_that_cannot_be_used_changes_nothing() -> None:
+    def unusable() -> DaemonConfig:
+        raise ConfigError("bad configuration: quotas.default.sessions = 'many'")
+
+    first = config(1)
+    quotas = Quotas(first.quotas)
+    with pytest.raises(ConflictError, match="stays as it is: bad configuration: quotas"):
+        await Configuration(first, unusable, quotas).reload()
+    assert quotas.of("job").sessions == 1
+
+
+async def test_of_two_calls_at_once_the_later_one_counts() -> None:
+    """The first call reads slowly, and must not take an older configuration over after that of the second call."""
+    first = config(1)
+    written = [config(2)]
+    is_read, may_return = threading.Event(), threading.Event()
+
+    def read_slowly_at_first() -> DaemonConfig:
+        found = written[-1]
+        if len(written) == 1:
+            is_read.set()
+            assert may_return.wait(30)
+        return found
+
+    quotas = Quotas(first.quotas)
+    configuration = Configuration(first, read_slowly_at_first, quotas)
+    earlier = asyncio.ensure_future(configuration.reload())
+    await asyncio.to_thread(is_read.wait, 30)
+    written.append(config(3))
+    later = asyncio.ensure_future(configuration.reload())
+    # Without turns, the later call ends within this time.
+    await asyncio.wait([later], timeout=0.2)
+    may_return.set()
+    await asyncio.gather(earlier, later)
+    assert quotas.of("job").sessions == 3 and configuration.present.quotas.default.sessions == 3
