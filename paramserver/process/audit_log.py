@@ -47,11 +47,14 @@ class AuditLog:
                 log.error("the audit log %s cannot be written (%s); the entry is %s", self.path, error.strerror, line)
 
     def _write(self, line: bytes) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "ab") as file:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "a+b") as file:
             size = file.seek(0, os.SEEK_END)
-            if size and size + len(line) > self._max_file_bytes:
+            if size and size + len(line) + 1 > self._max_file_bytes:
                 self.path.replace(self.former_path)
                 return self._write(line)
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                # A full disk, or a crash, has left a part of a line, which must not spoil the next one.
+                line = b"\n" + line
             file.write(line)
         return None

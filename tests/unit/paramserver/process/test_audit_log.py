@@ -34,6 +34,19 @@ async def test_the_file_and_its_predecessor_stay_within_the_bound_and_keep_the_n
     assert {path.name for path in tmp_path.iterdir()} == {"audit.jsonl", "audit.jsonl.1"}
 
 
+async def test_an_entry_after_a_part_of_a_line_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """A full disk, or a crash, leaves a part of a line behind."""
+    log = AuditLog(tmp_path / "audit.jsonl", 4000)
+    await log.note({"verb": "Drain"})
+    with log.path.open("a") as file:
+        file.write('{"time": 17')
+    await log.note({"verb": "DeleteJob"})
+    await log.note({"verb": "Undrain"})
+    first, torn, *others = log.path.read_text().splitlines()
+    assert torn == '{"time": 17'
+    assert [json.loads(line)["verb"] for line in (first, *others)] == ["Drain", "DeleteJob", "Undrain"]
+
+
 async def test_an_entry_that_cannot_be_written_goes_to_the_daemons_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
