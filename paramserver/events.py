@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 # The events of one kind that are kept; older ones are dropped.
 KEPT_OF_A_KIND = 250
-# The longest text of an event. Names that clients choose have at most 1024 bytes, and an error text may quote several.
-MAX_TEXT = 1000
+# The most bytes of an event's text in UTF-8. Names that clients choose have at most 1024 bytes, and an error text may
+# quote several. All events together must go into one message, of which clients receive at most 4 MiB.
+MAX_TEXT_BYTES = 1000
 
 
 class EventKind(enum.StrEnum):
@@ -86,7 +87,7 @@ class EventLog:
             subject, text: see Event.
             once: leave the event out if an event of its kind with this subject and text is still kept.
         """
-        text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+        text = _shortened(text)
         kept = self._kept[kind]
         if once and any((event.subject, event.text) == (subject, text) for event in kept):
             return
@@ -118,3 +119,11 @@ class EventLog:
         """Wait until there is an event with a higher number."""
         while self._newest <= number:
             await self._added.wait()
+
+
+def _shortened(text: str) -> str:
+    """Return the text, or its beginning if it has more than MAX_TEXT_BYTES."""
+    encoded = text.encode(errors="backslashreplace")
+    if len(encoded) <= MAX_TEXT_BYTES:
+        return encoded.decode()
+    return encoded[:MAX_TEXT_BYTES].decode(errors="ignore") + "..."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# The most parameters that the text of an error names.
+MOST_SHOWN_FQNS = 8
+
 
 class StorageError(Exception):
     """Base of all errors that the engine raises on purpose."""
@@ -61,7 +64,9 @@ class DamagedBlockError(DataLossError):
         self.fqns: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        whose = f" ({', '.join(self.fqns)})" if self.fqns else ""
+        # A block may have parts of thousands of small parameters.
+        more = f" and {len(self.fqns) - MOST_SHOWN_FQNS} more" if len(self.fqns) > MOST_SHOWN_FQNS else ""
+        whose = f" ({', '.join(self.fqns[:MOST_SHOWN_FQNS])}{more})" if self.fqns else ""
         # In a label, a line feed separates the name of the job from that of its layout.
         version = self.label.replace("\n", ", layout ")
         return (

@@ -29,6 +29,9 @@ from storage.versions import Job
 # A verification sends its progress after this time, or once it has found this much damage.
 VERIFY_INTERVAL_SECONDS = 0.2
 MAX_DAMAGE_OF_A_MESSAGE = 100
+# The most parameters that are named for one damaged block. Names have at most 1024 bytes, and clients receive at most
+# 4 MiB in a message.
+MAX_FQNS_OF_A_BLOCK = 16
 
 
 class Operations:
@@ -63,7 +66,7 @@ class Operations:
         sent_at, progress, found = -math.inf, admin_pb.VerifyResponse(), list[admin_pb.VerifyResponse.Damage]()
         async with contextlib.aclosing(self._engine.upkeep.verify(request.job or None)) as verification:
             async for verified in verification:
-                found += [] if verified.damage is None else [_describe_damage(verified.damage)]
+                found += [] if verified.damage is None else [describe_damage(verified.damage)]
                 progress = admin_pb.VerifyResponse(
                     verified_bytes=verified.verified_bytes, total_bytes=verified.total_bytes, damage=found
                 )
@@ -193,11 +196,12 @@ class Operations:
         return NotFoundError(f"there is no job {name!r}; known jobs: {known}")
 
 
-def _describe_damage(error: StorageError) -> admin_pb.VerifyResponse.Damage:
+def describe_damage(error: StorageError) -> admin_pb.VerifyResponse.Damage:
+    """Return the message for the error of damaged bytes, or of bytes that cannot be read. Its size is bounded."""
     damage = admin_pb.VerifyResponse.Damage(text=str(error))
     if isinstance(error, DamagedBlockError):
         damage.version, damage.offset, damage.bytes = error.label, error.offset, error.nbytes
-        damage.fqns.extend(error.fqns)
+        damage.fqns.extend(error.fqns[:MAX_FQNS_OF_A_BLOCK])
     return damage
 
 

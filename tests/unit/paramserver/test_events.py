@@ -45,7 +45,12 @@ def test_a_text_is_cut_and_an_event_that_is_to_be_there_once_is_not_repeated() -
     for _ in range(3):
         log.add(EventKind.DAMAGE, "nvme", "x" * 5000, once=True)
     log.add(EventKind.DAMAGE, "nvme", "another block", once=True)
-    assert texts(log) == ["x" * events.MAX_TEXT + "...", "another block"]
+    assert texts(log) == ["x" * events.MAX_TEXT_BYTES + "...", "another block"]
+    log.add(EventKind.ADMIN, "DeleteJob", "\N{GRINNING FACE}" * 5000)
+    (longest,) = texts(log, kinds=[EventKind.ADMIN])
+    assert longest == "\N{GRINNING FACE}" * (events.MAX_TEXT_BYTES // 4) + "..."
+    log.add(EventKind.SESSION, "client", "\udcff is not in UTF-8")
+    assert texts(log, 1) == ["\\udcff is not in UTF-8"]
 
 
 async def test_a_follower_sees_each_event_once() -> None:

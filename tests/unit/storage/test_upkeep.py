@@ -74,6 +74,14 @@ async def test_each_damaged_block_is_reported_with_its_parameters_up_to_a_bound(
         assert len(found) == engine.nvme.damaged_blocks
 
 
+def test_the_text_about_a_block_of_many_parameters_names_a_few_of_them() -> None:
+    error = DamagedBlockError("job/a/param/step 1", 0, BLOCK_BYTES)
+    error.fqns = tuple(f"layer.{number}.bias" for number in range(1000))
+    assert f"(layer.0.bias, layer.1.bias, {', '.join(error.fqns[2:8])} and 992 more) on nvme are damaged" in str(error)
+    error.fqns = error.fqns[:8]
+    assert "layer.7.bias) on nvme" in str(error)
+
+
 async def test_one_verification_runs_at_a_time_and_one_that_is_given_up_makes_room(tmp_path: Path) -> None:
     async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
         await Training(engine, TILED).begin()
