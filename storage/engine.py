@@ -296,6 +296,7 @@ class Engine:
             await self._kept_steps.delete_job(name, [layout.spec.identity for layout in layouts if layout.durable])
             for layout in layouts:
                 await self._job_registry.free(layout)
+            self.queue.forget_job(name)
 
     async def _delete(self, jobs: Sequence[Job]) -> None:
         if stored := [job.spec.identity for job in jobs if job.durable]:

@@ -118,6 +118,10 @@ class PrefetchQueue:
         """Return the counters of what was read for a job since the store was opened."""
         return self._fetched.setdefault(job, Fetched())
 
+    def forget_job(self, job: str) -> None:
+        """Forget the counters of a job that was deleted."""
+        self._fetched.pop(job, None)
+
     @property
     def state(self) -> QueueState:
         """The fetches at this instant."""

@@ -412,6 +412,9 @@ async def test_what_an_update_is_about_to_replace_is_fetched_once_when_that_is_d
             assert 0 < fetched.nbytes - before <= len(wanted) * UNIT_BYTES, "the old bytes are not read"
             assert fetched.seconds > 0
             await training.assert_at(step)
+        assert list(engine.queue.fetched_by_job) == [LAYOUT.name]
+        await engine.delete_job(LAYOUT.name)
+        assert not engine.queue.fetched_by_job
 
 
 async def test_an_unknown_slab_is_refused_and_the_window_stays(tmp_path: Path) -> None:
