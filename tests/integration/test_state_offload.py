@@ -10,6 +10,7 @@ import torch
 from tests.integration.support.checkpoint_ranks import batch, config_of, start, steps
 from trainer_client import Engine, zero
 from trainer_client.errors import ConfigError, PhaseError, ReleasedParameterError
+from trainer_client.run import state_offload
 from trainer_client.run.state_offload import DeviceState
 from trainer_client.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from trainer_client.runtime.zero.offload_states import get_state_devices
@@ -94,6 +95,35 @@ def test_the_memory_of_what_has_moved_is_freed(model_store: str, job: str) -> No
         # An engine that is closed meanwhile commits as usual.
     with begin(model_store, job, "stage 3") as engine:
         assert engine.global_steps == 0
+
+
+def test_what_found_no_room_on_the_device_is_brought_back_later(
+    model_store: str, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may still have the device's memory when the states are to come back."""
+    with begin(model_store, job, "stage 3") as engine:
+        losses = list(steps(engine, 1))
+        weights, before = engine.full_state_dict(), held_bytes(engine)
+        engine.offload_states()
+        resize, calls = state_offload._resize, iter(range(100))
+
+        def without_room(storage: torch.UntypedStorage, nbytes: int) -> None:
+            if next(calls) == 2:
+                raise torch.OutOfMemoryError("planted")
+            resize(storage, nbytes)
+
+        with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError, match="planted"):
+            patched.setattr(state_offload, "_resize", without_room)
+            engine.reload_states()
+        with pytest.raises(PhaseError):
+            engine(batch(1).bfloat16())
+        engine.reload_states()
+        assert held_bytes(engine) == before
+        found = engine.full_state_dict()
+        assert [name for name, value in weights.items() if not torch.equal(found[name], value)] == []
+        losses += list(steps(engine, 3))
+    with begin(model_store, f"{job} stays", "stage 3") as engine:
+        assert list(steps(engine, 3)) == losses
 
 
 def test_misuse_is_refused(model_store: str, job: str) -> None:

@@ -101,12 +101,19 @@ class StateOffload:
 
     @torch.no_grad()
     def reload(self, *, non_blocking: bool) -> None:
-        """Move everything back to the device."""
-        while self._moved:
-            _, moved = self._moved.popitem()
-            for held, copy in moved:
+        """Move everything back to the device.
+
+        If the device has too little memory, torch's error is raised, and what was not moved yet stays in host memory,
+        so that a later call can go on.
+        """
+        for kind in list(self._moved):
+            moved = self._moved[kind]
+            while moved:
+                held, copy = moved[-1]
                 held.allocate()
                 held.tensor.copy_(copy, non_blocking=non_blocking)
+                moved.pop()
+            del self._moved[kind]
 
     def devices_of(self, kind: DeviceState) -> set[torch.device]:
         """Return where a kind of state is now. The memory and the files of the store count as the CPU."""
