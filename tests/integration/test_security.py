@@ -10,7 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from paramserver.v1 import store_admin_pb2_grpc as admin_grpc
 from tests.integration.support.guarded import Guarded, expired_certificate, guarded_daemon
 from tests.integration.support.store_client import CALL_SECONDS, Client, Rank, refused
 from tests.integration.support.training import Run, assert_bit_equal, store_config, train_plain, train_through_store
+from tests.integration.support.waiting import succeed_at_last
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
@@ -66,7 +67,7 @@ def others(guarded: Guarded) -> Iterator[Rank]:
     rank.close()
     with guarded.channel("operator") as channel:
         admin = admin_grpc.StoreAdminStub(channel)
-        eventually(lambda: admin.DeleteJob(admin_pb.DeleteJobRequest(job="bob"), timeout=CALL_SECONDS))
+        succeed_at_last(lambda: admin.DeleteJob(admin_pb.DeleteJobRequest(job="bob"), timeout=CALL_SECONDS))
 
 
 def path(method: MethodDescriptor) -> str:
@@ -87,19 +88,6 @@ def answer(channel: grpc.Channel, method: str, request: bytes = b"", token: str 
 
 def serves(channel: grpc.Channel) -> None:
     admin_grpc.StoreAdminStub(channel).GetTiers(admin_pb.GetTiersRequest(), timeout=CALL_SECONDS)
-
-
-def eventually(check: Callable[[], object]) -> None:
-    """Repeat a check until it holds."""
-    deadline = time.monotonic() + FOLLOW_DEADLINE_SECONDS
-    while True:
-        try:
-            check()
-            return
-        except (AssertionError, grpc.RpcError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 # --- tokens
@@ -248,7 +236,7 @@ def test_the_token_file_is_followed_and_a_broken_one_is_not(guarded: Guarded) ->
             channel.close()
             raise
 
-    eventually(enter)
+    succeed_at_last(enter)
     (client,) = guest
     good = guarded.token_file.read_text()
     guarded.token_file.write_text(good + "[[token")
@@ -280,7 +268,7 @@ def test_a_session_whose_token_has_other_rights_now_is_ended(guarded: Guarded) -
             channel.close()
             raise
 
-    eventually(enter)
+    succeed_at_last(enter)
     guarded.token_file.write_text(text + entry.replace('"two"', '"three"'))
     assert client[0].ended.wait(FOLLOW_DEADLINE_SECONDS)
     with refused(CODE.NOT_FOUND, UNKNOWN_SESSION):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from storage import shard as engine
 from tests.integration.support.daemon import MIB, Daemon, tiers
 from tests.integration.support.store_client import Clients
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 from trainer_client import (
     Commit,
@@ -151,18 +152,11 @@ async def test_prefetched_parts_are_in_host_memory_before_they_are_got_and_relea
     before = tiers(daemon.address)[0].leased_bytes
     async with await store.read(job) as reader:
         await reader.prefetch(["table"])
-        await eventually(lambda: tiers(daemon.address)[0].leased_bytes >= before + 1100 * 513 * 2)
+        await asyncio.to_thread(wait_until, lambda: tiers(daemon.address)[0].leased_bytes >= before + 1100 * 513 * 2)
         assert torch.equal(await reader.get("table"), value("table", 0))
-        await eventually(lambda: tiers(daemon.address)[0].leased_bytes == before)
+        await asyncio.to_thread(wait_until, lambda: tiers(daemon.address)[0].leased_bytes == before)
         await reader.prefetch(["table", "scale"])
-    await eventually(lambda: tiers(daemon.address)[0].leased_bytes == before)
-
-
-async def eventually(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not await asyncio.to_thread(is_so):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait_until, lambda: tiers(daemon.address)[0].leased_bytes == before)
 
 
 async def test_a_watcher_is_told_each_commit_and_the_end_of_the_job(
@@ -238,7 +232,9 @@ async def test_cancelled_calls_leave_no_lease_and_touch_nothing_more(
             untouched = out.clone()
             await asyncio.sleep(0.01)
             assert torch.equal(out, untouched)
-        await eventually(lambda: [(t.used_bytes, t.leased_bytes) for t in tiers(daemon.address)] == before)
+        await asyncio.to_thread(
+            wait_until, lambda: [(t.used_bytes, t.leased_bytes) for t in tiers(daemon.address)] == before
+        )
         putting = asyncio.ensure_future(writer.put(values(1)))
         await asyncio.sleep(0.001)
         putting.cancel()

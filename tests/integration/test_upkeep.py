@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from storage.shard import DType, Kind
 from tests.integration.support.daemon import MIB, SERVICE, Daemon, admin_of, tiers
 from tests.integration.support.forked import ROOT
 from tests.integration.support.store_client import Client, Clients, Rank, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 CODE = grpc.StatusCode
@@ -57,13 +57,6 @@ def following(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it never was so"
-        time.sleep(0.02)
 
 
 def two_nodes(clients: Clients, job: str) -> Rank:
@@ -125,7 +118,7 @@ def test_prefetch_shows_the_window_of_each_client(daemon: Daemon, clients: Clien
         (shown,) = admin_json(daemon.address, "prefetch")["windows"]
         return shown
 
-    eventually(lambda: window()["present"] == len(rank.groups))
+    wait_until(lambda: window()["present"] == len(rank.groups))
     shown = window()
     assert (shown["client"], shown["job"], shown["rank"], shown["slabs"]) == ("test", job, 0, len(rank.groups))
     assert shown["running"] == shown["waiting"] == 0 and shown["bytes"] > 0
@@ -142,7 +135,7 @@ def test_events_tell_what_happened_in_order_and_can_be_followed(daemon: Daemon, 
         rank = clients.rank(Layout(name=job), name=job).begin()
         rank.train(1, 1)
         rank.close()
-        eventually(lambda: "left the job" in admin(daemon.address, "events", "--after", str(before)))
+        wait_until(lambda: "left the job" in admin(daemon.address, "events", "--after", str(before)))
         admin(daemon.address, "delete-job", job, "--yes")
         expected = [
             ("session", "a session began, from unix:"),

@@ -20,8 +20,9 @@ from storage.versions import Job
 from tests.unit.storage.builders import MIB, opened
 
 BLOCK = BLOCK_BYTES // 4
-# Tensors "a" to "d" lie one behind the other in the group "unit", "e" has a group of its own. The sizes are multiples
-# of what aligns elements, and only that of "e" is one of whole pages.
+# The elements of each tensor. "a" to "d" lie one behind the other in the group "unit"; "e" has a group of its own. All
+# sizes are multiples of the 16 bytes to which a gathering aligns its ranges, so that its buffer has no gaps. Only the
+# size of "e" is a multiple of a page, so that a tensor behind "e" in a buffer begins at a page.
 SIZES = {"a": 48, "b": 2 * BLOCK + 16, "c": 16, "d": BLOCK, "e": 3 * BLOCK}
 
 ROOM = {"host_budget_bytes": 32 * MIB, "nvme_budget_bytes": 64 * MIB}
