@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paramserver.admin import printers, totals
+from paramserver.admin import tables, totals
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson
 from paramserver.admin.exit_codes import ExitCode
 from paramserver.admin.nodes import Question, run
@@ -40,7 +40,7 @@ def accounts(
 
     question = Question(
         call=read,
-        show=printers.accounts_table,
+        show=tables.accounts_table,
         total=totals.accounts,
         verdict=lambda response: ExitCode.DONE if _is_settled(response) else ExitCode.FAILED,
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paramserver.admin import printers
+from paramserver.admin import printers, tables
 from paramserver.admin.completion import Job
 from paramserver.admin.connection import (
     DEADLINE_SECONDS,
@@ -26,7 +26,7 @@ def kept(job: Job, address: Address = None, as_json: AsJson = False) -> None:
     """Show the kept steps of a job: their names, their bytes, and what forgetting each of them would free."""
     question = Question(
         call=lambda store, _: store.ListKeptSteps(admin_pb.ListKeptStepsRequest(job=job), timeout=DEADLINE_SECONDS),
-        show=lambda response: printers.kept_table(job, response),
+        show=lambda response: tables.kept_table(job, response),
     )
     run(address, question, as_json=as_json)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paramserver.admin import printers
+from paramserver.admin import printers, tables
 from paramserver.admin.completion import Job
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, connect
 from paramserver.admin.nodes import only_one
@@ -66,6 +66,6 @@ def _print_table(job: str, pages: Iterator[Sequence[admin_pb.ShardInfo]], limit:
     """Print a table of the first `limit` shards, all if 0. The limit exists because rich needs 0.5 ms for each row."""
     rows = itertools.chain.from_iterable(pages)
     shown = list(itertools.islice(rows, limit or None))
-    printers.console().print(printers.shards_table(job, shown))
+    printers.console().print(tables.shards_table(job, shown))
     if next(rows, None) is not None:
         print(f"Only the first {limit} are shown: --limit 0 shows all, --prefix and --kind choose, --json has all.")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from paramserver.admin import printers, totals
+from paramserver.admin import printers, tables, totals
 from paramserver.admin.connection import DEADLINE_SECONDS, Address, AsJson, connect
 from paramserver.admin.nodes import Question, only_one, run
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -24,7 +24,7 @@ def tiers(
         return
     question = Question(
         call=lambda store, _: store.GetTiers(admin_pb.GetTiersRequest(), timeout=DEADLINE_SECONDS),
-        show=printers.tiers_table,
+        show=tables.tiers_table,
         total=totals.tiers,
     )
     run(address, question, as_json=as_json)
@@ -39,4 +39,4 @@ def _watch(address: str, interval_seconds: float, as_json: bool) -> None:
             return
         with Live(console=printers.console(), auto_refresh=False) as live:
             for response in readings:
-                live.update(printers.tiers_table(response), refresh=True)
+                live.update(tables.tiers_table(response), refresh=True)

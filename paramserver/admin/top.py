@@ -63,10 +63,10 @@ def _read(store: Any, _: str) -> Reading:
 
 def _shown(reading: Reading) -> RenderableType:
     return Group(
-        printers.tiers_table(reading.tiers),
+        tables.tiers_table(reading.tiers),
         tables.devices_table(reading.tiers.tiers),
-        printers.jobs_table(reading.jobs.jobs),
-        printers.sessions_table(reading.sessions.sessions),
+        tables.jobs_table(reading.jobs.jobs),
+        tables.sessions_table(reading.sessions.sessions),
         tables.prefetch_tables(reading.prefetch),
     )
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from paramserver.admin import printers
+from paramserver.admin import printers, tables
 from paramserver.contract.channel import NO_PROXY
 from paramserver.contract.printable import printable
 from paramserver.process.logs import configure_logging
@@ -41,16 +41,16 @@ def test_what_is_printable_stays_and_the_rest_is_escaped(name: str) -> None:
 
 
 TABLES: dict[str, Callable[[str], Any]] = {
-    "tiers": lambda name: printers.tiers_table(
+    "tiers": lambda name: tables.tiers_table(
         admin_pb.GetTiersResponse(
             state_dir=name, tiers=[admin_pb.TierInfo(tier=pb.TIER_NVME, detail=name, problems=[name])]
         )
     ),
-    "jobs": lambda name: printers.jobs_table([admin_pb.JobInfo(name=name)]),
-    "shards": lambda name: printers.shards_table(
+    "jobs": lambda name: tables.jobs_table([admin_pb.JobInfo(name=name)]),
+    "shards": lambda name: tables.shards_table(
         name, [admin_pb.ShardInfo(fqn=name, group=name, kind=pb.KIND_PARAM, dtype=pb.DTYPE_FLOAT32)]
     ),
-    "sessions": lambda name: printers.sessions_table([admin_pb.SessionInfo(client=name, peer=name, job=name)]),
+    "sessions": lambda name: tables.sessions_table([admin_pb.SessionInfo(client=name, peer=name, job=name)]),
     "a line": lambda name: printers.text(f"deleted job {name}"),
 }
 
