@@ -1,12 +1,11 @@
 """Access to the states of single parameters, by name, wherever they live: reading, and changes between two steps.
 
-Owns which parameters belong to which engine, and for how long a user has units whole. Must never commit: a change
-becomes a part of the next commit, which the engine makes.
+Owns for how long a user has units whole. Must never commit: a change becomes a part of the next commit, which the
+engine makes.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from trainer_client.step.precision import LossScaler
 
 ParameterKey: TypeAlias = nn.Parameter | str
 """A parameter, or its FQN (any of its FQNs if it is tied)."""
-
-_OWNER = "paramserver_owner"
 
 # The kinds that a user can name besides the optimizer's states.
 _PARAM, _MASTER, _GRAD = "param", "master", "grad"
@@ -91,24 +88,6 @@ class Change:
     place: _Place
     kind: Kind
     values: torch.Tensor
-
-
-def own(parameters: Iterable[ModelParameter], owner: object) -> None:
-    """Have `owner_of` return `owner` for these parameters, as long as `owner` is not garbage-collected."""
-    for parameter in parameters:
-        setattr(parameter.tensor, _OWNER, weakref.ref(owner))
-
-
-def disown(parameters: Iterable[ModelParameter]) -> None:
-    """Have `owner_of` return None for these parameters."""
-    for parameter in parameters:
-        delattr(parameter.tensor, _OWNER)
-
-
-def owner_of(parameter: torch.Tensor) -> object | None:
-    """Return the owner of a parameter, or None if it has none or the owner was garbage-collected."""
-    reference = getattr(parameter, _OWNER, None)
-    return reference() if reference is not None else None
 
 
 class StateAccess:

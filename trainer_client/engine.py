@@ -16,7 +16,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from trainer_client.access import disown, own
 from trainer_client.engine_core import EngineParts
 from trainer_client.engine_states import EngineStates
 from trainer_client.errors import (
@@ -26,6 +25,7 @@ from trainer_client.errors import (
     NotScalarError,
     TrainerClientError,
 )
+from trainer_client.model.owners import disown, own
 from trainer_client.model.states import placement_bytes
 from trainer_client.report.step_report import StepReport
 from trainer_client.run.context import RankContext, UserObjects

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from trainer_client import comm
-from trainer_client.access import owner_of
 from trainer_client.assembly import make_engine
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainer_client.config.loading import load_config
@@ -37,6 +36,7 @@ from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
 from trainer_client.model.leaves import mark_configured_leaves
+from trainer_client.model.owners import owner_of
 from trainer_client.model.parameters import ModelParameter, list_parameters
 from trainer_client.model.unit_policy import UnitPolicy, choose_policy
 from trainer_client.ranks.agreement import Declaration, require_agreement

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainer_client import comm
-from trainer_client.access import owner_of
 from trainer_client.config.loading import load_config
 from trainer_client.data_parallel import check_group, check_mpu
 from trainer_client.engine import Engine
@@ -27,6 +26,7 @@ from trainer_client.errors import ConfigError
 from trainer_client.initial.deferred_init import RecipeRecorder, recipe_of
 from trainer_client.initial.early_values import early_values
 from trainer_client.model.availability import ZeroParamStatus, show_status
+from trainer_client.model.owners import owner_of
 from trainer_client.not_built import NotBuilt
 
 __all__ = [

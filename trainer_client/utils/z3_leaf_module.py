@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from trainer_client.access import owner_of
 from trainer_client.model.leaves import ModuleClass, find_by_class, find_by_name, is_leaf, mark_leaf
+from trainer_client.model.owners import owner_of
 
 __all__ = [
     "get_z3_leaf_modules",

@@ -7,7 +7,7 @@ import logging
 import pytest
 from torch import nn
 
-from trainer_client.access import own
+from trainer_client.model.owners import own
 from trainer_client.model.parameters import list_parameters
 from trainer_client.utils import (
     get_z3_leaf_modules,
