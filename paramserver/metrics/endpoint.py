@@ -6,10 +6,11 @@ silent client without bound, and must never show figures to a caller who may not
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from socketserver import ThreadingMixIn
 from typing import Any
 from urllib.parse import parse_qs
@@ -32,6 +33,8 @@ PAGE_PATH = "/"
 DATA_PATH = "/data.json"
 MOST_REQUESTS = 8
 _SILENCE_SECONDS = 10.0
+# The most seconds from the acceptance of a connection to the end of its answer, however slowly the client goes on.
+_REQUEST_SECONDS = 60.0
 # A sample every two seconds makes no longer number.
 _MOST_DIGITS = 18
 # The server adds headers to the list that it gets, so each answer has a list of its own.
@@ -79,11 +82,13 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            request.settimeout(_SILENCE_SECONDS)
-            # The handshake is done here and not where connections are accepted, so that a client that never answers
-            # holds up this thread alone.
-            super().process_request_thread(self._wrap(request), client_address)
-        except OSError as error:
+            with _time_limit(request):
+                request.settimeout(_SILENCE_SECONDS)
+                # The handshake is done here and not where connections are accepted, so that a client that never
+                # answers holds up this thread alone.
+                super().process_request_thread(self._wrap(request), client_address)
+        except (OSError, RuntimeError) as error:
+            # A RuntimeError says that the thread of the time limit was not started.
             log.debug("metrics: the connection from %s failed: %s", client_address[0], error)
             self.shutdown_request(request)
         finally:
@@ -91,6 +96,28 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("metrics: a request of %s failed", client_address[0], exc_info=True)
+
+
+@contextlib.contextmanager
+def _time_limit(connection: socket.socket) -> Iterator[None]:
+    """End a connection after _REQUEST_SECONDS, unless the context ends before; its thread then sees its end."""
+    # A duplicate is ended, because HTTPS replaces the connection by another socket object, which is closed on its own.
+    with connection.dup() as duplicate:
+        limit = threading.Timer(_REQUEST_SECONDS, _cut_off, [duplicate])
+        limit.daemon = True
+        limit.start()
+        try:
+            yield
+        finally:
+            limit.cancel()
+            # The duplicate must not be closed while the timer uses it.
+            limit.join()
+
+
+def _cut_off(connection: socket.socket) -> None:
+    # The client may have ended the connection already.
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class MetricsEndpoint:
