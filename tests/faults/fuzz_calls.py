@@ -42,7 +42,7 @@ METHODS: Mapping[str, MethodDescriptor] = {
 _WAITING = ("AcquireLeases", "CommitStep", "WatchJob", "WatchTiers", "WatchEvents", "Session", "Read", "Write", "Watch")
 WAITING = frozenset(path for path, method in METHODS.items() if method.name in (*_WAITING, "ServerReflectionInfo"))
 
-# What a daemon that is being drained says to a client that wants a new session.
+# A daemon that is being drained answers so to a client that wants a new session.
 DRAINED = "the store daemon is being drained"
 
 REFUSALS = {

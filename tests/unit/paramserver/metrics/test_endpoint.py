@@ -18,7 +18,7 @@ from paramserver.security.gate import Gate
 def test_clients_that_send_a_byte_now_and_then_are_cut_off_and_others_are_served_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A byte within each time-out of a read would keep a thread for ever, and there are few threads."""
+    """A byte within each time-out of a read would keep a thread until the client ends, and there are few threads."""
     monkeypatch.setattr(endpoint, "_REQUEST_SECONDS", 1.0)
     served = MetricsEndpoint("127.0.0.1:0", CollectorRegistry(), Gate(None), None, None)
     with ExitStack() as cleanup:
