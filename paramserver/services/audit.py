@@ -20,8 +20,9 @@ from storage.errors import StorageError
 
 ResultT = TypeVar("ResultT")
 
-# The most characters of an argument in the record. A name of more than 1024 bytes is refused by the call.
-MAX_ARGUMENT = 1024
+# The most characters of an argument, or of the result, in the record. A name of more than 1024 bytes is refused by the
+# call.
+MAX_TEXT = 1024
 
 
 class Audit:
@@ -62,9 +63,15 @@ class Audit:
             raise
         finally:
             arguments = {
-                key: value[:MAX_ARGUMENT] if isinstance(value, str) else value
+                key: value[:MAX_TEXT] if isinstance(value, str) else value
                 for key, value in MessageToDict(request, preserving_proto_field_name=True).items()
             }
-            entry = {"principal": principal.name, "peer": peer, "verb": verb, "arguments": arguments, "result": result}
-            self._events.add(EventKind.ADMIN, verb, f"{principal.name} from {peer}: {arguments}: {result}")
+            entry = {
+                "principal": principal.name,
+                "peer": peer,
+                "verb": verb,
+                "arguments": arguments,
+                "result": result[:MAX_TEXT],
+            }
+            self._events.add(EventKind.ADMIN, verb, f"{principal.name} from {peer}: {arguments}: {result[:MAX_TEXT]}")
             await self._log.note(entry)

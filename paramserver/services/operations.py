@@ -32,6 +32,8 @@ MAX_DAMAGE_OF_A_MESSAGE = 100
 # The most parameters that are named for one damaged block. Names have at most 1024 bytes, and clients receive at most
 # 4 MiB in a message.
 MAX_FQNS_OF_A_BLOCK = 16
+# The most jobs that the text of an error names.
+MOST_JOBS_OF_AN_ERROR = 20
 
 
 class Operations:
@@ -191,9 +193,11 @@ class Operations:
         return self._engine.job(name)
 
     def unknown_job(self, name: str) -> NotFoundError:
-        """Return the error for an operator who names a job that is not there. Its text lists the jobs that are."""
-        known = ", ".join(self._view.job_names) or "none"
-        return NotFoundError(f"there is no job {name!r}; known jobs: {known}")
+        """Return the error for an operator who names a job that is not there. Its text lists jobs that are."""
+        names = self._view.job_names
+        more = f" and {len(names) - MOST_JOBS_OF_AN_ERROR} more" if len(names) > MOST_JOBS_OF_AN_ERROR else ""
+        known = ", ".join(names[:MOST_JOBS_OF_AN_ERROR]) or "none"
+        return NotFoundError(f"there is no job {name!r}; known jobs: {known}{more}")
 
 
 def describe_damage(error: StorageError) -> admin_pb.VerifyResponse.Damage:
