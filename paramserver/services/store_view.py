@@ -126,7 +126,11 @@ class StoreView:
     async def prefetch(self) -> admin_pb.GetPrefetchResponse:
         """Return the fetch queue, and the window of each session."""
         queue, counters = self._engine.queue, self._engine.host.counters
-        windows = [self._describe_window(queue.window(owner)) async for owner in in_slices(queue.owners)]
+        # The engine knows the owner of a window by the id of its session, which may have ended since.
+        sessions = {session.session_id: session for session in self._sessions}
+        windows = [
+            _describe_window(queue.window(owner), sessions.get(owner)) async for owner in in_slices(queue.owners)
+        ]
         state = queue.state
         return admin_pb.GetPrefetchResponse(
             in_flight_bytes=state.in_flight_bytes,
@@ -141,20 +145,6 @@ class StoreView:
                 admin_pb.GetPrefetchResponse.Fetched(job=job, bytes=fetched.nbytes, seconds=fetched.seconds)
                 for job, fetched in sorted(queue.fetched_by_job.items())
             ],
-        )
-
-    def _describe_window(self, window: WindowState) -> admin_pb.GetPrefetchResponse.Window:
-        # The engine knows the owner of a window by the id of its session, which may have ended since.
-        session = next((session for session in self._sessions if session.session_id == window.owner), None)
-        return admin_pb.GetPrefetchResponse.Window(
-            client=session.client if session else "",
-            job=session.run.spec.name if session and session.run else "",
-            rank=max(0, session.rank) if session else 0,
-            slabs=window.slabs,
-            bytes=window.nbytes,
-            present=window.present,
-            running=window.running,
-            waiting=window.waiting,
         )
 
     async def steps(self, name: str) -> admin_pb.ListStepsResponse:
@@ -203,6 +193,19 @@ class StoreView:
 def _rank(job: admin_pb.JobInfo) -> tuple[bool, float]:
     """Return a key by which jobs in use are the largest, and among the others those with the newest commits."""
     return job.sessions > 0, job.committed_at_unix_seconds
+
+
+def _describe_window(window: WindowState, session: Session | None) -> admin_pb.GetPrefetchResponse.Window:
+    return admin_pb.GetPrefetchResponse.Window(
+        client=session.client if session else "",
+        job=session.run.spec.name if session and session.run else "",
+        rank=max(0, session.rank) if session else 0,
+        slabs=window.slabs,
+        bytes=window.nbytes,
+        present=window.present,
+        running=window.running,
+        waiting=window.waiting,
+    )
 
 
 def _describe_step(step: HeldStep) -> admin_pb.StepInfo:
