@@ -101,7 +101,7 @@ class Engine:
         self._damage_log = damage_log
         tiles = TilePool(self.host)
         self._fixed_bytes = self.host.arena.header_bytes + tiles.nbytes
-        self.reader = RangeReader(self.host, self.backing, tiles)
+        self.reader = RangeReader(self.host, self.host_cache, self.backing, tiles)
         self._jobs = jobs
         self._job_registry = JobRegistry(
             jobs, self.host, self.backing, self.host_cache, tiles.nbytes, config.units_of_a_rank_alone

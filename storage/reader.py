@@ -14,9 +14,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from storage.catalog.records import CommitRecord
 from storage.errors import ConflictError, NotFoundError
 from storage.gathering import Gathering, InPlace, bytes_in_place, parts_of
+from storage.host_cache import HostCache
 from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
-from storage.slab import Slab
+from storage.slab import HostCopy, Slab
 from storage.slices import in_slices
 from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
@@ -27,6 +28,8 @@ from storage.transform import TilePool
 from storage.versions import Job
 from storage.waiting import finish_all
 
+# The bytes of host memory that are copied without a pause of the event loop's other tasks, which takes a millisecond.
+COPIED_AT_ONCE = 4 << 20
 # A function that fills a buffer with whole checksum blocks of a slab, from a byte offset on.
 ReadBlocks = Callable[[int, memoryview], Awaitable[None]]
 
@@ -34,8 +37,9 @@ ReadBlocks = Callable[[int, memoryview], Awaitable[None]]
 class RangeReader:
     """Reads the newest bytes. Each read under way holds at most one tile buffer."""
 
-    def __init__(self, host: HostTier, backing: BackingTiers, tiles: TilePool) -> None:
+    def __init__(self, host: HostTier, host_cache: HostCache, backing: BackingTiers, tiles: TilePool) -> None:
         self._host = host
+        self._host_cache = host_cache
         self._backing = backing
         self._tiles = tiles
 
@@ -107,9 +111,22 @@ class RangeReader:
         """Read whole blocks of the version in a region: from host memory if its copy is there, else from the region."""
         copy = slab.current_copy
         if copy is not None and self.has_copy(slab, region):
-            await self._host.read_into(copy.arena_range, start, buffer)
+            await self._read_copy(slab, copy, start, buffer)
         else:
             await self._backing.read_into(region, start, buffer)
+
+    async def _read_copy(self, slab: Slab, copy: HostCopy, start: int, buffer: memoryview) -> None:
+        """Copy bytes of a slab's host copy into `buffer`, in slices, because a slab may have gigabytes."""
+        if len(buffer) <= COPIED_AT_ONCE:
+            await self._host.read_into(copy.arena_range, start, buffer)
+            return
+        # The pin keeps the bytes as they are and where they are between two slices.
+        self._host_cache.pin(copy)
+        try:
+            async for at in in_slices(range(0, len(buffer), COPIED_AT_ONCE)):
+                await self._host.read_into(copy.arena_range, start + at, buffer[at : at + COPIED_AT_ONCE])
+        finally:
+            self._host_cache.unpin(slab, copy, copy.next_use)
 
     async def _read_newest(self, slab: Slab, start: int, buffer: memoryview) -> None:
         copy = slab.current_copy

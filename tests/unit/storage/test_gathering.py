@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import storage.reader
+import storage.slices
 from storage.engine import Engine
 from storage.errors import DataLossError
 from storage.gathering import Gathering, InPlace, TensorRange
@@ -93,6 +96,33 @@ async def test_tensors_that_lie_together_are_read_in_place_as_one(
         # Behind "a", the first byte of "e" is not that of a page, and "b" begins within a block.
         for names in ("ae", "ba", "dcbad"):
             assert await gathered(engine, job, reader, names) == []
+        reader.close()
+
+
+async def test_other_tasks_go_on_while_a_large_copy_is_read_and_cannot_evict_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, **ROOM) as engine:
+        job = await commit(engine, TierName.NVME)
+        slab, reader = job.slab("own", Kind.PARAM), await engine.open_reader(job)
+        engine.unpin(await engine.fetch(job, "own", Kind.PARAM), 7.0)
+        monkeypatch.setattr(storage.reader, "COPIED_AT_ONCE", BLOCK_BYTES // 4)
+        # Each item of a walk is a slice of its own.
+        monkeypatch.setattr(storage.slices, "SLICE_SECONDS", -1.0)
+        evictions: list[bool] = []
+
+        async def evict() -> None:
+            while True:
+                if slab.copy is not None and slab.copy.pins:
+                    evictions.append(engine.host_cache.evict(slab))
+                await asyncio.sleep(0)
+
+        evicting = asyncio.ensure_future(evict())
+        assert len(await gathered(engine, job, reader, "e")) == 1
+        evicting.cancel()
+        assert len(evictions) >= 11 and not any(evictions)
+        assert slab.copy is not None and slab.copy.next_use == 7.0
+        assert engine.host_cache.evict(slab)
         reader.close()
 
 
