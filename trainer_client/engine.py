@@ -90,6 +90,7 @@ class Engine(EngineStates):
         """
         self._require_open()
         self._hooks.expect_forward()
+        self._passes.expect_loss()
         try:
             with self._precision.autocast(self.device):
                 return self.module(*args, **kwargs)
@@ -230,6 +231,7 @@ class Engine(EngineStates):
             self._collectives.barrier()
         self._step.refresh()
         self._hooks.finish_step()
+        self._passes.end_step()
 
     def register_external_parameter(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather `parameter`, which belongs to another module, together with `module` from now on.

@@ -122,6 +122,33 @@ def test_a_loss_that_one_fp16_engine_has_not_scaled_is_refused(model_store: str,
         engine.close_without_commit()
 
 
+def test_a_loss_of_modules_that_is_not_scaled_trains_fp16_engines_with_a_warning(
+    model_store: str, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSpeed takes such a loss without an error, and gives its gradients as if the loss were scaled."""
+    engines = [start(model_store, job, number, fp16()) for number in range(2)]
+    plain = [build(number) for number in range(2)]
+    optimizer = torch.optim.SGD([p for model in plain for p in model.parameters()], lr=RATE)
+    for step in range(STEPS):
+        shared_loss([engine.module for engine in engines], step).backward()
+        gradient = engines[0].get_full("2.bias", "grad")
+        shared_loss(plain, step).backward()
+        expected = plain[0].get_parameter("2.bias").grad
+        assert gradient is not None and expected is not None
+        torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-3)
+        for engine in engines:
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = difference(engines, plain)
+    with pytest.raises(RuntimeError, match="Loss scaling is required"):
+        shared_loss(list(engines), 0).backward()
+    for engine in reversed(engines):
+        engine.close_without_commit()
+    assert found < 2e-3
+    assert sum("is not scaled" in record.getMessage() for record in caplog.records) == 2
+
+
 def test_backward_of_one_engine_divides_the_gradients_of_another_one_once(model_store: str, job: str) -> None:
     """The engines have 4 and 2 accumulation steps, and each divides its own gradients by its own number."""
     engines = [start(model_store, job, n, {"gradient_accumulation_steps": steps}) for n, steps in enumerate((4, 2))]

@@ -10,10 +10,16 @@ only. So each engine corrects its gradients by the ratio of the number that it w
 multiplied. That number is known from `engine.scale(loss)`, which notes it on the loss, and from `engine.backward(loss)`
 of another engine, which notes it while autograd runs. Of several loss scales the smallest one is used, because a larger
 one would make gradients of the engine that needs the smallest one overflow.
+
+[Note: a loss that is not scaled] In fp16 a loss that was computed by calling the engine has to be scaled, and the
+backward pass of one that is not is refused, as in DeepSpeed. Where the script has called `engine.module` instead,
+DeepSpeed takes the loss as it is, and its gradients are too small by the loss scale. Here they are right, because each
+gradient is multiplied by the loss scale when it is there. Those too small for fp16 are zeros by then.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +31,8 @@ from trainer_client.run.micro_batches import MicroBatches
 from trainer_client.step.hooks import BackwardPlan
 from trainer_client.step.precision import LossScaler
 from trainer_client.step.training_step import TrainingStep
+
+log = logging.getLogger(__name__)
 
 # The attribute of a loss with its LossFactor.
 _FACTOR = "paramserver_loss_factor"
@@ -57,6 +65,18 @@ class BackwardPasses:
         self._commits = commits
         # The factor of the loss of the next pass; None: the user has not called `scale`.
         self._factor: LossFactor | None = None
+        # Whether a forward with gradients has gone through the engine since its last step, so that losses need `scale`;
+        # and whether the log has the warning about a loss that was not scaled.
+        self._must_scale = False
+        self._has_warned = False
+
+    def expect_loss(self) -> None:
+        """Take note that a forward has gone through the engine, so that its loss is to be scaled."""
+        self._must_scale = self._must_scale or torch.is_grad_enabled()
+
+    def end_step(self) -> None:
+        """Take note that the losses of the engine's forwards are dealt with."""
+        self._must_scale = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale, for a pass that the user starts.
@@ -94,16 +114,22 @@ class BackwardPasses:
         several engines].
 
         Raises:
-            RuntimeError: fp16 training needs a scaled loss, and this one is not.
+            RuntimeError: fp16 training needs a scaled loss, and this one is not; see [Note: a loss that is not scaled].
         """
         factor, self._factor = self._factor, None
-        if self._scaler.is_enabled and factor is None:
+        if self._scaler.is_enabled and factor is None and self._must_scale:
             raise RuntimeError(
                 "Loss scaling is required in fp16, and the loss of loss.backward() is not scaled: call "
                 "engine.backward(loss) or engine.scale(loss).backward(); scale a loss of several engines with each of "
                 "them that trains in fp16"
             )
         multiplied = (1.0 if factor is None else factor.value) * (_under_way[-1] if _under_way else 1.0)
+        if self._scaler.is_enabled and factor is None and multiplied <= 1.0 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the loss of a model in fp16 is not scaled: engine.module was called and not the engine, so this is no "
+                "error, but small gradients become zero; call engine.scale(loss).backward()"
+            )
         wanted = self._scaler.scale / self._micro_batches.sizes.accumulation
         return self._begin(gradient_factor=wanted / multiplied)
 
