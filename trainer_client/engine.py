@@ -173,6 +173,7 @@ class Engine(EngineStates):
 
         Raises:
             ConfigError: a parameter group or a parameter was changed so that no step can be made; none was begun.
+            PhaseError: there was no backward pass, or the last micro-batch of the step is within `no_sync`.
             UnusedParameterError: `zero_optimization.ignore_unused_parameters` is false, and no rank has a gradient of
                 some parameter.
             NonFiniteGradientError: `paramserver.max_consecutive_skipped_steps` steps in a row were skipped.
@@ -182,11 +183,12 @@ class Engine(EngineStates):
         if self._access.is_holding:
             raise RuntimeError("step() within gathered(): leave it first, the step changes the parameters")
         if self._micro_batches.backwards == 0:
-            raise RuntimeError("step() without backward(): there is no gradient")
+            raise PhaseError("step() without backward(): there is no gradient")
         boundary = self._micro_batches.is_last
         if boundary and not self._micro_batches.syncs:
-            raise RuntimeError(
-                "step() of the last micro-batch within no_sync() or coalesce_grad_reduction(): leave it first, a step "
+            raise PhaseError(
+                "It is illegal to call Engine.step() inside no_sync context manager, or inside that of "
+                "coalesce_grad_reduction(), for the last micro-batch of a step: leave it first, because a step "
                 "communicates"
             )
         if boundary:

@@ -15,8 +15,11 @@ class TrainerClientError(Exception):
     """Base of all errors of this library."""
 
 
-class ConfigError(TrainerClientError, ValueError):
-    """The config, the model or an argument asks for something that this library cannot honour."""
+class ConfigError(TrainerClientError, ValueError, AssertionError):
+    """The config, the model or an argument asks for something that this library cannot honour.
+
+    It is an AssertionError as well, because DeepSpeed checks its config and arguments with assertions.
+    """
 
 
 class NotBuiltError(TrainerClientError, NotImplementedError):
@@ -73,8 +76,11 @@ class LocalDaemonError(TrainerClientError):
     """The store daemon that belongs to this job could not be started."""
 
 
-class PhaseError(TrainerClientError, RuntimeError):
-    """The engine or the model was called in a wrong phase of the step; the message says what to call instead."""
+class PhaseError(TrainerClientError, RuntimeError, AssertionError):
+    """The engine or the model was called in a wrong phase of the step; the message says what to call instead.
+
+    It is an AssertionError as well, because DeepSpeed checks the order of calls with assertions.
+    """
 
 
 class ReleasedParameterError(TrainerClientError, RuntimeError):

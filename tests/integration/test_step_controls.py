@@ -13,6 +13,7 @@ from torch import nn
 import trainer_client
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.failing import WIDTH, inputs
+from trainer_client.errors import PhaseError
 
 RATE = 1e-2
 STEPS = 5
@@ -145,5 +146,24 @@ def test_a_loop_may_count_the_micro_batches_itself(store: str, place: str) -> No
             optimizer.zero_grad()
         assert (engine.global_steps, engine.global_samples) == (3, 4 * 6)
         assert_same_weights(engine, plain)
-        with pytest.raises(RuntimeError, match="managed_gradient_accumulation"):
+        with pytest.raises(PhaseError, match="managed_gradient_accumulation"):
             engine.set_gradient_accumulation_boundary(True)
+
+
+def test_a_step_within_no_sync_is_refused_and_may_follow_it(store: str) -> None:
+    """The errors of a wrong order of calls are AssertionErrors, too, because scripts for DeepSpeed expect these."""
+    plain = build()
+    optimizer = plain_optimizer(plain)
+    with start(store, "no-sync", PLACES["device"]) as engine:
+        with pytest.raises(AssertionError, match=r"step\(\) without backward"):
+            engine.step()
+        with engine.no_sync():
+            engine.backward(loss_of(engine, 0))
+            with pytest.raises(AssertionError, match=r"illegal to call Engine\.step\(\) inside no_sync"):
+                engine.step()
+        engine.step()
+        loss_of(plain, 0).backward()
+        optimizer.step()
+        assert_same_weights(engine, plain)
+    with pytest.raises(AssertionError, match="gradient_clipping"):
+        start(store, "no-sync", PLACES["device"], gradient_clipping=-1)

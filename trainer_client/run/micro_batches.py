@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trainer_client.config.batch_sizes import BatchSizes
+from trainer_client.errors import PhaseError
 from trainer_client.run.data_loader import TrainingLoader
 from trainer_client.step.gradients import ReductionSchedule
 
@@ -71,10 +72,10 @@ class MicroBatches:
         """Say whether the micro-batch under way is the last of its step, until the next call. None: the config says.
 
         Raises:
-            RuntimeError: micro-batches are not counted, so that each call of `step` makes a step.
+            PhaseError: micro-batches are not counted, so that each call of `step` makes a step.
         """
         if not self.is_managed:
-            raise RuntimeError(
+            raise PhaseError(
                 "set_gradient_accumulation_boundary() with managed_gradient_accumulation = false: call step() where "
                 "the step ends, and nothing else"
             )
