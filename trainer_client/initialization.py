@@ -35,6 +35,7 @@ from trainer_client.initial.deferred_init import RecipeRecorder
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
+from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.leaves import mark_configured_leaves
 from trainer_client.model.owners import owner_of
 from trainer_client.model.parameters import ModelParameter, list_parameters
@@ -51,6 +52,7 @@ from trainer_client.run.run_state import Scheduler
 from trainer_client.schedules.registry import make_schedule
 from trainer_client.schedules.schedule import ScheduleSection
 from trainer_client.section import Agreement
+from trainer_client.step.precision import PrecisionPolicy
 from trainer_client.store_optimizer import OptimizerArgument, StoreOptimizer, make_optimizer
 from trainer_client.transport.rank_store import RankStore
 from trainer_client.zero import external_parameters
@@ -245,6 +247,7 @@ def initialize(
             recorder=recorder,
         )
         job = Job(user, rank, policy, initial_values)
+        cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
         engine = make_engine(user, rank, job, batch, resources)
     for module, parameter in external_parameters(model):
         if owner_of(parameter) is engine:

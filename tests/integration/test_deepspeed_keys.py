@@ -79,6 +79,33 @@ def test_frozen_parameters_need_no_gradient_and_other_stages_do_not_ask(model_st
             assert engine.global_steps == 1
 
 
+class Shift(Net):
+    """A net with a buffer, as rotary embeddings have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((4,), 1.0 + 2**-20))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs + self.shift)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_have_the_dtype_of_the_config(model_store: str, job: str, stage: int) -> None:
+    keys: dict[str, Any] = {"bf16": {"enabled": True}}
+    with start(model_store, job, Shift(), {"stage": stage}, **keys) as engine:
+        assert engine.module.shift.dtype == torch.float32
+    keys["data_types"] = {"buffer_dtype": "bf16"}
+    # The job goes on with the dtype that its config has now, and so do engines without an optimizer.
+    with start(model_store, job, Shift(), {"stage": stage}, **keys) as engine:
+        assert torch.equal(engine.module.shift, torch.ones(4, dtype=torch.bfloat16))
+        step(engine)
+    section = {"address": model_store, "job": job} if stage == 3 else {}
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}, "paramserver": section, **keys}
+    with trainer_client.initialize(model=Shift(), config=config)[0] as reader:
+        assert torch.equal(reader.module.shift, torch.ones(4, dtype=torch.bfloat16))
+
+
 @pytest.fixture
 def levels() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("trainer_client", "DeepSpeed")]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from trainer_client.section import Section
-from trainer_client.standing import Refused, WithoutEffect, is_absent
+from trainer_client.standing import Refused, WithoutEffect
 
 _NAMES = {
     "fp32": ("fp32", "float32", "float", "torch.float32"),
@@ -166,15 +166,11 @@ class DataTypesSection(Section):
         WithoutEffect(why="it can only repeat what bf16 and fp16 say"),
         Field(description="dtype of the parameters; another one than that of `bf16` or `fp16` is an error"),
     ] = None
-    buffer_dtype: Annotated[
-        str | None,
-        Refused(
-            why="buffers keep the dtype that the model gives them",
-            instead="convert the model's buffers before initialize()",
-            unless=is_absent,
-        ),
-        Field(description="dtype to which the model's buffers are cast"),
-    ] = None
+    buffer_dtype: DTypeName | None = Field(
+        default=None,
+        description="to which the floating-point buffers of the model are cast: `fp32`, `bf16`, `fp16`; null: each "
+        "keeps its own",
+    )
 
 
 class PrecisionKeys(Section):

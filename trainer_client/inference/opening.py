@@ -27,6 +27,7 @@ from trainer_client.inference.weights import StepWeights
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
 from trainer_client.initial.module_init import ParamInitFn
+from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.unit_policy import UnitPolicy
 from trainer_client.ranks.collectives import Collectives
@@ -149,6 +150,7 @@ def _read(
                 tensor.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(tensor.shape)
         check_fit(parameters, weights.tensors, f"step {weights.step} of job {section.job!r}")
         _fill_buffers(model, weights, device)
+        cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
     except BaseException:
         weights.close()
         raise

@@ -21,6 +21,7 @@ from trainer_client.errors import ConfigError, PhaseError
 from trainer_client.inference.opening import InitialArguments
 from trainer_client.initial.initial_values import InitialValues
 from trainer_client.initial.loading import Weights
+from trainer_client.model.buffers import cast_buffers
 from trainer_client.model.parameters import ModelParameter
 from trainer_client.ranks.collectives import Collectives
 from trainer_client.run.micro_batches import MicroBatches
@@ -132,7 +133,7 @@ def open_whole_engine(
     """Bring a model to this rank's device, in the config's dtype, with the values of rank 0. A collective.
 
     Args:
-        model: the model; its buffers keep their dtypes.
+        model: the model; its buffers keep their dtypes unless `data_types.buffer_dtype` says another one.
         parameters: all of its parameters.
         settings: the config.
         initial: the source of the values, if it is not the model.
@@ -169,6 +170,7 @@ def open_whole_engine(
             for module in model.modules():
                 for name, buffer in list(module.named_buffers(recurse=False)):
                     module._buffers[name] = buffer.to(device)
+            cast_buffers(model, PrecisionPolicy.of(settings).buffer_dtype)
         finally:
             collectives.close()
         return WholeEngine(model, settings, sizes, collectives, local_rank, resources.pop_all())

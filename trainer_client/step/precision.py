@@ -36,12 +36,14 @@ class PrecisionPolicy:
         accumulation_dtype: the dtype of gradients between micro-batches; None: that of their parameter.
         reduction_dtype: the dtype in which gradients are added over ranks; None: that of their parameter.
         autocast_dtype: the dtype of `torch.autocast` around the forward; None: the engine does not enter it.
+        buffer_dtype: the dtype of the model's floating-point buffers; None: each keeps its own.
     """
 
     compute_dtype: torch.dtype | None
     accumulation_dtype: torch.dtype | None = None
     reduction_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, config: TrainingConfig) -> PrecisionPolicy:
@@ -52,6 +54,7 @@ class PrecisionPolicy:
             accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
             reduction_dtype=_dtype(config.communication_data_type),
             autocast_dtype=_dtype(config.torch_autocast.dtype) if config.torch_autocast.enabled else None,
+            buffer_dtype=_dtype(config.data_types.buffer_dtype),
         )
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:

@@ -129,7 +129,6 @@ IN_USE = [
     ({"bf16": {"bf16_master_weights_and_grads": True}}, "offload the optimizer"),
     ({"bf16": {"bf16_optimizer_states": True}}, "offload the optimizer"),
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "offload the optimizer"),
-    ({"data_types": {"buffer_dtype": "bf16"}}, "before initialize()"),
     ({"zero_optimization": {"zero_quantized_weights": True}}, "communication_data_type"),
     ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "communication_data_type"),
     ({"zero_optimization": {"zero_quantized_gradients": True}}, "communication_data_type"),
