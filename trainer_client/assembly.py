@@ -154,7 +154,6 @@ def _make_gradients(rank: RankContext, job: Job, early: EarlyUpdates, clipping: 
         early,
         rank.store,
         rank.collectives,
-        reduction_dtype=PrecisionPolicy.of(rank.settings).reduction_dtype,
         exact_norms=clipping.norm > 0,
         mean=rank.settings.gradient_allreduce_op == "mean",
     )

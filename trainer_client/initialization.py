@@ -152,7 +152,7 @@ def initialize(
     if settings.log_level is not None:
         _set_log_level(settings.log_level)
     policy = choose_policy(settings.paramserver.units, unit_policy)
-    mark_configured_leaves(model, settings.zero_optimization)
+    _mark(model, settings)
     if optimizer is None and settings.optimizer is None:
         _refuse_for_inference(training_data=training_data, lr_scheduler=lr_scheduler, checkpoint=checkpoint)
         without_optimizer = _open_without_optimizer(
@@ -253,6 +253,12 @@ def initialize(
         if owner_of(parameter) is engine:
             engine.register_external_parameter(module, parameter)
     return engine, store_optimizer, loader, scheduler
+
+
+def _mark(model: nn.Module, settings: TrainingConfig) -> None:
+    """Mark the leaves of the model, and the parameters whose gradients are reduced in autocast's dtype."""
+    mark_configured_leaves(model, settings.zero_optimization)
+    PrecisionPolicy.of(settings).mark_reductions(model)
 
 
 def _open_without_optimizer(

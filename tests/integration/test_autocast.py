@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import trainer_client
 from tests.integration.support.daemon import Daemon
 from tests.integration.support.failing import WIDTH, inputs
+from tests.integration.support.ranks import run_ranks
+from trainer_client.errors import ConfigError
 
 STEPS = 3
 
@@ -163,3 +165,18 @@ def test_no_cast_of_a_released_unit_is_kept(store: str) -> None:
                 engine(inputs(0))
             casts.append(counter.casts)
     assert casts == [4, 4]
+
+
+def test_gradients_of_the_named_modules_are_added_up_in_autocast_s_dtype(store: str) -> None:
+    run_ranks("tests.integration.support.autocast_ranks", 2, store, "reduced")
+
+
+def test_a_class_that_is_not_there_is_refused(store: str) -> None:
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW"},
+        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Liner"]},
+        "paramserver": {"address": store, "job": "liner"},
+    }
+    with pytest.raises(ConfigError, match=r"names 'torch\.nn\.Liner', which is no class"):
+        trainer_client.initialize(model=Model(checkpointed=False), config=config)

@@ -142,13 +142,11 @@ class TorchAutocastSection(Section):
     dtype: Annotated[Literal["bf16", "fp16"], BeforeValidator(_short_name)] = Field(
         default="bf16", description="autocast's dtype: `bf16`, or `fp16` with a dynamic loss scale"
     )
-    lower_precision_safe_modules: Annotated[
-        tuple[str, ...] | None,
-        WithoutEffect(
-            why="parameters go between ranks in their own dtype, and gradients in it or communication_data_type"
-        ),
-        Field(description="classes of modules whose parameters and gradients go between ranks in that dtype"),
-    ] = None
+    lower_precision_safe_modules: tuple[str, ...] | None = Field(
+        default=None,
+        description="classes of modules, as `torch.nn.Linear`, whose gradients are added over the ranks in that dtype; "
+        "null: none. DeepSpeed's default has the linear and convolutional ones",
+    )
 
 
 class DataTypesSection(Section):

@@ -58,10 +58,11 @@ class FlatGroup:
         slot_table: the places of the parameters in the flat buffer, and the ranks' partitions.
         start, stop: the elements [start, stop) of the flat buffer are this rank's partition.
         shards: the parts of parameters in this rank's partition.
-        name: name of this rank's shard group in the store. It has the unit, the elements and, if the dtype is not the
-            usual one, a suffix with the dtype; it does not have the rank's number.
+        name: name of this rank's shard group in the store. It has the unit, the elements and, if the dtype or that of
+            reductions is not the usual one, a suffix with it; it does not have the rank's number.
         state_kinds: the kinds of the optimizer's fp32 states; none for a frozen group.
         gradient_dtype: dtype of KIND_GRAD, by default that of the parameters.
+        reduction_dtype: dtype in which gradients are added over ranks, by default that of the parameters.
         device: the device of the flat buffer.
         flat: the flat buffer [slot_table.numel], without memory while the group is released.
         partition: this rank's part [partition_numel] of the parameters if they live on the device; None: they live in
@@ -80,11 +81,13 @@ class FlatGroup:
         world_size: int,
         device: torch.device,
         gradient_dtype: torch.dtype | None = None,
+        reduction_dtype: torch.dtype | None = None,
         suffix: str = "",
     ) -> None:
         self.parameters = tuple(parameters)
         self.dtype = dtype
         self.gradient_dtype = gradient_dtype or dtype
+        self.reduction_dtype = reduction_dtype or dtype
         self.trainable = trainable
         self.state_kinds = tuple(state_kinds) if trainable else ()
         self.slot_table = make_slot_table([(p.fqn, p.shape.numel()) for p in parameters], world_size)

@@ -111,6 +111,7 @@ def lay_out(model: nn.Module, config: TrainingConfig, world: World) -> Layout:
     precision = PrecisionPolicy.of(config)
     policy = PlacementPolicy.of(config)
     mark_configured_leaves(model, config.zero_optimization)
+    precision.mark_reductions(model)
     specs = find_units(model, parameters, choose_policy(section.units, None))
 
     def groups_of(rank: int) -> list[list[FlatGroup]]:

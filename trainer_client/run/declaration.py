@@ -33,28 +33,38 @@ def flat_groups(
 ) -> list[FlatGroup]:
     """Return the flat groups of a unit: one for each dtype, trainable parameters and frozen ones apart.
 
+    Trainable parameters whose gradients are added over ranks in different dtypes are apart, too.
+
     On the meta device the groups take no memory.
     """
-    members: dict[tuple[bool, torch.dtype], list[ModelParameter]] = {}
+    members: dict[tuple[bool, torch.dtype, torch.dtype], list[ModelParameter]] = {}
     for parameter in spec.parameters:
-        key = (not optimizer.has_states(parameter), policy.dtype_of(parameter))
-        members.setdefault(key, []).append(parameter)
+        frozen, dtype = not optimizer.has_states(parameter), policy.dtype_of(parameter)
+        reduction = dtype if frozen else policy.reduction_dtype_of(parameter)
+        members.setdefault((frozen, dtype, reduction), []).append(parameter)
     usual = policy.compute_dtype or torch.float32
     return [
         FlatGroup(
             unit=spec.fqn or ROOT_NAME,
-            parameters=members[frozen, dtype],
+            parameters=members[frozen, dtype, reduction],
             dtype=dtype,
+            reduction_dtype=reduction,
             gradient_dtype=policy.accumulation_dtype or dtype,
-            suffix="" if dtype is usual else f":{str(dtype).removeprefix('torch.')}",
+            suffix=_suffix(dtype, usual)
+            + _suffix(reduction, dtype if frozen else policy.reduction_dtype or dtype, "reduced-"),
             trainable=not frozen,
             state_kinds=optimizer.state_kinds,
             rank=rank,
             world_size=world_size,
             device=device,
         )
-        for frozen, dtype in sorted(members, key=str)
+        for frozen, dtype, reduction in sorted(members, key=str)
     ]
+
+
+def _suffix(dtype: torch.dtype, usual: torch.dtype, prefix: str = "") -> str:
+    """Return the part of a group's name that says a dtype; "" for the usual one."""
+    return "" if dtype is usual else f":{prefix}{str(dtype).removeprefix('torch.')}"
 
 
 def assign(groups: Sequence[FlatGroup], policy: PlacementPolicy) -> dict[str, GroupPlacement]:

@@ -80,7 +80,6 @@ class GradientGroup:
         group: FlatGroup,
         memory: GradientMemory,
         early_updates: EarlyUpdates,
-        reduction_dtype: torch.dtype,
         collectives: Collectives,
         norms: Norms,
         *,
@@ -95,7 +94,7 @@ class GradientGroup:
         self._norm = norms
         # The norms of the shards in `partition`; None: not computed since the partition last changed.
         self._norms: torch.Tensor | None = None
-        self._reduction_dtype = reduction_dtype
+        self._reduction_dtype = group.reduction_dtype
         self._collectives = collectives
         self._mean = mean
         # These three are used with several ranks only: the gradient that this rank has not reduced yet, the slots of
@@ -274,7 +273,6 @@ class Gradients:
     Args:
         states: the states of all groups.
         early_updates: where the updates that begin with these gradients are kept, to be withdrawn before a change.
-        reduction_dtype: the dtype in which gradients are added over ranks; None: the dtype of each group.
         exact_norms: see Norms.
         mean: whether a step's gradient is the mean of those of the ranks; False: their sum.
     """
@@ -287,7 +285,6 @@ class Gradients:
         store: RankStore,
         collectives: Collectives,
         *,
-        reduction_dtype: torch.dtype | None,
         exact_norms: bool,
         mean: bool,
     ) -> None:
@@ -297,8 +294,7 @@ class Gradients:
 
         def make(group: FlatGroup) -> GradientGroup:
             memory = (DeviceMemory if homes[group.name] is Home.DEVICE else LeasedMemory)(group, store)
-            dtype = reduction_dtype or group.dtype
-            return GradientGroup(group, memory, early_updates, dtype, collectives, norms, mean=mean)
+            return GradientGroup(group, memory, early_updates, collectives, norms, mean=mean)
 
         self._of_unit = {unit.index: [make(group) for group in unit.groups if group.trainable] for unit in units}
         self._groups = [group for groups in self._of_unit.values() for group in groups]

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer_client.config.precision import Fp16Section
 from trainer_client.config.training_config import TrainingConfig
 from trainer_client.errors import ConfigError
 from trainer_client.model.parameters import ModelParameter
+from trainer_client.model.reduction_dtypes import mark_reduction_dtypes, marked_dtype
 
 # The values of torch.amp.GradScaler: an overflow halves the scale at once, and 2 000 good steps double it.
 _AUTOCAST_SCALE = Fp16Section(
@@ -34,8 +36,10 @@ class PrecisionPolicy:
         compute_dtype: the dtype of the parameters, and of the root's floating-point inputs; None: each parameter keeps
             its own, and inputs stay as they are.
         accumulation_dtype: the dtype of gradients between micro-batches; None: that of their parameter.
-        reduction_dtype: the dtype in which gradients are added over ranks; None: that of their parameter.
+        reduction_dtype: the dtype in which gradients are added over ranks; None: that of their parameter. Under
+            autocast, parameters may be marked with another one; see model/reduction_dtypes.py.
         autocast_dtype: the dtype of `torch.autocast` around the forward; None: the engine does not enter it.
+        autocast_reduced: the classes of modules whose gradients are added over ranks in autocast's dtype.
         buffer_dtype: the dtype of the model's floating-point buffers; None: each keeps its own.
     """
 
@@ -43,6 +47,7 @@ class PrecisionPolicy:
     accumulation_dtype: torch.dtype | None = None
     reduction_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
+    autocast_reduced: tuple[str, ...] = ()
     buffer_dtype: torch.dtype | None = None
 
     @classmethod
@@ -54,6 +59,7 @@ class PrecisionPolicy:
             accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
             reduction_dtype=_dtype(config.communication_data_type),
             autocast_dtype=_dtype(config.torch_autocast.dtype) if config.torch_autocast.enabled else None,
+            autocast_reduced=config.torch_autocast.lower_precision_safe_modules or (),
             buffer_dtype=_dtype(config.data_types.buffer_dtype),
         )
 
@@ -62,6 +68,14 @@ class PrecisionPolicy:
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(device.type, self.autocast_dtype)
+
+    def mark_reductions(self, model: nn.Module) -> None:
+        """Mark the parameters whose gradients are added over ranks in autocast's dtype. Raises ConfigError."""
+        mark_reduction_dtypes(model, self.autocast_dtype, self.autocast_reduced)
+
+    def reduction_dtype_of(self, parameter: ModelParameter) -> torch.dtype:
+        """Return the dtype in which a parameter's gradient is added over ranks. Raises ConfigError as `dtype_of`."""
+        return marked_dtype(parameter.tensor) or self.reduction_dtype or self.dtype_of(parameter)
 
     def dtype_of(self, parameter: ModelParameter) -> torch.dtype:
         """Return the dtype in which the model computes with a parameter.

@@ -19,7 +19,6 @@ SET: dict[str, Any] = {
     "gradient_predivide_factor": 2.0,
     "seq_parallel_communication_data_type": "bf16",
     "disable_allgather": True,
-    "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]},
     "bf16": {
         "immediate_grad_update": True,
         "check_grad_overflow": False,
@@ -192,7 +191,6 @@ def test_ranks_need_not_agree_on_keys_without_effect() -> None:
     honoured = {
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW"},
-        "torch_autocast": {"enabled": True},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
     }
 
