@@ -4,6 +4,7 @@
 
 - topics.py: which files count, and why the others do not.
 - shim.py: what the processes of a test import first. It makes `import deepspeed` import this library.
+- views.py: private names of DeepSpeed, as views of what this library has.
 - launcher.py: DeepSpeed's launcher of ranks, adapted.
 - plugin.py: the part in pytest: a daemon for the tests, and one line of JSON for each result.
 - __main__.py: runs the files one after another, and sums the results by file and cause.

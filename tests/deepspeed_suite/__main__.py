@@ -23,11 +23,17 @@ from tests.deepspeed_suite import RESULTS_VARIABLE, SAMPLE_VARIABLE
 from tests.deepspeed_suite.topics import chosen_files, is_about_internals
 
 ROOT = Path(__file__).parents[2]
-_TEST_SECONDS = "60"
 
 
 def run_file(
-    suite: Path, file: str, arguments: Sequence[str], *, sample: int, seconds: float, log_file: Path
+    suite: Path,
+    file: str,
+    arguments: Sequence[str],
+    *,
+    sample: int,
+    seconds: float,
+    test_seconds: int,
+    log_file: Path,
 ) -> list[dict[str, Any]]:
     """Run the tests of a file with the output in `log_file`, and return a result for each."""
     with tempfile.TemporaryDirectory(prefix="deepspeed-suite-") as directory:
@@ -37,7 +43,7 @@ def run_file(
             RESULTS_VARIABLE: str(results),
             SAMPLE_VARIABLE: str(sample),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(suite / "tests"), os.environ.get("PYTHONPATH", "")]),
-            "DS_UNITTEST_TIMEOUT": _TEST_SECONDS,
+            "DS_UNITTEST_TIMEOUT": str(test_seconds),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": directory,
         }
@@ -67,6 +73,7 @@ def main() -> None:
         "--sample", type=int, default=0, metavar="N", help="run at most N parameter sets of each test function (all)"
     )
     parser.add_argument("--file-seconds", type=float, default=1800.0, help="the most seconds for one file (1800)")
+    parser.add_argument("--test-seconds", type=int, default=60, help="the most seconds for one test (60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     parser.add_argument(
         "--logs", type=Path, default=Path("build/deepspeed-tests-logs"), metavar="DIR", help="the output of each file"
@@ -79,7 +86,13 @@ def main() -> None:
     for file in options.file or chosen_files(suite / "tests" / "unit"):
         log_file = options.logs / f"{file.replace('/', '.')}.log"
         results = run_file(
-            suite, file, arguments, sample=options.sample, seconds=options.file_seconds, log_file=log_file
+            suite,
+            file,
+            arguments,
+            sample=options.sample,
+            seconds=options.file_seconds,
+            test_seconds=options.test_seconds,
+            log_file=log_file,
         )
         found += [{"file": file, **result} for result in results]
         print(file, _summary(results), flush=True)

@@ -8,6 +8,8 @@ Owns three adaptations:
   of them to go on from another one.
 - There are as many devices as the largest test has ranks, because a test that needs more is skipped.
 
+views.py adds those private names of DeepSpeed that are views of what this library has.
+
 Must never change what a call of this library does.
 """
 
@@ -29,9 +31,11 @@ from typing import Any
 import torch.distributed as dist
 
 import trainer_client
+from tests.deepspeed_suite import views
 from trainer_client import as_deepspeed, comm, initialization
 from trainer_client.accelerator import DeviceAccelerator
 from trainer_client.config.config_file import read_config_file
+from trainer_client.config.training_config import TrainingConfig
 from trainer_client.not_built import NotBuilt
 
 _DEVICES = 4
@@ -39,6 +43,7 @@ _DEVICES = 4
 # The module as an object whose attributes may be replaced.
 _initialization: Any = initialization
 _load_config = _initialization.load_config
+_open_whole_engine = _initialization.open_whole_engine
 _init_distributed = comm.init_distributed
 _calls = itertools.count()
 # The name of the present group of ranks, which begins the names of their jobs; empty before the first run.
@@ -59,6 +64,7 @@ class _Absent(Loader):
             module.torch_info = dict.fromkeys(  # type: ignore[attr-defined]
                 ("version", "cuda_version", "nccl_version", "hip_version"), "0.0"
             )
+        vars(module).update(views.NAMES.get(module.__name__, {}))
         if module.__name__ == "deepspeed.runtime.swap_tensor":
             # Tests make a model of this size, so that DeepSpeed swaps its tensors.
             module.MIN_SWAPPABLE_BYTES = 1024 * 1024  # type: ignore[attr-defined]
@@ -114,6 +120,12 @@ def _load_with_job(source: Mapping[str, Any] | str | Path, *arguments: Any) -> A
     return _load_config({**written, "paramserver": section}, *arguments)
 
 
+def _open_whole(model: Any, parameters: Any, settings: TrainingConfig, *arguments: Any) -> Any:
+    """Open an engine that has no store without the name of a job, which `_load_with_job` has added."""
+    settings.paramserver.model_fields_set.discard("job")
+    return _open_whole_engine(model, parameters, settings, *arguments)
+
+
 def _init_with_name(*arguments: Any, **options: Any) -> None:
     """Initialise torch.distributed as the library does, and agree on the name of this group of ranks."""
     _init_distributed(*arguments, **options)
@@ -127,8 +139,10 @@ def install() -> None:
     if _initialization.load_config is _load_with_job:
         return
     _initialization.load_config = _load_with_job
+    _initialization.open_whole_engine = _open_whole
     comm.init_distributed = trainer_client.init_distributed = _init_with_name
     DeviceAccelerator.device_count = lambda self: _DEVICES  # type: ignore[method-assign]
+    views.install()
     as_deepspeed._Loader = _Present  # type: ignore[misc]
     sys.meta_path.append(_AbsentFinder())
     importlib.import_module("deepspeed")
