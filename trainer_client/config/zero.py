@@ -79,6 +79,11 @@ class OffloadOptimizerSection(OffloadSection):
         Field(description="part of the cores that update, with super_offload"),
     ] = 0.8
 
+    @property
+    def pipeline(self) -> bool:
+        """Whether the config asks for reads or writes beside an update, as DeepSpeed's config says it."""
+        return self.pipeline_read or self.pipeline_write
+
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value

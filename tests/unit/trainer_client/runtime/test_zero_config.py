@@ -31,3 +31,9 @@ def test_an_unknown_key_and_an_unknown_attribute_are_errors() -> None:
         DeepSpeedZeroConfig.model_validate({"no_such_key": 1})
     with pytest.raises(AttributeError, match="no_such_key"):
         _ = DeepSpeedZeroConfig().no_such_key
+
+
+@pytest.mark.parametrize(("read", "write"), [(False, False), (True, False), (False, True)])
+def test_the_offload_says_whether_it_is_pipelined(read: bool, write: bool) -> None:
+    section = OffloadOptimizerSection(pipeline_read=read, pipeline_write=write)
+    assert section.pipeline is (read or write)
