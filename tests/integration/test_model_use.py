@@ -182,6 +182,7 @@ def test_a_released_parameter_shows_what_it_is_and_not_what_it_holds(model_store
         train(engine, BATCHES[0])
         assert (weight.shape, weight.requires_grad, weight.grad) == (shape, True, None)
         assert "released" in repr(weight)
+        assert f"{weight}" == str(weight) == repr(weight)
         for use in (weight.sum, lambda: weight.data, lambda: weight + 1, weight.detach, lambda: torch.cat([weight])):
             with pytest.raises(ReleasedParameterError, match=r"transformer\.h\.1\.mlp\.c_fc\.weight"):
                 use()

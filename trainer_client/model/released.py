@@ -80,6 +80,10 @@ class ReleasedParameter(UnavailableParameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __format__(self, format_spec: str) -> str:
+        """Return what `repr` returns, because there is no number to format."""
+        return format(repr(self), format_spec)
+
 
 def release(parameter: nn.Parameter, on_access: Callable[[str], None]) -> None:
     """Make the parameter a `ReleasedParameter`; idempotent.
