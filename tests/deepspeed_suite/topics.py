@@ -72,6 +72,7 @@ INTERNALS: Mapping[str, str] = {
     "runtime/zero/test_zero_linear_direct_init.py::": "DeepSpeed's linear function",
     "runtime/zero/test_unwrap_model.py::TestUnwrapModel::": "the private list of DeepSpeed's hooks",
     "runtime/zero/test_zero_nesting_init.py::TestNestedParallelInit::": "a private wrapper of torch's constructors",
+    "v1/accelerator/test_accelerator.py": "the files of DeepSpeed's accelerators",
     "v1/half_precision/test_gradient_clipping_default.py::TestGradientClippingConfig::": "a private function",
     "v1/half_precision/test_mixed_precision_dtype.py::TestCastModuleMixedPrecision::": "private methods of the engine",
     "v1/half_precision/test_mixed_precision_dtype.py::TestMixedPrecisionConfigValidation::": "private methods",
