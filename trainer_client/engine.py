@@ -23,6 +23,7 @@ from trainer_client.errors import (
     ConfigError,
     NonFiniteGradientError,
     NotScalarError,
+    PhaseError,
     TrainerClientError,
 )
 from trainer_client.model.owners import disown, own

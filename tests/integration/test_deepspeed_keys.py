@@ -98,12 +98,12 @@ def test_buffers_have_the_dtype_of_the_config(model_store: str, job: str, stage:
     keys["data_types"] = {"buffer_dtype": "bf16"}
     # The job goes on with the dtype that its config has now, and so do engines without an optimizer.
     with start(model_store, job, Shift(), {"stage": stage}, **keys) as engine:
-        assert torch.equal(engine.module.shift, torch.ones(4, dtype=torch.bfloat16))
+        assert torch.equal(engine.module.get_buffer("shift"), torch.ones(4, dtype=torch.bfloat16))
         step(engine)
     section = {"address": model_store, "job": job} if stage == 3 else {}
     config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}, "paramserver": section, **keys}
     with trainer_client.initialize(model=Shift(), config=config)[0] as reader:
-        assert torch.equal(reader.module.shift, torch.ones(4, dtype=torch.bfloat16))
+        assert torch.equal(reader.module.get_buffer("shift"), torch.ones(4, dtype=torch.bfloat16))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def train_plain(lowered: type[nn.Module] | None) -> dict[str, torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(batch(step)).float().square().mean()
         loss.backward()
-        for module in model:
+        for module in model.children():
             dtype = torch.bfloat16 if type(module) is lowered else torch.float32
             for parameter in module.parameters():
                 assert parameter.grad is not None

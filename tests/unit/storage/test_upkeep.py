@@ -166,7 +166,7 @@ async def test_a_promotion_reads_nothing_to_the_place_in_which_an_update_works(t
         with patch.object(engine.backing, "read_into", gated_read):
             if asks == "before the update":
                 # The promotion has found no update, and reads the weights, when the update of the moments begins.
-                promotion = asyncio.ensure_future(engine.upkeep.promote("job"))
+                promotion: asyncio.Future[object] = asyncio.ensure_future(engine.upkeep.promote("job"))
                 await reading.wait()
             await training.hand_over(wrap=gated)
             await asyncio.to_thread(is_updating.wait, 30)

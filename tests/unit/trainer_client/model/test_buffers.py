@@ -11,7 +11,7 @@ from trainer_client.model.buffers import cast_buffers
 def build() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Identity())
     model[0].register_buffer("angles", torch.tensor([1.0, 1.0 + 2**-20]))
-    model[2].register_buffer("again", model[0].angles)
+    model[2].register_buffer("again", model[0].get_buffer("angles"))
     model[2].register_buffer("phases", torch.ones(2, dtype=torch.complex64), persistent=False)
     model[2].register_buffer("nothing", None)
     return model
