@@ -77,7 +77,11 @@ class JobTable:
         Args:
             label: the name of the version, see `Slab.label`.
         """
+        # A job's identity is the beginning of the labels of its versions, and is compared first, because a store may
+        # have a million slabs. A kept step has the identity and the labels of the job that it was taken of.
         for job in (*self, *self.all_kept()):
+            if not label.startswith(f"{job.spec.identity}/"):
+                continue
             for group in job.groups.values():
                 for slab in group.slabs:
                     if any(slab.label(version) == label for version in slab.versions):

@@ -31,7 +31,7 @@ class Scrubber:
         """Start the task.
 
         Args:
-            regions: returns all versions on `tier`.
+            regions: returns all versions on `tier`, one by one, while the store may change.
             bytes_per_second: the speed of reading; 0: nothing is read.
         """
         self.passes = 0
@@ -50,7 +50,8 @@ class Scrubber:
 
     async def _run(self) -> None:
         while True:
-            for region in list(self._regions()):
+            # A pass over a million versions would block the event loop for a second if it listed them first.
+            for region in self._regions():
                 await self._read(region)
             self.passes += 1
             await asyncio.sleep(PAUSE_SECONDS)

@@ -51,13 +51,14 @@ class DType(enum.StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
 
-    @property
+    @cached_property
     def torch(self) -> torch.dtype:
         """The torch dtype, which has the same name."""
         dtype: torch.dtype = getattr(torch, self.value)
         return dtype
 
-    @property
+    # The value is kept, because a store of a million shards asks for it four million times when it is opened.
+    @cached_property
     def itemsize(self) -> int:
         """The size of one element in bytes."""
         return self.torch.itemsize

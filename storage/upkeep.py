@@ -80,8 +80,20 @@ class Moved:
 
 
 def versions_on(tier: BackingTier[Any], jobs: Iterable[Job]) -> Iterator[Region]:
-    """Return the regions of all versions of some jobs on a tier, each once."""
-    return iter(dict.fromkeys(region for job in jobs for slab in job.slabs() for region in _on_tier(tier, slab)))
+    """Yield the regions of all versions of some jobs on a tier, each once.
+
+    The caller may wait between two regions, because a store may have a million of them. It then gets no version that
+    was added meanwhile to a slab that was visited before, and may get one that was freed.
+    """
+    seen: set[Region] = set()
+    for job in jobs:
+        # The groups and versions are copied, because they may change while the caller waits.
+        for group in list(job.groups.values()):
+            for slab in group.slabs:
+                for region in list(_on_tier(tier, slab)):
+                    if region not in seen:
+                        seen.add(region)
+                        yield region
 
 
 def _on_tier(tier: BackingTier[Any], slab: Slab) -> Iterator[Region]:
@@ -156,9 +168,12 @@ class Upkeep:
         try:
             # Kept steps share versions with their job, and each version is read once.
             regions: dict[Region, None] = {}
+            total = verified = 0
             async for _, slab in _slabs(jobs):
-                regions |= dict.fromkeys(_on_tier(self._backing.durable, slab))
-            verified, total = 0, sum(region.nbytes for region in regions)
+                for region in _on_tier(self._backing.durable, slab):
+                    if region not in regions:
+                        regions[region] = None
+                        total += region.nbytes
             yield Verified(verified_bytes=0, total_bytes=total, damage=None)
             for region in regions:
                 async for nbytes, damage in self._scrubber.verify(region):

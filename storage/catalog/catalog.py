@@ -62,6 +62,8 @@ class Catalog:
         # True after a transaction whose COMMIT failed: it may become valid at a crash. See `resolve_doubt`.
         self.in_doubt = False
         self._ledger = Ledger()
+        # The jobs that were read when the catalog was opened, until `load` returns them or a transaction changes them.
+        self._read: list[StoredJob] | None = None
         with errors(path, opening=True):
             self._db = connect(path)
             try:
@@ -71,7 +73,10 @@ class Catalog:
                 elif version != FORMAT_VERSION:
                     self._migrate(version)
                 self._db.execute("PRAGMA foreign_keys = ON")
-                self._ledger = read_ledger(self._db, path)
+                # All rows are read and verified once, because that takes seconds for a million shards.
+                read: list[StoredJob] = []
+                self._ledger = read_ledger(self._db, path, lambda job: read.append(job.stored()))
+                self._read = read
                 # A process that was killed may have left a transaction in the log which it had not synced. SQLite
                 # reads it as valid. The checkpoint syncs it, because a step that is shown as durable must survive a
                 # power loss.
@@ -88,6 +93,9 @@ class Catalog:
         Raises:
             DataLossError: a job or step is damaged; the message names it.
         """
+        read, self._read = self._read, None
+        if read is not None:
+            return read
         with errors(self.path, opening=True):
             return [job.stored() for job in read_jobs(self._db, self.path)]
 
@@ -247,6 +255,7 @@ class Catalog:
         """
         with errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
+            self._read = None
             before, committing = self._ledger, False
             try:
                 yield

@@ -15,6 +15,9 @@ from storage.catalog.manifest import SlabIds
 from storage.catalog.records import BadExtent
 from storage.shard import Kind
 
+# The kinds by the words of the table `slabs`. A look-up takes a fraction of the time of the enum's call.
+KINDS = {kind.value: kind for kind in Kind}
+
 # A row of the table `jobs`: name, world size, steps between durable commits, parameters, time of creation.
 JobRow = tuple[str, int, int, str, float]
 # A row of the table `groups`: id, name, number of elements, shards.
@@ -56,7 +59,7 @@ class LayoutEntry:
     def slab_ids(self) -> Mapping[tuple[str, Kind], int]:
         """The id of each slab by group name and kind. The rows must have been verified."""
         names = {group: name for group, name, *_ in self.groups}
-        return {(names[group], Kind(kind)): slab for slab, group, kind, *_ in self.slabs}
+        return {(names[group], KINDS[kind]): slab for slab, group, kind, *_ in self.slabs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from storage.catalog.digest import digest, digest_of_rows
-from storage.catalog.ledger import BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
+from storage.catalog.ledger import KINDS, BadExtentList, CommitEntry, JobEntry, LayoutEntry, Ledger, ManifestEntry
 from storage.catalog.manifest import Manifest, visible_entries
 from storage.catalog.records import (
     BadExtent,
@@ -20,8 +20,12 @@ from storage.catalog.records import (
 )
 from storage.catalog.tables import REMEDY
 from storage.errors import DataLossError
-from storage.shard import LAYOUT_SEPARATOR, DType, Durability, GroupSpec, JobSpec, Kind, SlabKey, SlabSpec, TierName
+from storage.shard import LAYOUT_SEPARATOR, DType, Durability, GroupSpec, JobSpec, SlabKey, SlabSpec, TierName
 from storage.tiers.extents import Extent
+
+# Look-ups, because an enum's call takes several times as long, and there are four for each slab.
+_DTYPES = {dtype.value: dtype for dtype in DType}
+_TIERS = {tier.value: tier for tier in TierName}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class VerifiedJob:
         slabs: dict[int, list[SlabSpec]] = {}
         for _, group, kind, dtype, placement in self.entry.layout.slabs:
             slabs.setdefault(group, []).append(
-                SlabSpec(kind=Kind(kind), dtype=DType(dtype), placement=TierName(placement))
+                SlabSpec(kind=KINDS[kind], dtype=_DTYPES[dtype], placement=_TIERS[placement])
             )
         return tuple(
             GroupSpec(name=name, numel=numel, shards=shards_from_text(shards), slabs=tuple(slabs[group]))
@@ -88,14 +92,21 @@ class VerifiedJob:
         return versions
 
 
-def read_ledger(db: sqlite3.Connection, path: Path) -> Ledger:
+def read_ledger(db: sqlite3.Connection, path: Path, on_job: Callable[[VerifiedJob], object] = lambda _: None) -> Ledger:
     """Return the whole catalog without the bulk, verified.
+
+    Args:
+        on_job: called with each job and its bulk, once the job's own digests have been verified.
 
     Raises:
         DataLossError: a digest does not match the rows. The message names the job and the step if they are known.
     """
     meta = dict(db.execute("SELECT key, value FROM meta ORDER BY key"))
     written = meta.pop("digest", None)
+    jobs: dict[str, JobEntry] = {}
+    for job in read_jobs(db, path):
+        jobs[job.entry.name] = job.entry
+        on_job(job)
     ledger = Ledger(
         meta=tuple(meta.items()),
         files=dict(db.execute("SELECT id, directory FROM files")),
@@ -107,7 +118,7 @@ def read_ledger(db: sqlite3.Connection, path: Path) -> Ledger:
                 )
             )
         ),
-        jobs={job.entry.name: job.entry for job in read_jobs(db, path)},
+        jobs=jobs,
     )
     if ledger.digest.hex() != written:
         raise _damaged(path, "the list of its jobs, data files and bad extents")

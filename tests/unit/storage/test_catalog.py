@@ -55,6 +55,17 @@ def extent(number: int) -> StoredVersion:
     return StoredVersion(extents, checksums=number.to_bytes(8, "little"))
 
 
+def test_a_change_counts_although_the_jobs_were_read_at_the_opening(catalog: Catalog, path: Path) -> None:
+    commit(catalog, 0, {key(): (0, extent(1))})
+    with closing(Catalog(path)) as opened:
+        commit(opened, 1, {key(): (1, extent(2))})
+        (job,) = opened.load()
+        assert [record.step for record in job.commits] == [0, 1]
+        commit(opened, 2, {key(): (2, extent(3))})
+        (job,) = opened.load()
+        assert [record.step for record in job.commits] == [0, 1, 2]
+
+
 def test_everything_that_was_committed_comes_back_after_reopening(catalog: Catalog, path: Path) -> None:
     first = commit(catalog, 0, {key(): (0, extent(1)), key(1, Kind.PARAM): (0, extent(2))})
     second = commit(catalog, 3, {key(): (2, extent(3))})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from storage.errors import DamagedBlockError
 from storage.integrity import BLOCK_BYTES
 from storage.shard import Kind
 from storage.tracing import Activity, Span
-from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, on_nvme, opened
+from storage.upkeep import versions_on
+from tests.unit.storage.builders import ROOM_FOR_TILED, Layout, Training, on_nvme, opened, quiesce
 
 # Slabs have whole blocks, so that all other space can be allocated after a bad block is set aside.
 LAYOUT = Layout(numels=(120_003, 17, 43_792))
@@ -44,6 +46,25 @@ async def test_its_reads_have_spans_of_their_own(tmp_path: Path) -> None:
         await a_pass(training)
         assert {span.activity for span in spans} == {Activity.SCRUB}
         assert sum(span.nbytes for span in spans) >= training.version_bytes
+
+
+async def test_versions_can_be_walked_while_jobs_come_and_go(tmp_path: Path) -> None:
+    async with opened(tmp_path, **ROOM_FOR_TILED) as engine:
+        first = await Training(engine, replace(LAYOUT, name="first")).begin()
+        second = await Training(engine, replace(LAYOUT, name="second")).begin()
+        await first.step()
+        expected = {
+            region for job in (first.job, second.job) for slab in job.slabs() for region in slab.versions.values()
+        }
+
+        assert set(versions_on(engine.nvme, [first.job, second.job])) == expected
+        walk = versions_on(engine.nvme, [first.job, second.job])
+        seen = {next(walk)}
+        await first.step()
+        await quiesce(engine)
+        await engine.delete_job("second")
+        seen |= set(walk)
+        assert {region.label.partition("/")[0] for region in seen} == {"first"}
 
 
 async def test_it_keeps_to_its_bandwidth(tmp_path: Path) -> None:
