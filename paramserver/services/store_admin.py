@@ -89,8 +89,7 @@ class StoreAdmin(Operations):
 
     @needs(Right.ADMIN)
     async def ListJobs(self, _: admin_pb.ListJobsRequest) -> admin_pb.ListJobsResponse:
-        names = self._view.job_names
-        return admin_pb.ListJobsResponse(jobs=[self._view.job(name) async for name in in_slices(names)])
+        return admin_pb.ListJobsResponse(jobs=await self._view.jobs(self._view.job_names))
 
     @needs(Right.ADMIN)
     async def ListShards(self, request: admin_pb.ListShardsRequest) -> admin_pb.ListShardsResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -122,6 +123,17 @@ def test_a_watch_gives_readings_until_it_is_cancelled(daemon: Daemon, rank: Rank
     assert all(reading.sessions >= 1 for reading in readings)
     with refused(CODE.INVALID_ARGUMENT, "interval_seconds 0.01 must be at least 0.1"):
         next(rank.admin.WatchTiers(admin_pb.WatchTiersRequest(interval_seconds=0.01), timeout=20))
+
+
+def test_an_error_that_lists_the_jobs_leaves_out_most_of_many(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "state") as crowded, Clients(crowded.address) as clients:
+        for number in range(23):
+            clients.rank(
+                Layout(name=f"run-{number:02d}", numels=(16,), groups=("a",)), run_id=str(number)
+            ).begin().close()
+        with admin_of(crowded.address) as stub, refused(CODE.NOT_FOUND, "run-18, run-19 and 3 more"):
+            stub.ListShards(admin_pb.ListShardsRequest(job="nobody"))
+        assert crowded.stop() == 0
 
 
 def test_a_job_in_use_is_not_deleted_and_one_that_is_not_leaves_nothing(daemon: Daemon, rank: Rank, job: str) -> None:

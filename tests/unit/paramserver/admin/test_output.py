@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from paramserver.admin import printers, totals
+from paramserver.admin.jobs import limited_table
 from paramserver.admin.nodes import addresses_of, is_several
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -112,3 +113,13 @@ def test_addresses_are_one_or_several_with_commas_or_in_a_file(
             addresses_of(option)
         assert caught.value.exit_code == 2
     assert "cannot read the addresses" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "shown"), [(2, 2), (3, 3), (0, 3)])
+def test_a_table_of_jobs_says_how_many_it_leaves_out(
+    limit: int, shown: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printers.console().print(limited_table([admin_pb.JobInfo(name=f"run-{i}") for i in range(3)], limit))
+    text = capsys.readouterr().out
+    assert [f"run-{i}" in text for i in range(3)] == [i < shown for i in range(3)]
+    assert ("Only the first 2 of 3 jobs are shown" in text) == (shown < 3)
