@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -32,25 +33,46 @@ class StoreDaemon:
         (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
         return int(line.split()[1]) << 10
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of RAM that the daemon has used at one time, mapped files and the arena included."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) << 10
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The CPU time of all threads of the daemon so far."""
+        # The name of the program, in parentheses, may contain spaces.
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def free_address() -> str:
+    """Return an address of the loopback at which no process listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
 
 @contextmanager
-def started(directory: Path, config: Mapping[str, Any]) -> Iterator[StoreDaemon]:
+def started(
+    directory: Path, config: Mapping[str, Any], *, start_seconds: float = START_SECONDS
+) -> Iterator[StoreDaemon]:
     """Start a daemon with its files in `directory`, and terminate it at the end of the block.
 
     `config` is added to the daemon's configuration file.
 
     Raises:
-        StoreUnavailableError: the daemon does not serve within START_SECONDS.
+        StoreUnavailableError: the daemon does not serve within `start_seconds`.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     values = {"state_dir": str(directory / "state"), "listen": address, "log_level": "warning"} | dict(config)
     path = directory / "daemon.toml"
     path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
     with subprocess.Popen([sys.executable, "-m", "paramserver", "serve", "--config", str(path)]) as process:
         try:
-            wait_until_serving(address, START_SECONDS)
+            wait_until_serving(address, start_seconds)
             yield StoreDaemon(
                 address=address, socket_address=f"unix:{directory / 'state' / 'paramserver.sock'}", pid=process.pid
             )

@@ -22,6 +22,10 @@ from benchmarks.storage.tiers import QUICK
 
 ROOT = Path(__file__).parents[2]
 SLAB_BYTES = sum(QUICK.tier.slabs)
+ANSWERS = (
+    *("jobs", "shards of a job", "shards of the large job", "tiers", "accounts", "metrics"),
+    *("jobs, admin tool", "shards, admin tool", "commit", "delete"),
+)
 STREAMED = QUICK.engine.streamed
 
 
@@ -91,6 +95,20 @@ def test_many_commits_are_sampled_at_equal_distances(tmp_path: Path) -> None:
         assert set(sample) == {"commits", *FIGURES}
         assert sample["data_file_allocated_bytes"] >= versions
         assert sample["free_runs"] >= 1
+
+
+@pytest.mark.bench
+def test_a_daemon_with_many_jobs_is_measured_from_its_start_to_its_answers(tmp_path: Path) -> None:
+    result, _ = run("storage.catalog", tmp_path)
+    assert_says_where_it_was_measured(result)
+    parameters = result["parameters"]
+    assert parameters["jobs"] == 20
+    others = 19 * parameters["shards_of_a_job"]
+    assert parameters["shards"] == others + parameters["shards_of_the_large_job"] > 20 * parameters["shards_of_a_job"]
+    for start in (result["empty"], result["full"]):
+        assert start["start_cpu_seconds"] > 0 and start["peak_bytes"] > start["private_bytes"] > 0
+    samples = {name: len(answer["seconds"]) for name, answer in result["answers"].items()}
+    assert samples == dict.fromkeys(ANSWERS, 5) | {"jobs, admin tool": 3, "shards, admin tool": 3, "commit": 20}
 
 
 @pytest.mark.bench
