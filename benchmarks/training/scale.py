@@ -25,9 +25,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks import plots
 from benchmarks.common import machine, report
 from benchmarks.common.measure import BenchmarkError, Progress, Threads
-from benchmarks.training import bf16_emulation, scale_plot
+from benchmarks.training import bf16_emulation
 from benchmarks.training.entries import COMPUTE, ours
 from benchmarks.training.heat import Heat
 from benchmarks.training.result import summaries
@@ -155,7 +156,7 @@ def main(
         raise typer.Exit(1) from None
     if results:
         report.store("scale", "Cost by size of the model", result, markdown(result), "make bench-scale")
-        scale_plot.draw(result, report.HERE / "results" / "scale.svg")
+        plots.draw("scale", result, report.HERE / "results" / "scale.svg")
     typer.echo(json.dumps(result, indent=1) if as_json else markdown(result))
 
 

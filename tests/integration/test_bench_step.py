@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import plots
 from benchmarks.common.measure import BenchmarkError, Threads
 from benchmarks.common.processes import Memory, Use
-from benchmarks.training import scale, scale_plot
+from benchmarks.training import scale
 from benchmarks.training.bandwidth import REQUEST_BYTES, StepProbe
 from benchmarks.training.contestant_process import Block, Entry
 from benchmarks.training.heat import Standing
@@ -129,7 +130,7 @@ def test_cost_by_size_is_a_table_and_a_plot(tmp_path: Path) -> None:
     result = {"parameters": {"batch": 1, "tokens": 8, "precision": "bf16"}, "sizes": sizes, "growth": growth}
     assert "| 1 x 64 | 2 M | 1.00 | 3.00 | 1.00 | 0.00 | 0.33 |" in scale.markdown(result)
     for name in ("first.svg", "second.svg"):
-        scale_plot.draw(result, tmp_path / name)
+        plots.draw("scale", result, tmp_path / name)
     assert "roofline" in (tmp_path / "first.svg").read_text()
     assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
 

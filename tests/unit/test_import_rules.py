@@ -66,7 +66,7 @@ FLOORS = {
         "accelerate lightning plan utils",
         "__init__",
     ),
-    "benchmarks": ("__init__ common", "dataplane storage training", "inference planning"),
+    "benchmarks": ("__init__ common plots", "dataplane storage training", "inference planning"),
 }
 
 
