@@ -20,7 +20,7 @@ TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
   fuzz readers restarts matrix peers bench-check bench-storage bench-commits bench-dataplane bench-step bench-scale \
-  bench-moe bench-small bench-inference bench-plan proto lock clean distclean
+  bench-moe bench-small bench-inference bench-plan plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -148,6 +148,25 @@ bench-inference: venv ## Measure forwards with weights from the store beside pla
 
 bench-plan: venv ## Compare the plan of eight small jobs with what they take; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.planning.plan --results
+
+plots: venv ## Draw the pictures of benchmarks/results anew
+	$(BIN)/python -m benchmarks.plots
+
+# Sphinx has an environment of its own, which finds this project and what it imports in .venv, after its own packages.
+DOCS := build/docs
+SITE := build/site
+$(DOCS)/.installed: docs/site/requirements.txt $(INSTALLED)
+	$(BIN)/python -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet --requirement $<
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(DOCS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@touch $@
+
+docs: $(DOCS)/.installed ## Make the site of the documentation, build/site/index.html, and check its links
+	$(BIN)/python -m docs.site.reference
+	rm -rf $(SITE)
+	PYTHONPATH=. $(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees -c docs/site . $(SITE)
+	$(BIN)/python -m docs.site.check $(SITE)
 
 proto: venv ## Generate paramserver/v1 from proto/ anew
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. \

@@ -236,9 +236,11 @@ class ParameterStoreServicer:
         """Sends the bytes of a read lease, or of a range of a committed tensor, to a client that cannot map the arena. The
         client sends the source and the first credit, then further credits as it consumes. The store answers with the
         header, then chunks in order, never more bytes than it has credit for. Chunks are small until the first further
-        credit shows that the client reads. The store ends a stream with DEADLINE_EXCEEDED if the client has granted credit
-        and takes no bytes for the stall time-out, or for a tenth of a second while other streams wait for room. A broken
-        transfer is resumed by a new one with `first_byte`.
+        credit shows that the client reads.
+
+        The store ends a stream with DEADLINE_EXCEEDED if the client has granted credit and takes no bytes for the stall
+        time-out, or for a tenth of a second while other streams wait for room. A broken transfer is resumed by a new one
+        with `first_byte`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("storage", "paramserver", "trainer_client", "benchmarks", "deploy", "examples", "tests")
+PACKAGES = ("storage", "paramserver", "trainer_client", "benchmarks", "deploy", "docs", "examples", "tests")
 GENERATED = "paramserver/v1/"
 # Pages in the root and in these folders.
-PAGES = ("", *PACKAGES, "docs", "proto")
+PAGES = ("", *PACKAGES, "docs/tutorials", "proto")
 # They list the words that they forbid.
 RULES = ("tests/unit/test_prose.py", "CONTRIBUTING.md")
 
