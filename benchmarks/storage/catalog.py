@@ -32,6 +32,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -179,7 +180,7 @@ def _ask(daemon: StoreDaemon, size: Size, metrics: str, answers: Answers) -> Non
         answers.take("accounts", lambda: admin.GetAccounts(admin_pb.GetAccountsRequest()))
         answers.take("metrics", lambda: _scrape(metrics, size.jobs))
         for verb, arguments in (("jobs", ["jobs"]), ("shards", ["shards", LARGE_JOB])):
-            answers.take(f"{verb}, admin tool", lambda arguments=arguments: _run_admin_tool(daemon, arguments), 3)
+            answers.take(f"{verb}, admin tool", partial(_run_admin_tool, daemon, arguments), 3)
         store = cleanup.enter_context(StoreClientSync.connect(daemon.socket_address))
         values = {"weight": torch.ones(16)}
         job = cleanup.enter_context(store.open("new", values, timeout=DEADLINE_SECONDS))
