@@ -50,8 +50,10 @@ def admin_json(address: str, *arguments: str, code: int = 0) -> Any:
 def following(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run `paramserver-admin` as a process of its own, which the end of the context kills."""
     program = "import sys; sys.argv[0] = 'paramserver-admin'; from paramserver.__main__ import admin; admin()"
+    # A pipe is buffered, unless the environment says otherwise.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env
     ) as process:
         try:
             yield process
@@ -195,6 +197,16 @@ def test_top_shows_all_tables_once_or_a_line_for_each_reading(daemon: Daemon, cl
         assert process.wait(SECONDS) == 130
     assert first["tiers"]["unix_seconds"] < second["tiers"]["unix_seconds"]
     rank.close()
+
+
+def test_each_reading_of_the_tiers_is_a_line_that_a_pipe_gets_at_once(daemon: Daemon) -> None:
+    # A line that stayed in a buffer until it is full would come after many of these intervals.
+    with following("tiers", "--address", daemon.address, "--watch", "600", "--json") as process:
+        assert process.stdout is not None
+        reading = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+    assert [tier["tier"] for tier in reading["tiers"]] == ["TIER_HOST", "TIER_NVME"]
 
 
 # --- what changes the store
