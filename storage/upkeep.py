@@ -90,15 +90,10 @@ def versions_on(tier: BackingTier[Any], jobs: Iterable[Job]) -> Iterator[Region]
         # The groups and versions are copied, because they may change while the caller waits.
         for group in list(job.groups.values()):
             for slab in group.slabs:
-                for region in list(_on_tier(tier, slab)):
-                    if region not in seen:
+                for region in list(slab.versions.values()):
+                    if region.tier is tier and region not in seen:
                         seen.add(region)
                         yield region
-
-
-def _on_tier(tier: BackingTier[Any], slab: Slab) -> Iterator[Region]:
-    """Return the regions of the versions that a slab has on a tier."""
-    return (region for region in slab.versions.values() if region.tier is tier)
 
 
 class Upkeep:
@@ -166,14 +161,11 @@ class Upkeep:
             raise ConflictError("another verification is under way; wait for its end")
         self._verifying = True
         try:
-            # Kept steps share versions with their job, and each version is read once.
-            regions: dict[Region, None] = {}
+            regions: list[Region] = []
             total = verified = 0
-            async for _, slab in _slabs(jobs):
-                for region in _on_tier(self._backing.durable, slab):
-                    if region not in regions:
-                        regions[region] = None
-                        total += region.nbytes
+            async for region in in_slices(versions_on(self._backing.durable, jobs)):
+                regions.append(region)
+                total += region.nbytes
             yield Verified(verified_bytes=0, total_bytes=total, damage=None)
             for region in regions:
                 async for nbytes, damage in self._scrubber.verify(region):
