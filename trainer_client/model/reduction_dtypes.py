@@ -22,8 +22,8 @@ def mark_reduction_dtypes(model: nn.Module, dtype: torch.dtype | None, classes: 
 
     Args:
         dtype: the dtype in which their gradients are added up; None: none is marked.
-        classes: names of classes with the Python module in front, as "torch.nn.Linear". A class of this kind that is
-            derived from one of them does not count, as with DeepSpeed.
+        classes: names of classes with the Python module in front, as "torch.nn.Linear". A class that is derived from
+            one of them does not count, as with DeepSpeed.
 
     Raises:
         ConfigError: there is no such class in this process.

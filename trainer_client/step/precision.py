@@ -21,7 +21,7 @@ from trainer_client.model.parameters import ModelParameter
 from trainer_client.model.reduction_dtypes import mark_reduction_dtypes, marked_dtype
 
 # The values of torch.amp.GradScaler: an overflow halves the scale at once, and 2 000 good steps double it. That scaler
-# has no lower limit, and here it is the smallest number whose reciprocal is finite.
+# has no lower limit, and here it is the smallest normal number of fp32.
 _AUTOCAST_SCALE = Fp16Section(
     enabled=True,
     initial_scale_power=16,
