@@ -248,8 +248,10 @@ class Engine:
         """
         return self._jobs.layouts(name)
 
-    async def open_job(self, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
+    async def open_job(self, spec: JobSpec, *, may_exist: bool, must_exist: bool, goes_on: bool = False) -> Job:
         """Return the job for a new run, and abandon the step that an earlier run left unfinished.
+
+        With `goes_on`, an unfinished step of the same layout is not abandoned, and the new run can finish it.
 
         A job without a committed step is created anew, in memory. If `spec` names a layout, the stored job is returned
         even if its world size, partition or types differ: the caller then either uses the stored layout or calls
@@ -260,6 +262,8 @@ class Engine:
             NotFoundError: the job has no committed step and `must_exist` is true.
             ConflictError: the job was stored with another layout, world size or durability, or is being deleted.
         """
+        if goes_on and (unfinished := self._job_registry.unfinished(spec)) is not None:
+            return unfinished
         known = self._job_registry.find(spec, may_exist=may_exist, must_exist=must_exist)
         if known is not None:
             await self.backing.watch.unless_stuck(self._quiesce_all(known))
@@ -273,11 +277,13 @@ class Engine:
         The first commit of the new layout has the number `first_step`. From that commit on the new layout is the job's;
         the old one is freed when all ranks on all nodes have the commit. If the run ends before its first commit, the
         new layout is freed. A job without any commit keeps its layout and only takes `first_step` as the number of
-        its first step.
+        its first step; if it has that number already, what was staged for it stays.
 
         Raises:
             ConflictError: the job has a layout of that name, was deleted, or is being deleted.
         """
+        if job.newest is None and job.pending is not None and job.first_step == first_step:
+            return job
         await self.backing.watch.unless_stuck(self._quiesce_all(job))
         return await self._job_registry.lay_out(job, spec, first_step)
 
@@ -389,13 +395,14 @@ class Engine:
         if moved and job.durable:
             await self._catalog_thread.run(lambda: self._catalog.set_placements(moved))
 
-    async def end_run(self, job: Job) -> None:
+    async def end_run(self, job: Job, *, forgets: bool = False) -> None:
         """Abandon a job's unfinished step, and free the host memory that holds no unique bytes.
 
-        The caller calls this when no client uses the job any more. A new layout without a commit is freed.
+        The caller calls this when no client uses the job any more. A new layout without a commit is freed, and with
+        `forgets` a job without a commit, too.
         """
         await self.abandon_pending(job)
-        if job.begins_layout:
+        if job.begins_layout or (forgets and job.newest is None):
             await self._job_registry.free(job)
         else:
             await self._job_registry.free_copies(job)
@@ -584,6 +591,16 @@ class Engine:
         can.
         """
         return self.host_cache.take_range(pin.slab, pin.copy)
+
+    async def digest(self, job: Job, group: str, kind: Kind) -> tuple[int | None, bytes]:
+        """Return the newest version of a slab, committed or not, and the digest of its bytes; see RangeReader.digest.
+
+        Raises:
+            NotFoundError: the job has no such slab.
+            DataLossError, DeviceError: the bytes are damaged, or cannot be read.
+            DeviceStuckError: a device does not answer.
+        """
+        return await self.reader.digest(job, group, kind)
 
     async def load(self, job: Job, nbytes: int, fill: Callable[[memoryview], Awaitable[None]]) -> ArenaRange:
         """Return a range of the arena that `fill` has filled. The range is charged to the job until it is freed.

@@ -82,6 +82,17 @@ class JobRegistry:
         (check_model if spec.layout else check_layout)(job.spec, spec)
         return job
 
+    def unfinished(self, spec: JobSpec) -> Job | None:
+        """Return the job for a run that goes on with its unfinished step; None if it has none that fits the run."""
+        self.check_not_deleting(spec.name)
+        job = self._jobs.by_name.get(spec.name)
+        if job is None or job.pending is None or job.pending.abandoned or not job.pending.at_rest.is_set():
+            return None
+        if job.successor is not None or not _fits(job.spec, spec) or job.spec.layout != spec.layout:
+            return None
+        job.spec = spec
+        return job
+
     def attach(self, spec: JobSpec) -> Job:
         """Return the job for a new run: as it was committed, or a new one if it has no committed step."""
         self.check_not_deleting(spec.name)

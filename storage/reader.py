@@ -11,13 +11,15 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
+import xxhash
+
 from storage.catalog.records import CommitRecord
 from storage.errors import ConflictError, NotFoundError
 from storage.gathering import Gathering, InPlace, bytes_in_place, parts_of
 from storage.host_cache import HostCache
 from storage.integrity import BLOCK_BYTES
 from storage.shard import DType, Kind
-from storage.slab import HostCopy, Slab
+from storage.slab import Group, HostCopy, Slab
 from storage.slices import in_slices
 from storage.tiers.backing import BackingTiers
 from storage.tiers.base import round_up
@@ -101,6 +103,56 @@ class RangeReader:
             length = min(len(buffer) // BLOCK_BYTES * BLOCK_BYTES, whole)
             await read(first, buffer[:length])
             return bytes(buffer[start - first : min(end, first + length) - first])
+
+    async def digest(self, job: Job, group: str, kind: Kind) -> tuple[int | None, bytes]:
+        """Return the newest version of a slab, committed or not, and the digest of its bytes.
+
+        Returns:
+            The step that wrote the bytes and `slab_digest` of them; (None, b"") for a slab that was never written.
+
+        Raises:
+            NotFoundError: the job has no such slab.
+            DataLossError, DeviceError: the bytes are damaged, or cannot be read.
+        """
+        slab = job.slab(group, kind)
+        if slab.latest is None:
+            return None, b""
+        version, region = slab.latest, slab.versions.get(slab.latest)
+        if region is not None:
+            # The region is held, because a roll-back may free it meanwhile.
+            self._backing.hold(region)
+        try:
+            return version, await self.slab_digest(job.group(group), slab, region)
+        finally:
+            if region is not None:
+                self._backing.free(region)
+
+    async def slab_digest(self, group: Group, slab: Slab, region: Region | None) -> bytes:
+        """Return the XXH3-128 of the elements of a group's shards, by position, without what is between them.
+
+        The bytes come from `region`, not from a copy in host memory; without a region they are the newest ones.
+        """
+
+        async def read(start: int, buffer: memoryview) -> None:
+            if region is None:
+                await self._read_newest(slab, start, buffer)
+            else:
+                await self._backing.read_into(region, start, buffer)
+
+        itemsize, state, start = slab.spec.dtype.itemsize, xxhash.xxh3_128(), 0
+        shards = iter(group.spec.shards)
+        shard = next(shards, None)
+        while start < slab.nbytes and shard is not None:
+            piece = memoryview(await self.piece(slab, start, slab.nbytes, read))
+            stop = start + len(piece)
+            while shard is not None:
+                begin, end = (n * itemsize for n in (shard.group_offset, shard.group_offset + shard.numel))
+                state.update(piece[max(begin, start) - start : max(min(end, stop), start) - start])
+                if end > stop:
+                    break
+                shard = next(shards, None)
+            start = stop
+        return state.digest()
 
     def has_copy(self, slab: Slab, region: Region) -> bool:
         """Return whether host memory has a copy of the version in a region."""
@@ -245,6 +297,23 @@ class StepReader:
                 piece = await self._ranges.piece(slab, start, stop, functools.partial(self._read_held, slab))
                 yield piece
                 start += len(piece)
+
+    async def digest(self, group: str, kind: Kind) -> tuple[int | None, bytes]:
+        """Return the version of a slab at the step, and the digest of its bytes; see `RangeReader.digest`.
+
+        Raises:
+            NotFoundError: the job has no such slab, or the reader is closed.
+            DataLossError, DeviceError: see `read`.
+        """
+        slab = self.job.slab(group, kind)
+        region = self._region_of(slab)
+        if region is None:
+            return None, b""
+        self._backing.hold(region)
+        try:
+            return self.versions[slab], await self._ranges.slab_digest(self.job.group(group), slab, region)
+        finally:
+            self._backing.free(region)
 
     def _region_of(self, slab: Slab) -> Region | None:
         if slab not in self.regions:

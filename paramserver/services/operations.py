@@ -121,6 +121,19 @@ class Operations:
         return admin_pb.RollBackJobResponse(former_step=former or 0)
 
     @needs(Right.ADMIN, takes_context=True, takes_caller=True)
+    async def BeginCopy(
+        self, request: admin_pb.BeginCopyRequest, principal: Principal, context: Context
+    ) -> admin_pb.BeginCopyResponse:
+        return await self._audit.call("BeginCopy", request, principal, context, self._begin_copy(request))
+
+    async def _begin_copy(self, request: admin_pb.BeginCopyRequest) -> admin_pb.BeginCopyResponse:
+        name, run_id = convert.name(request.job, "job"), convert.name(request.run_id, "run_id")
+        origin, source = convert.name(request.origin, "origin"), convert.name(request.source, "source")
+        resumes = await self._sessions.begin_copy(name, run_id, origin)
+        self._events.add(EventKind.JOB, name, f"an operator copies a step into the job, from {source}")
+        return admin_pb.BeginCopyResponse(resumes=resumes)
+
+    @needs(Right.ADMIN, takes_context=True, takes_caller=True)
     async def Drain(
         self, request: admin_pb.DrainRequest, principal: Principal, context: Context
     ) -> admin_pb.GetDrainResponse:

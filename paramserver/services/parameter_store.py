@@ -20,6 +20,7 @@ from paramserver.security.principals import Principal
 from paramserver.security.quotas import Quotas
 from paramserver.services.access import Access
 from paramserver.services.readers import Readers, describe_job, describe_layouts, version_info
+from paramserver.services.step_description import describe_step
 from paramserver.services.tracing import Traces, read_counters
 from paramserver.sessions.host_quota import limits_of
 from paramserver.sessions.leases import Lease
@@ -228,6 +229,28 @@ class ParameterStore:
     ) -> pb.ReadClientStateResponse:
         reader = session.reader(request.reader_id)
         return pb.ReadClientStateResponse(client_state=reader.client_state(request.rank))
+
+    @needs(Right.SESSION)
+    async def DescribeStep(
+        self, request: pb.DescribeStepRequest, session: ClientSession
+    ) -> AsyncIterator[pb.DescribeStepResponse]:
+        async for response in describe_step(session.reader(request.reader_id)):
+            yield response
+
+    @needs(Right.SESSION)
+    async def DigestSlabs(self, request: pb.DigestSlabsRequest, session: ClientSession) -> pb.DigestSlabsResponse:
+        reader = session.reader(request.reader_id) if request.reader_id else None
+        job = None if reader is not None else await session.job()
+        response = pb.DigestSlabsResponse()
+        for name in convert.batch(request.slabs, "slabs"):
+            kind = convert.kind(name.kind)
+            if reader is not None:
+                version, digest = await reader.digest(name.group, kind)
+            else:
+                assert job is not None
+                version, digest = await self._engine.digest(job, name.group, kind)
+            response.slabs.append(pb.DigestSlabsResponse.SlabDigest(digest=digest, version=version))
+        return response
 
     @needs(Right.SESSION)
     async def CloseReader(self, request: pb.CloseReaderRequest, session: ClientSession) -> pb.CloseReaderResponse:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from paramserver.events import EventKind, EventLog
+from paramserver.sessions.copies import UNFINISHED_SECONDS, Copies
 from storage.engine import Engine
 from storage.errors import ConflictError, InvalidRequestError, StepAbortedError, StorageError
 from storage.shard import JobSpec
@@ -63,6 +64,7 @@ class Run(Generic[MemberT]):
         layout: the change to another layout of the job, once a rank has begun it.
         first_step: the number of the first commit in that layout.
         broken_by: the rank that has gone. None: no rank has gone.
+        was_closed: whether a rank has gone by closing its session, and not by a broken connection.
     """
 
     run_id: str
@@ -74,6 +76,7 @@ class Run(Generic[MemberT]):
     layout: asyncio.Task[None] | None = None
     first_step: int = 0
     broken_by: str | None = None
+    was_closed: bool = False
 
     def check_whole(self) -> None:
         """Check that all ranks are still there.
@@ -106,6 +109,7 @@ class Runs(Generic[MemberT]):
         self._engine = engine
         self._events = events
         self._runs: dict[str, Run[MemberT]] = {}
+        self._copies = Copies(self._end_copy)
         # The jobs that no rank may open now.
         self._closed: set[str] = set()
 
@@ -129,6 +133,23 @@ class Runs(Generic[MemberT]):
         finally:
             self._closed.discard(job)
 
+    def is_copy(self, run: Run[MemberT]) -> bool:
+        """Return whether a run was announced as a copy of a step of another store."""
+        return self._copies.find(run.spec.name, run.run_id) is not None
+
+    def begin_copy(self, job: str, run_id: str, origin: str) -> bool:
+        """Announce a run that copies a step of another store into a job; see Copies.begin.
+
+        Raises:
+            ConflictError: ranks are attached to the job, or an operator keeps it closed.
+            BudgetExceededError: too many copies are announced.
+        """
+        if attached := self.ranks_of(job):
+            clients = ", ".join(member.client for member in attached)
+            raise ConflictError(f"job {job!r} is in use here ({clients}); stop that first")
+        self._check_not_closed(job)
+        return self._copies.begin(job, run_id, origin)
+
     def _check_not_closed(self, job: str) -> None:
         if job in self._closed:
             raise ConflictError(f"job {job!r} is being rolled back by an operator; try again")
@@ -148,7 +169,12 @@ class Runs(Generic[MemberT]):
         run = self._runs.get(spec.name)
         if run is None or (run.run_id != run_id and not run.ranks):
             # If the job cannot be opened, each rank that waits for it raises the error.
-            opening = unlogged(asyncio.ensure_future(self._open(run, spec, may_exist=may_exist, must_exist=must_exist)))
+            goes_on = self._copies.enter(spec.name, run_id)
+            opening = unlogged(
+                asyncio.ensure_future(
+                    self._open(run, spec, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
+                )
+            )
             run = self._runs[spec.name] = Run(run_id, spec, opening)
         if run.run_id != run_id:
             clients = ", ".join(other.client for other in run.ranks.values())
@@ -168,10 +194,12 @@ class Runs(Generic[MemberT]):
         run.ranks[rank] = member
         return run
 
-    async def _open(self, previous: Run[MemberT] | None, spec: JobSpec, *, may_exist: bool, must_exist: bool) -> Job:
+    async def _open(
+        self, previous: Run[MemberT] | None, spec: JobSpec, *, may_exist: bool, must_exist: bool, goes_on: bool
+    ) -> Job:
         if previous is not None and previous.committing is not None:
             await asyncio.wait([previous.committing])
-        job = await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist)
+        job = await self._engine.open_job(spec, may_exist=may_exist, must_exist=must_exist, goes_on=goes_on)
         found = "without a committed step" if job.newest is None else f"at step {job.newest}"
         self._events.add(EventKind.JOB, spec.name, f"a run of {spec.world_size} ranks opened the job, {found}")
         return job
@@ -254,9 +282,16 @@ class Runs(Generic[MemberT]):
             run.vote = None
             run.committing = None
 
-    def leave(self, run: Run[MemberT], rank: int) -> None:
-        """Remove a rank that has gone. From now on no further step of the run can be committed."""
+    def leave(self, run: Run[MemberT], rank: int, *, is_closed: bool = False) -> None:
+        """Remove a rank that has gone. From now on no further step of the run can be committed.
+
+        Args:
+            run: the run.
+            rank: the rank.
+            is_closed: whether the client has closed its session, and not lost it.
+        """
         member = run.ranks.pop(rank)
+        run.was_closed |= is_closed
         run.broken_by = run.broken_by or f"rank {rank} ({member.client})"
         # The commit of a step for which all ranks have voted goes on. A vote that lacks a rank fails now, because no
         # further rank can complete it.
@@ -277,6 +312,34 @@ class Runs(Generic[MemberT]):
         if run.committing is not None:
             await asyncio.wait([run.committing])
         if self._runs.get(run.spec.name) is run:
-            await self._engine.end_run(job)
+            is_copy = self.is_copy(run)
+            if is_copy and not run.was_closed and self._can_go_on(job):
+                job.spec = job.spec.without_ranks()
+                self._copies.leave(run.spec.name)
+                left = f"an unfinished copy stays for {UNFINISHED_SECONDS} s, so that another attempt can go on with it"
+                self._events.add(EventKind.JOB, run.spec.name, left)
+                return
+            if is_copy:
+                self._copies.end(run.spec.name)
+            await self._engine.end_run(job, forgets=is_copy)
             left = "before its first commit" if job.newest is None else f"at step {job.newest}"
             self._events.add(EventKind.JOB, run.spec.name, f"the last rank left the job, {left}")
+
+    def _can_go_on(self, job: Job) -> bool:
+        """Return whether another run could go on with a job's unfinished step.
+
+        It cannot with a layout that is being filled beside the job's present one, because another run begins that anew.
+        Nor can it with puts that are only in host memory and wait for the seal, because the run could not see which
+        these are.
+        """
+        if job.pending is None or job.pending.abandoned or self._engine.jobs.get(job.spec.name) is not job:
+            return False
+        return job.newest is None or not job.tally.has_unbacked
+
+    async def _end_copy(self, name: str) -> None:
+        """Discard what an unfinished copy has left, unless a run uses the job."""
+        job = self._engine.jobs.get(name)
+        if job is None or self.ranks_of(name):
+            return
+        await self._engine.end_run(job, forgets=True)
+        self._events.add(EventKind.JOB, name, "the unfinished copy was discarded, because no attempt went on with it")

@@ -115,7 +115,8 @@ class SessionService:
         finally:
             stream.close()
         if stream.is_current_of(session):
-            self._sessions.end(session, "the daemon shuts down" if stream.ended else "closed by the client")
+            reason = "the daemon shuts down" if stream.ended else "closed by the client"
+            self._sessions.end(session, reason, is_closed=not stream.ended)
         if stream.error is not None:
             raise stream.error
 

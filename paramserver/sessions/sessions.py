@@ -191,10 +191,10 @@ class Sessions:
         else:
             self.end(session, f"its stream broke, and did not come back within {self.limits.grace_seconds:g} s")
 
-    def end(self, session: Session, reason: str) -> None:
+    def end(self, session: Session, reason: str, *, is_closed: bool = False) -> None:
         """End a session: void its leases, remove its prefetch window, and abandon the unfinished step of its run.
 
-        A second call does nothing.
+        `is_closed` says whether the client has asked for this. A second call does nothing.
         """
         if session.state is SessionState.ENDED:
             return
@@ -214,7 +214,7 @@ class Sessions:
         log.info("session of %s ended (%s); %d leases voided", session.client, reason, held)
         self._events.add(EventKind.SESSION, session.client, f"the session ended ({reason}); {held} leases voided")
         if session.run is not None:
-            self._runs.leave(session.run, session.rank)
+            self._runs.leave(session.run, session.rank, is_closed=is_closed)
         self._in_background(self._clean_up(leases, session.run))
 
     async def _clean_up(self, leases: Sequence[Lease], run: Run[Session] | None) -> None:
@@ -279,6 +279,19 @@ class Sessions:
     def closed(self, job: str) -> AbstractContextManager[None]:
         """Keep ranks from opening a job as long as the context lasts; see Runs.closed."""
         return self._runs.closed(job)
+
+    async def begin_copy(self, job: str, run_id: str, origin: str) -> bool:
+        """Announce a run that copies a step into a job; see Runs.begin_copy.
+
+        The sessions of a former copy whose client is lost end at once, and not when their grace time is over.
+        """
+        for session in list(self.of_job(job)):
+            if session.state is SessionState.DETACHED and session.run is not None and self._runs.is_copy(session.run):
+                self.end(session, "another copy into its job was begun")
+        # Wait until the leases of the ended sessions are released, because the new run leases the same slabs.
+        if self._cleaning_up:
+            await asyncio.wait(list(self._cleaning_up))
+        return self._runs.begin_copy(job, run_id, origin)
 
     async def begin_layout(self, session: Session, first_step: int) -> None:
         """Give the session's job another layout; see Runs.begin_layout."""

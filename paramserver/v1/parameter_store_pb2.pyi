@@ -297,6 +297,78 @@ class ReadClientStateResponse(_message.Message):
     client_state: bytes
     def __init__(self, client_state: _Optional[bytes] = ...) -> None: ...
 
+class DescribeStepRequest(_message.Message):
+    __slots__ = ("session_id", "reader_id")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reader_id: int
+    def __init__(self, session_id: _Optional[str] = ..., reader_id: _Optional[int] = ...) -> None: ...
+
+class DescribeStepResponse(_message.Message):
+    __slots__ = ("step", "parameters", "groups")
+    class StepOfJob(_message.Message):
+        __slots__ = ("job", "step", "layout", "world_size", "durability", "committed_at_unix_seconds", "ranks")
+        JOB_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        LAYOUT_FIELD_NUMBER: _ClassVar[int]
+        WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+        DURABILITY_FIELD_NUMBER: _ClassVar[int]
+        COMMITTED_AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+        RANKS_FIELD_NUMBER: _ClassVar[int]
+        job: str
+        step: int
+        layout: str
+        world_size: int
+        durability: Durability
+        committed_at_unix_seconds: float
+        ranks: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, job: _Optional[str] = ..., step: _Optional[int] = ..., layout: _Optional[str] = ..., world_size: _Optional[int] = ..., durability: _Optional[_Union[Durability, _Mapping]] = ..., committed_at_unix_seconds: _Optional[float] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    class StoredGroup(_message.Message):
+        __slots__ = ("group", "versions")
+        GROUP_FIELD_NUMBER: _ClassVar[int]
+        VERSIONS_FIELD_NUMBER: _ClassVar[int]
+        group: ShardGroup
+        versions: _containers.RepeatedCompositeFieldContainer[DescribeStepResponse.SlabVersion]
+        def __init__(self, group: _Optional[_Union[ShardGroup, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[DescribeStepResponse.SlabVersion, _Mapping]]] = ...) -> None: ...
+    class SlabVersion(_message.Message):
+        __slots__ = ("kind", "version")
+        KIND_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        kind: Kind
+        version: int
+        def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., version: _Optional[int] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    step: DescribeStepResponse.StepOfJob
+    parameters: _containers.RepeatedCompositeFieldContainer[Parameter]
+    groups: _containers.RepeatedCompositeFieldContainer[DescribeStepResponse.StoredGroup]
+    def __init__(self, step: _Optional[_Union[DescribeStepResponse.StepOfJob, _Mapping]] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[DescribeStepResponse.StoredGroup, _Mapping]]] = ...) -> None: ...
+
+class DigestSlabsRequest(_message.Message):
+    __slots__ = ("session_id", "reader_id", "slabs")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reader_id: int
+    slabs: _containers.RepeatedCompositeFieldContainer[SlabName]
+    def __init__(self, session_id: _Optional[str] = ..., reader_id: _Optional[int] = ..., slabs: _Optional[_Iterable[_Union[SlabName, _Mapping]]] = ...) -> None: ...
+
+class DigestSlabsResponse(_message.Message):
+    __slots__ = ("slabs",)
+    class SlabDigest(_message.Message):
+        __slots__ = ("digest", "version")
+        DIGEST_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        digest: bytes
+        version: int
+        def __init__(self, digest: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    slabs: _containers.RepeatedCompositeFieldContainer[DigestSlabsResponse.SlabDigest]
+    def __init__(self, slabs: _Optional[_Iterable[_Union[DigestSlabsResponse.SlabDigest, _Mapping]]] = ...) -> None: ...
+
 class CloseReaderRequest(_message.Message):
     __slots__ = ("session_id", "reader_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

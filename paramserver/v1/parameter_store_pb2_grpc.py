@@ -54,6 +54,16 @@ class ParameterStoreStub:
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateResponse.FromString,
                 _registered_method=True)
+        self.DescribeStep = channel.unary_stream(
+                '/paramserver.v1.ParameterStore/DescribeStep',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.DescribeStepRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.DescribeStepResponse.FromString,
+                _registered_method=True)
+        self.DigestSlabs = channel.unary_unary(
+                '/paramserver.v1.ParameterStore/DigestSlabs',
+                request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.DigestSlabsRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.DigestSlabsResponse.FromString,
+                _registered_method=True)
         self.CloseReader = channel.unary_unary(
                 '/paramserver.v1.ParameterStore/CloseReader',
                 request_serializer=paramserver_dot_v1_dot_parameter__store__pb2.CloseReaderRequest.SerializeToString,
@@ -182,6 +192,22 @@ class ParameterStoreServicer:
     def ReadClientState(self, request, context):
         """Returns the client state that a rank gave to the commit that a reader holds. NOT_FOUND if that rank did not commit
         at this store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeStep(self, request, context):
+        """Sends all of a reader's step but its bytes: the job, its parameters, its shard groups with the version of each kind,
+        and the ranks that have a client state. With these and the bytes, a client can store the step in another store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DigestSlabs(self, request, context):
+        """Returns digests of the bytes of slabs, which the store reads for this. Equal digests stand for equal bytes, also of
+        two stores.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -359,6 +385,16 @@ def add_ParameterStoreServicer_to_server(servicer, server):
                     servicer.ReadClientState,
                     request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateResponse.SerializeToString,
+            ),
+            'DescribeStep': grpc.unary_stream_rpc_method_handler(
+                    servicer.DescribeStep,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.DescribeStepRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.DescribeStepResponse.SerializeToString,
+            ),
+            'DigestSlabs': grpc.unary_unary_rpc_method_handler(
+                    servicer.DigestSlabs,
+                    request_deserializer=paramserver_dot_v1_dot_parameter__store__pb2.DigestSlabsRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_parameter__store__pb2.DigestSlabsResponse.SerializeToString,
             ),
             'CloseReader': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseReader,
@@ -559,6 +595,60 @@ class ParameterStore:
             '/paramserver.v1.ParameterStore/ReadClientState',
             paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateRequest.SerializeToString,
             paramserver_dot_v1_dot_parameter__store__pb2.ReadClientStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/DescribeStep',
+            paramserver_dot_v1_dot_parameter__store__pb2.DescribeStepRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.DescribeStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DigestSlabs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.ParameterStore/DigestSlabs',
+            paramserver_dot_v1_dot_parameter__store__pb2.DigestSlabsRequest.SerializeToString,
+            paramserver_dot_v1_dot_parameter__store__pb2.DigestSlabsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -271,6 +271,24 @@ class RollBackJobResponse(_message.Message):
     former_step: int
     def __init__(self, former_step: _Optional[int] = ...) -> None: ...
 
+class BeginCopyRequest(_message.Message):
+    __slots__ = ("job", "run_id", "origin", "source")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    run_id: str
+    origin: str
+    source: str
+    def __init__(self, job: _Optional[str] = ..., run_id: _Optional[str] = ..., origin: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+
+class BeginCopyResponse(_message.Message):
+    __slots__ = ("resumes",)
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
+    resumes: bool
+    def __init__(self, resumes: _Optional[bool] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

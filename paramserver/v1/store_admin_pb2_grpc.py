@@ -134,6 +134,11 @@ class StoreAdminStub:
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.RollBackJobRequest.SerializeToString,
                 response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.RollBackJobResponse.FromString,
                 _registered_method=True)
+        self.BeginCopy = channel.unary_unary(
+                '/paramserver.v1.StoreAdmin/BeginCopy',
+                request_serializer=paramserver_dot_v1_dot_store__admin__pb2.BeginCopyRequest.SerializeToString,
+                response_deserializer=paramserver_dot_v1_dot_store__admin__pb2.BeginCopyResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/paramserver.v1.StoreAdmin/Drain',
                 request_serializer=paramserver_dot_v1_dot_store__admin__pb2.DrainRequest.SerializeToString,
@@ -304,6 +309,17 @@ class StoreAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginCopy(self, request, context):
+        """Announces a run that copies a committed step of another store, or of a backup, into a job of this one. The caller
+        then opens the job with this `run_id`, puts what differs, and commits. The copy's unfinished step outlives a client
+        that is killed, for an hour or until another run opens the job: the next copy of the same origin goes on with it.
+        What a client leaves that closes its sessions is discarded, and so is the job if it had no commit.
+        FAILED_PRECONDITION while ranks are attached to the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Begins to drain the daemon: it accepts no new session, and its health service answers NOT_SERVING for
         ParameterStore. Sessions that are open go on. A repeated call has no effect.
@@ -436,6 +452,11 @@ def add_StoreAdminServicer_to_server(servicer, server):
                     servicer.RollBackJob,
                     request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.RollBackJobRequest.FromString,
                     response_serializer=paramserver_dot_v1_dot_store__admin__pb2.RollBackJobResponse.SerializeToString,
+            ),
+            'BeginCopy': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginCopy,
+                    request_deserializer=paramserver_dot_v1_dot_store__admin__pb2.BeginCopyRequest.FromString,
+                    response_serializer=paramserver_dot_v1_dot_store__admin__pb2.BeginCopyResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -998,6 +1019,33 @@ class StoreAdmin:
             '/paramserver.v1.StoreAdmin/RollBackJob',
             paramserver_dot_v1_dot_store__admin__pb2.RollBackJobRequest.SerializeToString,
             paramserver_dot_v1_dot_store__admin__pb2.RollBackJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginCopy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramserver.v1.StoreAdmin/BeginCopy',
+            paramserver_dot_v1_dot_store__admin__pb2.BeginCopyRequest.SerializeToString,
+            paramserver_dot_v1_dot_store__admin__pb2.BeginCopyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,88 @@
+"""An unfinished copy stays for the next attempt at the same step, and for no other run."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paramserver.events import EventLog
+from paramserver.sessions import copies
+from paramserver.sessions.runs import Runs
+from storage.engine import Engine
+from storage.errors import BudgetExceededError, ConflictError
+from storage.shard import JobSpec, Kind
+from tests.unit.storage.builders import Layout, opened
+
+LAYOUT = Layout(with_skips=False)
+
+
+@dataclass
+class Rank:
+    client: str = "copier"
+
+
+async def copy_half(engine: Engine, runs: Runs[Rank], run_id: str, origin: str, *, is_closed: bool) -> bool:
+    """Announce a copy, publish one slab unless it is there, and end the run. Return whether the slab was there."""
+    runs.begin_copy("job", run_id, origin)
+    run = runs.enter(Rank(), spec(), run_id, 0, may_exist=True, must_exist=False)
+    job = await run.job
+    await engine.register(job, [LAYOUT.group(group) for group in LAYOUT.groups])
+    was_there = job.slab(LAYOUT.groups[0], Kind.PARAM).latest == 0
+    if not was_there:
+        await engine.publish(await engine.stage(job, LAYOUT.groups[0], Kind.PARAM))
+    runs.leave(run, 0, is_closed=is_closed)
+    await runs.clean_up(run)
+    return was_there
+
+
+def spec() -> JobSpec:
+    return LAYOUT.job()
+
+
+async def test_the_next_attempt_at_the_same_step_goes_on_and_one_at_another_step_does_not(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        runs: Runs[Rank] = Runs(engine, EventLog())
+        assert not await copy_half(engine, runs, "1", "step 0", is_closed=False)
+        assert await copy_half(engine, runs, "2", "step 0", is_closed=False)
+        assert not await copy_half(engine, runs, "3", "another step 0", is_closed=False)
+        # A client that closes its sessions gives up, and nothing is left.
+        assert await copy_half(engine, runs, "4", "another step 0", is_closed=True)
+        assert not engine.jobs and engine.nvme.used_bytes == 0
+        assert not await copy_half(engine, runs, "5", "another step 0", is_closed=True)
+
+
+async def test_another_run_discards_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        runs: Runs[Rank] = Runs(engine, EventLog())
+        await copy_half(engine, runs, "1", "step 0", is_closed=False)
+        run = runs.enter(Rank("trainer"), spec(), "trainer", 0, may_exist=True, must_exist=False)
+        job = await run.job
+        assert not job.groups and engine.nvme.used_bytes == 0
+        with pytest.raises(ConflictError, match="is in use here \\(trainer\\)"):
+            runs.begin_copy("job", "2", "step 0")
+        runs.leave(run, 0)
+        await runs.clean_up(run)
+
+
+async def test_it_goes_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "UNFINISHED_SECONDS", 0.1)
+    async with opened(tmp_path) as engine:
+        runs: Runs[Rank] = Runs(engine, EventLog())
+        await copy_half(engine, runs, "1", "step 0", is_closed=False)
+        async with asyncio.timeout(30):
+            while engine.jobs:
+                await asyncio.sleep(0.01)
+        assert engine.nvme.used_bytes == 0
+
+
+async def test_announcements_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "MOST_COPIES", 2)
+    async with opened(tmp_path) as engine:
+        runs: Runs[Rank] = Runs(engine, EventLog())
+        for job in ("a", "b", "a"):
+            runs.begin_copy(job, "1", "step 0")
+        with pytest.raises(BudgetExceededError, match="2 copies"):
+            runs.begin_copy("c", "1", "step 0")
