@@ -15,6 +15,7 @@ from paramserver.admin.copies import evict, promote
 from paramserver.admin.delete_job import delete_job
 from paramserver.admin.drain import drain, undrain
 from paramserver.admin.events import events
+from paramserver.admin.exchange import export, import_checkpoint
 from paramserver.admin.fsck import fsck
 from paramserver.admin.health import health
 from paramserver.admin.jobs import jobs
@@ -74,6 +75,10 @@ _VERBS: Sequence[tuple[str, Callable[..., None], Sequence[str]]] = (
     ("kept", kept, ("JOB",)),
     ("keep", keep, ("JOB best --step 400 --note 'lowest loss'",)),
     ("forget", forget, ("JOB best",)),
+    ("pin", keep, ("JOB best --step 400",)),
+    ("unpin", forget, ("JOB best",)),
+    ("export", export, ("/exports/JOB --job JOB --address 10.0.0.5:7411",)),
+    ("import", import_checkpoint, ("/checkpoints/JOB --job JOB --address 10.0.0.5:7411",)),
     ("verify", verify, ("", "JOB --json")),
     ("evict", evict, ("JOB", "--all --yes")),
     ("promote", promote, ("JOB",)),
@@ -92,8 +97,12 @@ def _examples(verb: str, arguments: Sequence[str]) -> str:
     return "\n".join(["\b", "Examples:", *lines])
 
 
+# The options of these verbs are parsed by a package above this one, except for --help.
+_UNPARSED = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+
 for _name, _verb, _arguments in _VERBS:
-    app.command(_name, epilog=_examples(_name, _arguments))(_verb)
+    _settings = _UNPARSED if _verb in (export, import_checkpoint) else None
+    app.command(_name, epilog=_examples(_name, _arguments), context_settings=_settings)(_verb)
 
 
 def main() -> None:
