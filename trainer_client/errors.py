@@ -58,6 +58,14 @@ class ImportCheckpointError(TrainerClientError):
     """A checkpoint is damaged, incomplete, of no known format, or not safe to load. Nothing of it is in the store."""
 
 
+class CopyError(TrainerClientError):
+    """A step cannot be copied to a store. The store has no part of it."""
+
+
+class BackupError(TrainerClientError):
+    """A backup is damaged, incomplete, of another job or none, or cannot be written. What was there is intact."""
+
+
 class NonFiniteGradientError(TrainerClientError):
     """`paramserver.max_consecutive_skipped_steps` steps in a row were skipped, because gradients were not finite.
 

@@ -12,6 +12,7 @@ from paramserver.admin.about import config, version
 from paramserver.admin.accounts import accounts
 from paramserver.admin.connection import CREDENTIALS, Credentials
 from paramserver.admin.copies import evict, promote
+from paramserver.admin.copying import backup, copy, restore
 from paramserver.admin.delete_job import delete_job
 from paramserver.admin.drain import drain, undrain
 from paramserver.admin.events import events
@@ -77,6 +78,13 @@ _VERBS: Sequence[tuple[str, Callable[..., None], Sequence[str]]] = (
     ("forget", forget, ("JOB best",)),
     ("pin", keep, ("JOB best --step 400",)),
     ("unpin", forget, ("JOB best",)),
+    (
+        "copy",
+        copy,
+        ("JOB unix:/nvme/paramserver/paramserver.sock 10.0.0.6:7411", "JOB 10.0.0.5:7411 10.0.0.6:7411 --json"),
+    ),
+    ("backup", backup, ("JOB /backups/JOB", "JOB s3://bucket/JOB --step 400 --keep-last 7")),
+    ("restore", restore, ("JOB /backups/JOB", "JOB s3://bucket/JOB --step 400 --address 10.0.0.6:7411")),
     ("export", export, ("/exports/JOB --job JOB --address 10.0.0.5:7411",)),
     ("import", import_checkpoint, ("/checkpoints/JOB --job JOB --address 10.0.0.5:7411",)),
     ("verify", verify, ("", "JOB --json")),

@@ -57,7 +57,7 @@ FLOORS = {
         "initial store_client store_optimizer",
         "step",
         "access report run",
-        "checkpoint engine_getters exchange launch",
+        "checkpoint copying engine_getters exchange launch",
         "engine_core",
         "engine_states",
         "engine",

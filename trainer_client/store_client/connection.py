@@ -19,6 +19,7 @@ import torch
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
+from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
 from trainer_client.errors import ConfigError, StoreError, StoreNotFoundError, StoreTimeoutError, StoreUnavailableError
 from trainer_client.transport.arena import Arena, Generation
 from trainer_client.transport.backoff import Backoff
@@ -220,6 +221,12 @@ class StoreSession:
             self._arena.close()
         self._session.close()
 
+    def break_off(self) -> None:
+        """Leave the session as a process does that is killed: the daemon takes the connection for lost."""
+        if self._arena is not None:
+            self._arena.close()
+        self._session.break_off()
+
     def copy_out(self, call: Call, lease: pb.Lease, target: torch.Tensor) -> None:
         """Copy the bytes of a read lease to `target` (uint8), from the arena or by a stream. Raises StoreError."""
         with call.at_memory():
@@ -244,6 +251,15 @@ class StoreSession:
                 padded = torch.nn.functional.pad(source, (0, padding)) if padding else source
                 self._streams(call).write(lease.lease_id, padded.cpu().numpy().data, call.left_seconds)
 
+    def copy_part_in(self, call: Call, lease: pb.Lease, source: torch.Tensor, at: int) -> None:
+        """Fill the bytes of a write lease from byte `at` on with `source` (uint8, on the CPU). Raises StoreError."""
+        with call.at_memory():
+            if self._arena is not None:
+                self._arena.view(lease.arena_offset, lease.size_bytes)[at : at + source.numel()] = source
+                self._arena.check()
+            else:
+                self._streams(call).write(lease.lease_id, source.numpy().data, call.left_seconds, at)
+
     def _streams(self, call: Call) -> Streams:
         def check() -> None:
             call.check()
@@ -259,6 +275,17 @@ class StoreSession:
         # grpc cancels a call when its future is garbage-collected, unless the future has a callback.
         future.add_done_callback(lambda _: None)
         return future
+
+    def stream(self, method: str, request: Any, call: Call) -> Iterator[Any]:
+        """Make a call that answers with a stream, and yield its responses. Raises StoreError."""
+        request.session_id = self.session_id
+        responses = call.track(self._invoke(getattr(self._stub, method), request, timeout=call.left_seconds))
+        try:
+            yield from responses
+        except grpc.RpcError as error:
+            raise translate(error) from error
+        finally:
+            responses.cancel()
 
     def watch(self, job: str, call: Call) -> Any:
         """Begin the call WatchJob and return grpc's iterator of its responses."""
@@ -299,11 +326,24 @@ class Connection:
                 self._session.close()
         self._channel.close()
 
-    def new_session(self) -> StoreSession:
-        """Open a further session, which the caller has to close. Raises StoreError."""
+    def new_session(self, *, maps_memory: bool = True) -> StoreSession:
+        """Open a further session, which the caller has to close. Raises StoreError.
+
+        With `maps_memory` false, the session does not map the arena even if it could.
+        """
         if self._closed:
             raise StoreUnavailableError(grpc.StatusCode.CANCELLED, f"the client of {self.address} was closed")
-        return StoreSession(self._channel, self._client, prefer_streams=self._prefer_streams)
+        return StoreSession(self._channel, self._client, prefer_streams=self._prefer_streams or not maps_memory)
+
+    def admin_call(self, method: str, request: Any, call: Call) -> Any:
+        """Make a call of StoreAdmin and return its response. Raises StoreError."""
+        try:
+            return getattr(StoreAdminStub(self._channel), method)(request, timeout=call.left_seconds)
+        except grpc.RpcError as error:
+            raise translate(error) from error
+        except ValueError as error:
+            # grpc raises ValueError if the channel is closed.
+            raise StoreUnavailableError(grpc.StatusCode.CANCELLED, "the client was closed") from error
 
     def session(self, call: Call) -> StoreSession:
         """Return the session; open it again if it has ended. Raises StoreError."""

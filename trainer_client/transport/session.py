@@ -152,6 +152,16 @@ class Session:
             self._thread.join(timeout=2.0)
         self._stream.cancel()
 
+    def break_off(self) -> None:
+        """Leave the session as if the connection were lost, so that the daemon keeps it for its grace time."""
+        with self._changed:
+            self._closing.set()
+            self._changed.notify_all()
+        self._stream.cancel()
+        self._stream.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
+
     def _run(self) -> None:
         while (error := self._listen()) is not None:
             if error.code is not grpc.StatusCode.UNAVAILABLE or self._state is not SessionState.ATTACHED:

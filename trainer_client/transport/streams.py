@@ -76,14 +76,14 @@ class Streams:
         self._complete(reading, timeout_seconds)
         return reading.header
 
-    def write(self, lease_id: int, source: memoryview, timeout_seconds: float) -> None:
-        """Write all of `source` into a write lease, from its first byte on, and go on if the connection breaks.
+    def write(self, lease_id: int, source: memoryview, timeout_seconds: float, at: int = 0) -> None:
+        """Write all of `source` into a write lease, from byte `at` of it on, and go on if the connection breaks.
 
         Raises:
             StoreError: the session has ended, the store refuses, or the deadline of `timeout_seconds` has passed.
             DataLossError: bytes were damaged on their way.
         """
-        self._complete(_Writing(self._write, lease_id, self._session_id, source), timeout_seconds)
+        self._complete(_Writing(self._write, lease_id, self._session_id, source, at), timeout_seconds)
 
     def _complete(self, transfer: _Transfer, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -188,11 +188,13 @@ class _Reading:
 
 
 class _Writing:
-    def __init__(self, method: Any, lease_id: int, session_id: str, source: memoryview) -> None:
+    def __init__(self, method: Any, lease_id: int, session_id: str, source: memoryview, at: int) -> None:
         self._method = method
         self._lease_id = lease_id
         self._session_id = session_id
         self._source = source
+        # The byte of the lease to which the first byte of the source goes.
+        self._at = at
         self.moved_bytes = 0
 
     @property
@@ -221,7 +223,10 @@ class _Writing:
         """Yield the header, then chunks as far as the store has granted credit; runs on a thread of gRPC."""
         size = len(self._source)
         header = pb.WriteHeader(
-            session_id=self._session_id, lease_id=self._lease_id, first_byte=first_byte, size_bytes=size - first_byte
+            session_id=self._session_id,
+            lease_id=self._lease_id,
+            first_byte=self._at + first_byte,
+            size_bytes=size - first_byte,
         )
         yield pb.WriteRequest(header=header).SerializeToString()
         credit = 0
@@ -231,7 +236,7 @@ class _Writing:
                     return
                 credit += granted
             end = min(first_byte + min(MAX_CHUNK_BYTES, credit), size)
-            yield chunks.encode(first_byte, self._source[first_byte:end])
+            yield chunks.encode(self._at + first_byte, self._source[first_byte:end])
             credit -= end - first_byte
             first_byte = end
 

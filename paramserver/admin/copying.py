@@ -1,0 +1,175 @@
+"""The verbs `paramserver-admin copy`, `backup` and `restore`.
+
+They read and write tensors, so they are clients of the data side. What they do is in `trainer_client.copying`, above
+this package, and is imported when one of them is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from paramserver.admin import printers
+from paramserver.admin.completion import Job
+from paramserver.admin.connection import CREDENTIALS, Address, AsJson, Credentials, fail, interruptible
+from paramserver.admin.exit_codes import ExitCode
+from paramserver.admin.nodes import only_one
+from paramserver.contract.printable import printable
+
+Step = Annotated[int | None, typer.Option(min=0, help="The step; the newest committed one by default.")]
+Kept = Annotated[str | None, typer.Option(help="Name of a kept step, instead of --step.")]
+
+_UNFINISHED = "the target keeps the unfinished step for an hour; call the verb again to go on with it"
+
+
+def copy(
+    job: Job,
+    origin: Annotated[str, typer.Argument(metavar="FROM", help="Address of the daemon that has the step.")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="Address of the daemon that gets it.")],
+    step: Step = None,
+    kept: Kept = None,
+    to_token_file: Annotated[
+        Path | None, typer.Option(help="File of an admin token of TO, if it is not that before the verb.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a committed step of a job to another daemon, bit for bit, so that training can go on from there.
+
+    What TO has of the same bytes is not sent again. TO has the whole step at the end, or nothing of it. A copy that was
+    interrupted goes on when it is called again within an hour.
+    """
+    ours = CREDENTIALS.get()
+    theirs = ours if to_token_file is None else replace(ours, token_file=to_token_file)
+    with _client(_UNFINISHED) as verbs, _progress("copy") as on_progress:
+        result = verbs.copy(
+            job,
+            only_one(origin, "copy"),
+            only_one(target, "copy"),
+            step=step,
+            kept=kept,
+            origin_credentials=_credentials(verbs, ours),
+            target_credentials=_credentials(verbs, theirs),
+            on_progress=on_progress,
+        )
+    _print(result, f"copied step {result.step} of job {job} to {target}: {_of_copy(result)}", as_json=as_json)
+
+
+def backup(
+    job: Job,
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="Directory, or a URL that fsspec knows.")],
+    step: Step = None,
+    kept: Kept = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, help="Number of newest backups that stay in DEST; all by default.")
+    ] = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a committed step of a job into a backup, while training goes on. A later backup writes what has changed.
+
+    DEST has the former backups, complete, until the new one is.
+    """
+    with _client(f"{destination} has the backups that it had before") as verbs, _progress("backup") as on_progress:
+        result = verbs.backup(
+            job,
+            only_one(address, "backup"),
+            destination,
+            step=step,
+            kept=kept,
+            keep_last=keep_last,
+            credentials=_credentials(verbs, CREDENTIALS.get()),
+            on_progress=on_progress,
+        )
+    steps = ", ".join(map(str, result.steps))
+    written = f"{decimal(result.written_bytes)} of {decimal(result.total_bytes)} written in {result.seconds:.1f} s"
+    text = f"backed step {result.step} of job {job} up to {destination}: {written}; its steps are {steps}"
+    _print(result, text, as_json=as_json)
+
+
+def restore(
+    job: Annotated[str, typer.Argument(help="Name of the job.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="The backup: a directory, or a URL.")],
+    step: Annotated[int | None, typer.Option(min=0, help="The step; that of the newest backup by default.")] = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a step of a backup into a daemon as the newest step of its job, so that training can go on from there.
+
+    The daemon need not be the one that the backup was made of. It has the whole step at the end, or nothing of it.
+    """
+    with _client(_UNFINISHED) as verbs, _progress("restore") as on_progress:
+        result = verbs.restore(
+            job,
+            source,
+            only_one(address, "restore"),
+            step=step,
+            credentials=_credentials(verbs, CREDENTIALS.get()),
+            on_progress=on_progress,
+        )
+    _print(result, f"restored step {result.step} of job {job} from {source}: {_of_copy(result)}", as_json=as_json)
+
+
+@contextlib.contextmanager
+def _client(after_interrupt: str) -> Iterator[Any]:
+    """Yield the module with these verbs, and end the program with one line and a status if it raises an error.
+
+    Args:
+        after_interrupt: what there is after Ctrl-C, for the message.
+    """
+    verbs = importlib.import_module("trainer_client.copying.verbs")
+    try:
+        yield verbs
+    except KeyboardInterrupt:
+        typer.echo(f"paramserver-admin: interrupted; {printable(after_interrupt)}", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except verbs.ConfigError as error:
+        fail(str(error))
+    except verbs.TrainerClientError as error:
+        typer.echo(f"paramserver-admin: {printable(str(error))}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+
+
+def _credentials(verbs: Any, given: Credentials) -> Any:
+    return verbs.credentials(
+        token_file=given.token_file,
+        tls_ca=given.tls_ca,
+        tls_certificate=given.tls_certificate,
+        tls_key=given.tls_key,
+        insecure=given.insecure,
+    )
+
+
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[Callable[[Any], None]]:
+    """Show a bar on standard error if that is a terminal, until the context ends; yield what moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(name, total=None)
+        yield lambda report: progress.update(task, completed=report.done_bytes, total=report.total_bytes)
+
+
+def _of_copy(result: Any) -> str:
+    there = result.same_bytes + result.resumed_bytes
+    return f"{decimal(result.sent_bytes)} sent, {decimal(there)} were there, {result.seconds:.1f} s"
+
+
+def _print(result: Any, text: str, *, as_json: bool) -> None:
+    with interruptible():
+        if as_json:
+            print(json.dumps(dataclasses.asdict(result)))
+        else:
+            printers.console().print(printers.text(text))

@@ -1,0 +1,438 @@
+"""Backups: steps of one job as files, each with a manifest, and with bytes that manifests share.
+
+```
+DEST/backup.json              what the directory is, and of which job
+DEST/steps/0000007-1200.json  the manifest of the 7th backup, of step 1200: written last, so without it there is none
+DEST/shards/NAME              the compact form of one slab, or a client state
+```
+
+A manifest names each slab's file with its size and its digest. A second backup writes the slabs that have changed, and
+names the files of the first one for the others. Nothing is written into a file that a manifest names. Must never take a
+directory for a backup that is none, and must never give out bytes that are not those of their digest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from trainer_client.copying.backup_files import BackupFiles, open_files
+from trainer_client.copying.description import PART_BYTES, Progress, SlabKey, StepDescription, StoredSlab, slabs_of
+from trainer_client.copying.stored_step import StoredStep
+from trainer_client.errors import BackupError, ConfigError
+from trainer_client.store_client.connection import Connection
+
+_FORMAT = "paramserver backup"
+_VERSION = 1
+_LABEL = "backup.json"
+_STEPS = "steps"
+_SHARDS = "shards"
+_MANIFEST_NAME = re.compile(r"(\d{7,})-(\d+)\.json")
+_FILE_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredBytes:
+    """Bytes in a file of the backup: the file's name, the size, and the XXH3-128 in hexadecimal digits."""
+
+    file: str
+    size_bytes: int
+    digest: str
+
+    def to_json(self) -> list[Any]:
+        return [self.file, self.size_bytes, self.digest]
+
+    @classmethod
+    def from_json(cls, value: Any) -> _StoredBytes:
+        """Return the value that `to_json` made. Raises ValueError for any other."""
+        file, size_bytes, digest = value
+        if not (_FILE_NAME.fullmatch(file) and _FILE_NAME.fullmatch(digest) and isinstance(size_bytes, int)):
+            raise ValueError(f"{value} names no bytes")
+        return cls(file=file, size_bytes=size_bytes, digest=digest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest:
+    """One backup of a step.
+
+    Attributes:
+        number: of this backup; a later one has a higher number.
+        step: what was backed up, without client states.
+        made_at_unix_seconds: when.
+        slabs: where the bytes of each slab are; one that was never written, or has no elements, is not there.
+        states: where each rank's client state is.
+    """
+
+    number: int
+    step: StepDescription
+    made_at_unix_seconds: float
+    slabs: dict[SlabKey, _StoredBytes]
+    states: dict[int, _StoredBytes]
+
+    @property
+    def name(self) -> str:
+        return f"{_STEPS}/{self.number:07d}-{self.step.step.step}.json"
+
+    @property
+    def stored(self) -> list[_StoredBytes]:
+        return [*self.slabs.values(), *self.states.values()]
+
+    def to_text(self) -> str:
+        """Return the manifest as a line of JSON and a line with its digest."""
+        groups: dict[str, pb.DescribeStepResponse.StoredGroup] = {}
+        for slab in self.step.slabs.values():
+            group = groups.setdefault(slab.group.name, pb.DescribeStepResponse.StoredGroup(group=slab.group))
+            group.versions.add(kind=slab.kind, version=slab.version)
+        values = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "number": self.number,
+            "made_at_unix_seconds": self.made_at_unix_seconds,
+            "step": _to_json(self.step.step),
+            "parameters": [_to_json(parameter) for parameter in self.step.parameters],
+            "groups": [_to_json(group) for group in groups.values()],
+            "slabs": [[group, kind, stored.to_json()] for (group, kind), stored in self.slabs.items()],
+            "client_states": [[rank, stored.to_json()] for rank, stored in self.states.items()],
+        }
+        line = json.dumps(values)
+        return f"{line}\n{_digest_of(line.encode())}\n"
+
+    @classmethod
+    def from_text(cls, place: str, text: bytes) -> _Manifest:
+        """Return the manifest that `to_text` made. Raises BackupError; `place` is its file, for the error."""
+        line, _, rest = text.partition(b"\n")
+        if rest.strip().decode(errors="replace") != _digest_of(line):
+            raise BackupError(
+                f"{place} is damaged or cut off, because its digest does not match; restore another step (--step), or "
+                "remove this file, and the backup before it is the newest one"
+            )
+        try:
+            values = json.loads(line)
+            if (values["format"], values["version"]) != (_FORMAT, _VERSION):
+                raise BackupError(f"{place} is of version {values['version']}, and this program reads {_VERSION}")
+            groups = [ParseDict(group, pb.DescribeStepResponse.StoredGroup()) for group in values["groups"]]
+            step = StepDescription(
+                step=ParseDict(values["step"], pb.DescribeStepResponse.StepOfJob()),
+                parameters=[ParseDict(parameter, pb.Parameter()) for parameter in values["parameters"]],
+                slabs=slabs_of(groups),
+            )
+            manifest = cls(
+                number=values["number"],
+                step=step,
+                made_at_unix_seconds=values["made_at_unix_seconds"],
+                slabs={(group, kind): _StoredBytes.from_json(stored) for group, kind, stored in values["slabs"]},
+                states={rank: _StoredBytes.from_json(stored) for rank, stored in values["client_states"]},
+            )
+        except (ValueError, KeyError, TypeError, ParseError) as error:
+            raise BackupError(f"{place} is no manifest of a backup: {error}") from error
+        manifest._check(place)
+        return manifest
+
+    def _check(self, place: str) -> None:
+        """Check that exactly the slabs that were written have bytes, of their size. Raises BackupError."""
+        sizes = {key: slab.size_bytes for key, slab in self.step.slabs.items() if slab.version is not None}
+        if {key: size for key, size in sizes.items() if size} != {k: s.size_bytes for k, s in self.slabs.items()}:
+            raise BackupError(f"{place} is no manifest of a backup: its files are not those of its slabs")
+        if list(self.step.step.ranks) != sorted(self.states):
+            raise BackupError(f"{place} is no manifest of a backup: its client states are not those of its ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackupResult:
+    """What a backup has done.
+
+    Attributes:
+        destination: the backup.
+        job: the job.
+        step: the step.
+        total_bytes: the bytes of the step.
+        written_bytes: those that were written; the others were in the backup.
+        written_slabs: the number of slabs (kinds of groups) that were written.
+        steps: the steps that the backup has now, oldest backup first.
+        seconds: how long it took.
+    """
+
+    destination: str
+    job: str
+    step: int
+    total_bytes: int
+    written_bytes: int
+    written_slabs: int
+    steps: list[int]
+    seconds: float
+
+
+def back_up(
+    origin: Connection,
+    job: str,
+    destination: str,
+    *,
+    step: int | None = None,
+    kept: str | None = None,
+    keep_last: int | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> BackupResult:
+    """Write a committed step of a job into a backup, which is made if there is none.
+
+    Until the end the backup has the steps that it had before; a failure leaves only files that the next backup removes.
+
+    Args:
+        origin: the daemon that has the step, which is held meanwhile.
+        job: the job.
+        destination: a directory, or a URL that fsspec knows.
+        step: the step's number; without it, and without `kept`, the newest committed step.
+        kept: the name of a kept step, instead of `step`.
+        keep_last: the number of newest backups that stay; None: all.
+        on_progress: called after each part.
+
+    Raises:
+        BackupError: the destination is no backup, or another job's, or cannot be written.
+        StoreError: the daemon refuses, or cannot be reached.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise ConfigError(f"{keep_last} backups cannot be kept: keep at least 1")
+    files = open_files(destination)
+    _check_label(files, job, must_exist=False)
+    with StoredStep(origin, job, step, kept) as source, files.locked():
+        return _Writing(files, source, on_progress).run(keep_last)
+
+
+class _Writing:
+    def __init__(self, files: BackupFiles, source: StoredStep, on_progress: Callable[[Progress], None]) -> None:
+        self._files = files
+        self._source = source
+        self._step = source.description
+        self._on_progress = on_progress
+        self._done_bytes = 0
+        self._began = time.monotonic()
+
+    def run(self, keep_last: int | None) -> BackupResult:
+        former = _manifests(self._files)
+        if not former:
+            label = {"format": _FORMAT, "version": _VERSION, "job": self._step.step.job}
+            self._files.write(_LABEL, [json.dumps(label).encode()])
+        latest = _read(self._files, former[-1]) if former else None
+        slabs = {} if latest is None else self._unchanged(latest)
+        same_bytes = sum(stored.size_bytes for stored in slabs.values())
+        self._report(same_bytes)
+        written = [
+            slab
+            for slab in self._step.slabs.values()
+            if slab.version is not None and slab.size_bytes and slab.key not in slabs
+        ]
+        for slab, parts in self._source.read(written):
+            slabs[slab.key] = self._write(part.numpy().data for part in parts)
+        manifest = _Manifest(
+            number=1 if latest is None else latest.number + 1,
+            step=self._step,
+            made_at_unix_seconds=time.time(),
+            slabs=slabs,
+            states={
+                rank: self._write([memoryview(state)], count=False)
+                for rank, state in sorted(self._step.client_states.items())
+            },
+        )
+        self._files.write(manifest.name, [manifest.to_text().encode()])
+        self._prune(manifest, keep_last)
+        return BackupResult(
+            destination=self._files.name,
+            job=self._step.step.job,
+            step=self._step.step.step,
+            total_bytes=self._step.size_bytes,
+            written_bytes=self._step.size_bytes - same_bytes,
+            written_slabs=len(written),
+            steps=[_step_of(name) for name in _manifests(self._files)],
+            seconds=time.monotonic() - self._began,
+        )
+
+    def _unchanged(self, latest: _Manifest) -> dict[SlabKey, _StoredBytes]:
+        """Return where the backup has the bytes of the slabs that have not changed since its latest step."""
+        if not self._step.has_groups_of(latest.step):
+            return {}
+        sizes = self._files.sizes(_SHARDS)
+        # Only slabs of the same version can be the same, and digests tell whether a roll-back lies between.
+        candidates = [
+            slab
+            for key, slab in self._step.slabs.items()
+            if key in latest.slabs
+            and slab.version is not None
+            and slab.version == latest.step.slabs[key].version
+            and sizes.get(latest.slabs[key].file) == slab.size_bytes
+        ]
+        digests = self._source.digests(candidates)
+        return {
+            slab.key: latest.slabs[slab.key]
+            for slab, digest in zip(candidates, digests, strict=True)
+            if digest.hex() == latest.slabs[slab.key].digest
+        }
+
+    def _write(self, parts: Iterator[memoryview] | list[memoryview], *, count: bool = True) -> _StoredBytes:
+        """Write the bytes into a new file, and return where they are."""
+        name, digest, size = secrets.token_hex(16), xxhash.xxh3_128(), 0
+
+        def counted() -> Iterator[memoryview]:
+            nonlocal size
+            for part in parts:
+                digest.update(part)
+                size += len(part)
+                yield part
+                self._report(len(part) if count else 0)
+
+        self._files.write(f"{_SHARDS}/{name}", counted())
+        return _StoredBytes(file=name, size_bytes=size, digest=digest.hexdigest())
+
+    def _prune(self, newest: _Manifest, keep_last: int | None) -> None:
+        """Remove older backups that are not to be kept, former ones of the same commit, and files that none names."""
+        names = _manifests(self._files)
+        kept = {newest.name: newest}
+        for name in reversed(names):
+            if name not in kept and (keep_last is None or len(kept) < keep_last):
+                manifest = _read(self._files, name)
+                if (manifest.step.origin, manifest.step.step.layout) != (newest.step.origin, newest.step.step.layout):
+                    kept[name] = manifest
+        for name in names:
+            if name not in kept:
+                self._files.remove(name)
+        used = {stored.file for manifest in kept.values() for stored in manifest.stored}
+        for name in self._files.sizes(_SHARDS).keys() - used:
+            self._files.remove(f"{_SHARDS}/{name}")
+
+    def _report(self, more_bytes: int) -> None:
+        self._done_bytes += more_bytes
+        self._on_progress(Progress(done_bytes=self._done_bytes, total_bytes=self._step.size_bytes))
+
+
+class BackupStep:
+    """A step of a backup; fulfils StepSource."""
+
+    def __init__(self, place: str, job: str, step: int | None = None) -> None:
+        """Open the step of the newest backup, or of the newest one of a step.
+
+        Raises:
+            BackupError: there is no such backup, or step in it, or files of it are missing, cut off or damaged.
+            ConfigError: fsspec cannot use the URL.
+        """
+        self._files = open_files(place)
+        self.name = place
+        _check_label(self._files, job, must_exist=True)
+        names = _manifests(self._files)
+        fitting = [name for name in names if step is None or _step_of(name) == step]
+        if not fitting:
+            have = ", ".join(str(_step_of(name)) for name in names) or "none"
+            wanted = "a complete backup" if step is None else f"step {step}"
+            raise BackupError(f"{place} does not have {wanted}; its steps are: {have}")
+        self._manifest = _read(self._files, fitting[-1])
+        if self._manifest.step.step.job != job:
+            raise BackupError(f"{place} has a manifest of job {self._manifest.step.step.job!r}, not of {job!r}")
+        self._check_files()
+        described = self._manifest.step
+        self.description = StepDescription(
+            step=described.step,
+            parameters=described.parameters,
+            slabs=described.slabs,
+            client_states={
+                rank: b"".join(bytes(part.numpy().data) for part in self._parts(stored, f"rank {rank}'s client state"))
+                for rank, stored in self._manifest.states.items()
+            },
+        )
+
+    def _check_files(self) -> None:
+        """Raise BackupError if a file is missing or of another size, before anything is done with the others."""
+        sizes = self._files.sizes(_SHARDS)
+        for stored in self._manifest.stored:
+            if (found := sizes.get(stored.file)) != stored.size_bytes:
+                state = "is missing" if found is None else f"has {found} bytes in place of {stored.size_bytes}"
+                raise BackupError(f"the backup {self.name} is incomplete: {_SHARDS}/{stored.file} {state}")
+
+    def digests(self, slabs: Sequence[StoredSlab]) -> list[bytes]:
+        """Return the digests that the manifest has; see StepSource. Reading verifies them."""
+        empty = xxhash.xxh3_128().digest()
+        return [
+            b""
+            if slab.version is None
+            else bytes.fromhex(self._manifest.slabs[slab.key].digest)
+            if slab.size_bytes
+            else empty
+            for slab in slabs
+        ]
+
+    def read(self, slabs: Sequence[StoredSlab]) -> Iterator[tuple[StoredSlab, Iterator[torch.Tensor]]]:
+        """Yield slabs with their parts; see StepSource."""
+        for slab in slabs:
+            what = f"{slab.group.name!r}, kind {pb.Kind.Name(slab.kind)}"
+            yield slab, self._parts(self._manifest.slabs[slab.key], what) if slab.size_bytes else iter(())
+
+    def _parts(self, stored: _StoredBytes, what: str) -> Iterator[torch.Tensor]:
+        """Yield the bytes of a file, in parts, and raise BackupError at its end if they are not those of its digest."""
+        digest, size = xxhash.xxh3_128(), 0
+        with self._files.open(f"{_SHARDS}/{stored.file}") as file:
+            while part := file.read(min(PART_BYTES, stored.size_bytes - size)):
+                digest.update(part)
+                size += len(part)
+                if size == stored.size_bytes and digest.hexdigest() != stored.digest:
+                    break
+                yield torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        if size != stored.size_bytes or digest.hexdigest() != stored.digest:
+            raise BackupError(
+                f"the backup {self.name} is damaged: the bytes of {what} in {_SHARDS}/{stored.file} are not those that "
+                "were written"
+            )
+
+
+def _check_label(files: BackupFiles, job: str, *, must_exist: bool) -> None:
+    """Check that a directory is a backup of a job, or that there is nothing in it unless it must exist.
+
+    Raises:
+        BackupError: it is not.
+    """
+    # Hidden files are the lock, and what a program left that was killed before it had written the label.
+    names = [name for name in files.sizes("") if not name.startswith(".")]
+    if _LABEL not in names:
+        if must_exist or names:
+            raise BackupError(f"{files.name} is no backup: it has no {_LABEL}")
+        return
+    try:
+        label = json.loads(files.read(_LABEL))
+        found, version, owner = label["format"], label["version"], label["job"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BackupError(f"{files.name} is no backup, or a damaged one: {_LABEL} cannot be read ({error})") from error
+    if found != _FORMAT or version != _VERSION:
+        raise BackupError(f"{files.name} is of format {found!r}, version {version}; this program reads {_VERSION}")
+    if owner != job:
+        raise BackupError(f"{files.name} is a backup of job {owner!r}, not of {job!r}; use another directory")
+
+
+def _manifests(files: BackupFiles) -> list[str]:
+    """Return the names of the manifests, oldest backup first."""
+    names = [name for name in files.sizes(_STEPS) if _MANIFEST_NAME.fullmatch(name)]
+    return [f"{_STEPS}/{name}" for name in sorted(names, key=_number_of)]
+
+
+def _number_of(name: str) -> int:
+    return int(name.rpartition("/")[2].partition("-")[0])
+
+
+def _step_of(name: str) -> int:
+    return int(name.rpartition("-")[2].removesuffix(".json"))
+
+
+def _read(files: BackupFiles, name: str) -> _Manifest:
+    return _Manifest.from_text(f"{files.name}/{name}", files.read(name))
+
+
+def _to_json(message: Any) -> Any:
+    return MessageToDict(message, preserving_proto_field_name=True)
+
+
+def _digest_of(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,0 +1,199 @@
+"""The files of a backup, in a local directory or behind a URL that fsspec knows.
+
+A local file has its name only once it is complete and synced. A file behind a URL may be there in part, so the backup
+counts on no file that no manifest names. Must never touch a file outside of its directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any
+
+from fsspec.core import url_to_fs
+
+from trainer_client.errors import BackupError, ConfigError
+
+_LOCK = ".lock"
+_PARTIAL = ".partial"
+
+
+class BackupFiles(ABC):
+    """A directory with files, by names such as `shards/NAME`. Each method raises BackupError for a failed device.
+
+    Attributes:
+        name: the directory, as the user has written it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> None: ...
+
+    @abstractmethod
+    def _open(self, name: str) -> AbstractContextManager[IO[bytes]]: ...
+
+    @abstractmethod
+    def _sizes(self, directory: str) -> dict[str, int]: ...
+
+    @abstractmethod
+    def _remove(self, name: str) -> None: ...
+
+    @abstractmethod
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other processes from writing the backup within the context, where the file system can.
+
+        Raises:
+            BackupError: another process writes it.
+        """
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+        """Write a file from its parts."""
+        with self._failing("written"):
+            self._write(name, parts)
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a file for reading."""
+        with self._failing(f"read ({name})"), self._open(name) as file:
+            yield file
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a small file."""
+        with self.open(name) as file:
+            return file.read()
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the sizes of the files of a directory, by name; nothing if there is none. "" is the backup itself."""
+        with self._failing("read"):
+            return self._sizes(directory)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        with self._failing("written"):
+            self._remove(name)
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            where = f" ({error.filename})" if error.filename else ""
+            raise BackupError(f"{self.name} cannot be {what}: {reason}{where}") from error
+
+
+class _LocalFiles(BackupFiles):
+    def __init__(self, name: str, root: Path) -> None:
+        super().__init__(name)
+        self._root = root
+
+    def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{_PARTIAL}.{secrets.token_hex(8)}")
+        try:
+            with partial.open("xb", buffering=0) as file:
+                for part in parts:
+                    rest = memoryview(part)
+                    while rest:
+                        # An unbuffered file may write fewer bytes than it was given.
+                        rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync_directory(path.parent)
+
+    def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return (self._root / name).open("rb")
+
+    def _sizes(self, directory: str) -> dict[str, int]:
+        path = self._root / directory
+        if not path.exists():
+            return {}
+        with os.scandir(path) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.name != _LOCK}
+
+    def _remove(self, name: str) -> None:
+        (self._root / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        with self._failing("written"):
+            self._root.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BackupError(f"{self.name} is being written by another backup; wait for its end") from None
+            yield
+        finally:
+            os.close(descriptor)
+
+
+class _RemoteFiles(BackupFiles):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{url} is no URL that fsspec can use: {error}") from error
+
+    def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+        path = self._path(name)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with self._fs.open(path, "wb") as file:
+            for part in parts:
+                file.write(part)
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[IO[bytes]]:
+        with self._fs.open(self._path(name), "rb") as file:
+            yield file
+
+    def _sizes(self, directory: str) -> dict[str, int]:
+        path = self._path(directory) if directory else self._root
+        # A listing may be remembered from before another file was written.
+        self._fs.invalidate_cache(path)
+        try:
+            listed: list[dict[str, Any]] = self._fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry["size"] or 0 for entry in listed}
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._path(name))
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        # A store of objects has no locks.
+        yield
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+
+def open_files(place: str) -> BackupFiles:
+    """Return the files of a backup at a local path or URL. Raises ConfigError for a URL that fsspec cannot use."""
+    if "://" in place and not place.startswith("file://"):
+        return _RemoteFiles(place)
+    return _LocalFiles(place, Path(place.removeprefix("file://")).absolute())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

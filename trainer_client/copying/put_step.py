@@ -1,0 +1,421 @@
+"""Putting a step, from wherever it is read, into a daemon as the same step of the same job.
+
+The target has the whole step or nothing of it: its bytes are put by one run, whose ranks are those of the source, and
+are visible with its commit. What the target has of the same bytes is not sent again. Owns the sessions of the run.
+Must never commit before the store has read back what it was sent, and must never change what the target has committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from paramserver.v1 import parameter_store_pb2 as pb
+from paramserver.v1 import store_admin_pb2 as admin_pb
+from trainer_client.copying.description import PART_BYTES, Progress, StepSource, StoredSlab
+from trainer_client.copying.stored_step import StoredStep, digest_batches
+from trainer_client.errors import CopyError, JobConflictError, StoreError, StoreTimeoutError, StoreUnavailableError
+from trainer_client.store_client.connection import Call, Connection, StoreSession, release, result_of
+from trainer_client.transport.channel import COMMIT_DEADLINE_SECONDS, CONTROL_DEADLINE_SECONDS, LEASE_DEADLINE_SECONDS
+
+# The slabs that are being published at once, while the next one is filled. Each is in the target's host memory.
+_PUBLISHED_AT_ONCE = 2
+# The most shards in one request: the store needs some milliseconds to parse this many.
+_SHARDS_A_REQUEST = 16_384
+# The target's daemon may take this long to notice that the client of an interrupted copy is gone.
+_HAND_OVER_SECONDS = 2.0
+_HAND_OVER_LOOK_SECONDS = 0.5
+# The name in the target of a layout that has none in its source, as earlier versions have made them.
+_UNNAMED_LAYOUT = "copied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyResult:
+    """What a copy has done.
+
+    Attributes:
+        job: the job.
+        step: the step that the target has now.
+        total_bytes: the bytes of the step.
+        sent_bytes: those that were sent.
+        sent_slabs: the number of slabs (kinds of groups) that were sent.
+        same_bytes: those that the target's last committed step had already.
+        resumed_bytes: those that an interrupted copy had left.
+        durable: whether the step in the target survives kill -9 and power loss.
+        seconds: how long it took.
+    """
+
+    job: str
+    step: int
+    total_bytes: int
+    sent_bytes: int
+    sent_slabs: int
+    same_bytes: int
+    resumed_bytes: int
+    durable: bool
+    seconds: float
+
+
+def put_step(
+    source: StepSource, target: Connection, *, on_progress: Callable[[Progress], None] = lambda _: None
+) -> CopyResult:
+    """Make the step that `source` has the newest step of the same job in another daemon, bit for bit.
+
+    A copy that is interrupted (the process is killed, a connection is lost) leaves what it has put in the target's
+    daemon for an hour, and the next copy of the same step goes on with it. Any other failure leaves nothing.
+
+    Args:
+        source: the step, which is not released.
+        target: a connection of an admin.
+        on_progress: called after each part.
+
+    Raises:
+        CopyError: the target has a newer step of the job, another commit of the same step, or damaged what it was sent.
+        StoreError: a daemon refuses, has no room, or cannot be reached.
+        BackupError: the source is a damaged backup.
+    """
+    return _Putting(source, target, on_progress).run()
+
+
+class _Putting:
+    def __init__(self, source: StepSource, target: Connection, on_progress: Callable[[Progress], None]) -> None:
+        self._source = source
+        self._step = source.description
+        self._target = target
+        self._on_progress = on_progress
+        self._total_bytes = self._step.size_bytes
+        self._done_bytes = 0
+        self._sent_bytes = 0
+        self._began = time.monotonic()
+        # The layout's name in the target, and the newest step there.
+        self._layout = self._step.step.layout
+        self._newest: int | None = None
+        self._is_same_layout = False
+
+    def run(self) -> CopyResult:
+        """Copy; see put_step."""
+        if not self._step.client_states:
+            raise CopyError(f"{self._step.origin} of {self._source.name} names no rank, so no run can put it")
+        wanted = self._compare()
+        same_bytes = self._total_bytes - sum(slab.size_bytes for slab in wanted if slab.version is not None)
+        if self._newest == self._step.step.step:
+            if wanted:
+                raise CopyError(
+                    f"{self._target.address} has another step {self._newest} of job {self._step.step.job!r}: "
+                    f"{len(wanted)} of {len(self._step.slabs)} slabs differ; roll it back (`paramserver-admin "
+                    "rollback`) or delete it (`paramserver-admin delete-job`) first"
+                )
+            return self._result(wanted, same_bytes, resumed_bytes=0, durable=self._is_durable())
+        self._report(same_bytes)
+        run_id = secrets.token_hex(16)
+        resumes = self._announce(run_id)
+        with self._sessions() as sessions:
+            self._open(sessions, run_id)
+            resumed = self._already_put(sessions[0], wanted) if resumes else set()
+            missing = [slab for slab in wanted if slab.key not in resumed]
+            resumed_bytes = sum(slab.size_bytes for slab in wanted if slab.key in resumed)
+            self._report(resumed_bytes)
+            self._verify(sessions[0], missing, self._send(sessions[0], missing))
+            durable = self._commit(sessions)
+        return self._result(missing, same_bytes, resumed_bytes=resumed_bytes, durable=durable)
+
+    # --- what the target has
+
+    def _compare(self) -> list[StoredSlab]:
+        """Return the slabs that the target lacks, or has with other bytes; note its newest step.
+
+        Raises:
+            CopyError: the target has a newer step.
+        """
+        wanted, job = self._step.step, self._step.step.job
+        call = Call(None, CONTROL_DEADLINE_SECONDS)
+        listed = self._target.resume(call, lambda s: s.call("ListStoredJobs", pb.ListStoredJobsRequest(), call))
+        stored = next((one for one in listed.jobs if one.name == job), None)
+        if stored is None or not stored.layouts:
+            if wanted.step and not self._layout:
+                self._layout = _UNNAMED_LAYOUT
+            return [slab for slab in self._step.slabs.values() if slab.version is not None]
+        present = stored.layouts[-1]
+        self._newest = max(present.steps)
+        if self._newest > wanted.step:
+            raise CopyError(
+                f"{self._target.address} has step {self._newest} of job {job!r}, and step {wanted.step} is older: roll "
+                "it back (`paramserver-admin rollback`) or delete it (`paramserver-admin delete-job`) first"
+            )
+        self._is_same_layout = present.layout in (self._layout, self._layout or _UNNAMED_LAYOUT)
+        if self._is_same_layout:
+            self._layout = present.layout
+            with StoredStep(self._target, job) as theirs:
+                return self._differing(theirs)
+        if self._newest == wanted.step or any(one.layout == self._layout for one in stored.layouts):
+            raise CopyError(
+                f"{self._target.address} has job {job!r} in another layout, {present.layout!r}, at step "
+                f"{self._newest}; delete it there (`paramserver-admin delete-job`), or copy a later step"
+            )
+        self._layout = self._layout or _UNNAMED_LAYOUT
+        return [slab for slab in self._step.slabs.values() if slab.version is not None]
+
+    def _differing(self, theirs: StoredStep) -> list[StoredSlab]:
+        """Return the slabs whose bytes in the target's newest step are not those of the source."""
+        ours, former = self._step, theirs.description
+        if not ours.has_groups_of(former):
+            raise CopyError(
+                f"{self._target.address} has job {ours.step.job!r} cut into other shards under the same name of a "
+                "layout; delete it there (`paramserver-admin delete-job`) first"
+            )
+        if ours.step.step == former.step.step and dict(ours.client_states) != dict(former.client_states):
+            raise CopyError(
+                f"{self._target.address} has another step {ours.step.step} of job {ours.step.job!r}, with other client "
+                "states; roll it back (`paramserver-admin rollback`) or delete it (`paramserver-admin delete-job`)"
+            )
+        # Slabs that the source has written since the target's step are sent. The others may be the same, whatever the
+        # numbers of their versions are, and the digests tell.
+        last = former.step.step
+        older = [slab for slab in ours.slabs.values() if slab.version is None or slab.version <= last]
+        known = [former.slabs[slab.key] for slab in older]
+        pairs = zip(older, self._source.digests(older), theirs.digests(known), strict=True)
+        same = {slab.key for slab, mine, other in pairs if mine == other}
+        return [slab for slab in ours.slabs.values() if slab.key not in same]
+
+    def _is_durable(self) -> bool:
+        call = Call(None, CONTROL_DEADLINE_SECONDS)
+        listed = self._target.resume(call, lambda s: s.call("ListStoredJobs", pb.ListStoredJobsRequest(), call))
+        return any(job.durable for job in listed.jobs if job.name == self._step.step.job)
+
+    # --- the run
+
+    def _announce(self, run_id: str) -> bool:
+        """Announce the run, and return whether it goes on with an interrupted copy."""
+        call = Call(None, CONTROL_DEADLINE_SECONDS)
+        request = admin_pb.BeginCopyRequest(
+            job=self._step.step.job, run_id=run_id, origin=self._step.origin, source=self._source.name
+        )
+        give_up_at = time.monotonic() + _HAND_OVER_SECONDS
+        while True:
+            try:
+                return bool(self._target.admin_call("BeginCopy", request, call).resumes)
+            except JobConflictError:
+                if time.monotonic() > give_up_at:
+                    raise
+            call.pause(_HAND_OVER_LOOK_SECONDS)
+
+    @contextlib.contextmanager
+    def _sessions(self) -> Iterator[list[StoreSession]]:
+        """Yield a session for each rank of the source. Close them at the end, so that the target keeps nothing else.
+
+        After a loss of a connection or an interruption they are not closed: the target then keeps the unfinished step.
+        """
+        sessions: list[StoreSession] = []
+        try:
+            for number in range(len(self._step.client_states)):
+                # One session copies all bytes, so the others need no mapping.
+                sessions.append(self._target.new_session(maps_memory=number == 0))
+            yield sessions
+        except (StoreUnavailableError, StoreTimeoutError, KeyboardInterrupt, SystemExit):
+            for session in sessions:
+                session.break_off()
+            raise
+        except BaseException:
+            _close(sessions)
+            raise
+        _close(sessions)
+
+    def _open(self, sessions: Sequence[StoreSession], run_id: str) -> None:
+        """Open the job as all its ranks, in its layout, with all its groups."""
+        step, call = self._step.step, Call(None, COMMIT_DEADLINE_SECONDS)
+        for session, rank in zip(sessions, sorted(self._step.client_states), strict=True):
+            request = pb.OpenJobRequest(
+                job=step.job,
+                run_id=run_id,
+                rank=rank,
+                world_size=step.world_size,
+                attached_ranks=len(sessions),
+                parameters=self._step.parameters,
+                durability=step.durability,
+                resume=pb.RESUME_POLICY_AUTO,
+                layout=self._layout,
+            )
+            opened = session.call("OpenJob", request, call)
+            newest = max((commit.step for commit in opened.committed), default=None)
+            if newest != self._newest:
+                raise CopyError(
+                    f"job {step.job!r} was at step {self._newest} in {self._target.address} and is now at {newest}: "
+                    "another program uses it; copy again when that has ended"
+                )
+        if not self._is_same_layout and step.step:
+            for session in sessions:
+                session.call("BeginLayout", pb.BeginLayoutRequest(first_step=step.step), call)
+        for registration in _registrations(self._step.groups()):
+            sessions[0].call("RegisterShards", registration, call)
+
+    def _already_put(self, session: StoreSession, wanted: Sequence[StoredSlab]) -> set[tuple[str, int]]:
+        """Return the slabs that an interrupted copy has put already, with the bytes of the source."""
+        put = [(slab, one.digest) for slab, one in self._put_digests(session, wanted)]
+        expected = [
+            digest or _digest_of(_zeros_of(slab))
+            for (slab, _), digest in zip(put, self._source.digests([slab for slab, _ in put]), strict=True)
+        ]
+        return {slab.key for (slab, digest), mine in zip(put, expected, strict=True) if digest == mine}
+
+    def _put_digests(
+        self, session: StoreSession, slabs: Sequence[StoredSlab]
+    ) -> Iterator[tuple[StoredSlab, pb.DigestSlabsResponse.SlabDigest]]:
+        """Yield those of the slabs that the target has for the step under way, with what it reads back of them.
+
+        Bytes that the job keeps in host memory only become the slab's with the commit, so these are not among them.
+        """
+        for some in digest_batches(slabs):
+            request = pb.DigestSlabsRequest(slabs=[slab.to_name() for slab in some])
+            answer = session.call("DigestSlabs", request, Call(None, COMMIT_DEADLINE_SECONDS))
+            for slab, one in zip(some, answer.slabs, strict=True):
+                if one.HasField("version") and one.version == self._step.step.step:
+                    yield slab, one
+
+    def _send(self, session: StoreSession, slabs: Sequence[StoredSlab]) -> dict[tuple[str, int], bytes]:
+        """Send slabs, and return the digest of what was sent of each."""
+        digests: dict[tuple[str, int], bytes] = {}
+        publishing: deque[Any] = deque()
+        written = [slab for slab in slabs if slab.version is not None]
+        # A slab that the source never wrote is zeros. The target wrote it, so it gets zeros.
+        never = ((slab, _zeros_of(slab)) for slab in slabs if slab.version is None)
+        for slab, parts in itertools.chain(self._source.read(written), never):
+            while len(publishing) >= _PUBLISHED_AT_ONCE:
+                result_of(publishing.popleft())
+            digest = xxhash.xxh3_128()
+            publishing.append(self._put(session, slab, self._counted(parts, digest)))
+            digests[slab.key] = digest.digest()
+        for published in publishing:
+            result_of(published)
+        return digests
+
+    def _counted(self, parts: Iterator[torch.Tensor], digest: Any) -> Iterator[torch.Tensor]:
+        for part in parts:
+            digest.update(part.numpy().data)
+            yield part
+            self._sent_bytes += part.numel()
+            self._report(part.numel())
+
+    def _put(self, session: StoreSession, slab: StoredSlab, parts: Iterator[torch.Tensor]) -> Any:
+        """Fill a write lease on a slab, begin its publication, and return grpc's future of that."""
+        want = pb.AcquireLeasesRequest.Want(slab=slab.to_name(), mode=pb.LEASE_MODE_WRITE, step=self._step.step.step)
+        call = Call(None, LEASE_DEADLINE_SECONDS)
+        (lease,) = session.call("AcquireLeases", pb.AcquireLeasesRequest(wants=[want]), call).leases
+        try:
+            for at, data in slab.expand(parts):
+                session.copy_part_in(Call(None, LEASE_DEADLINE_SECONDS), lease, data, at)
+            releases = [pb.ReleaseLeasesRequest.Release(lease_id=lease.lease_id, publish=True)]
+            return session.begin("ReleaseLeases", pb.ReleaseLeasesRequest(releases=releases), LEASE_DEADLINE_SECONDS)
+        except StoreError:
+            release(session, [lease.lease_id])
+            raise
+
+    def _verify(self, session: StoreSession, slabs: Sequence[StoredSlab], sent: dict[tuple[str, int], bytes]) -> None:
+        """Compare what the target reads back of its devices with what was sent. Raises CopyError."""
+        for slab, one in self._put_digests(session, slabs):
+            if one.digest != sent[slab.key]:
+                raise CopyError(
+                    f"{self._target.address} reads back other bytes of {slab.group.name!r} than it was sent: its "
+                    "device or its memory is damaged; nothing was committed"
+                )
+
+    def _commit(self, sessions: Sequence[StoreSession]) -> bool:
+        """Commit the step on behalf of all ranks, and return whether it is durable."""
+        step = self._step.step.step
+        # A job of several nodes can return to the step that all its nodes have been copied to. The former step stays
+        # until the next copy, because this one may fail on another node.
+        settled = self._newest or 0
+        call = Call(None, COMMIT_DEADLINE_SECONDS)
+        votes = [
+            session.begin(
+                "CommitStep",
+                pb.CommitStepRequest(step=step, client_state=state, settled_step=settled),
+                call.left_seconds,
+            )
+            for session, (_, state) in zip(sessions, sorted(self._step.client_states.items()), strict=True)
+        ]
+        answers = [result_of(vote) for vote in votes]
+        return all(answer.durable for answer in answers)
+
+    # --- what is reported
+
+    def _report(self, more_bytes: int) -> None:
+        self._done_bytes += more_bytes
+        self._on_progress(Progress(done_bytes=self._done_bytes, total_bytes=self._total_bytes))
+
+    def _result(self, sent: Sequence[StoredSlab], same_bytes: int, *, resumed_bytes: int, durable: bool) -> CopyResult:
+        return CopyResult(
+            job=self._step.step.job,
+            step=self._step.step.step,
+            total_bytes=self._total_bytes,
+            sent_bytes=self._sent_bytes,
+            sent_slabs=len(sent),
+            same_bytes=same_bytes,
+            resumed_bytes=resumed_bytes,
+            durable=durable,
+            seconds=time.monotonic() - self._began,
+        )
+
+
+def _close(sessions: Sequence[StoreSession]) -> None:
+    for session in sessions:
+        session.close()
+
+
+def _zeros_of(slab: StoredSlab) -> Iterator[torch.Tensor]:
+    for start in range(0, slab.size_bytes, PART_BYTES):
+        yield torch.zeros(min(PART_BYTES, slab.size_bytes - start), dtype=torch.uint8)
+
+
+def _digest_of(parts: Iterator[torch.Tensor]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part.numpy().data)
+    return digest.digest()
+
+
+def _registrations(groups: Sequence[pb.ShardGroup]) -> Iterator[pb.RegisterShardsRequest]:
+    """Yield requests that declare the groups, each with a limited number of shards."""
+    request, shards = pb.RegisterShardsRequest(), 0
+    for group in groups:
+        request.groups.append(group)
+        shards += 1 + len(group.shards)
+        if shards >= _SHARDS_A_REQUEST:
+            yield request
+            request, shards = pb.RegisterShardsRequest(), 0
+    if request.groups:
+        yield request
+
+
+def copy_step(
+    origin: Connection,
+    target: Connection,
+    job: str,
+    *,
+    step: int | None = None,
+    kept: str | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> CopyResult:
+    """Copy a committed step of a job from one daemon to another; see put_step.
+
+    Args:
+        origin: the daemon that has the step, which is held while it is read.
+        target: the daemon that gets it; a connection of an admin.
+        job: the job.
+        step: the step's number; without it, and without `kept`, the newest committed step.
+        kept: the name of a kept step, instead of `step`.
+        on_progress: called after each part.
+
+    Raises:
+        CopyError, StoreError: see put_step.
+    """
+    with StoredStep(origin, job, step, kept) as source:
+        return put_step(source, target, on_progress=on_progress)
