@@ -83,6 +83,8 @@ KEEPALIVE = (
 # above what trainers and readers use, and bounds the memory that one connection can make the daemon hold.
 MAX_CALLS_OF_A_CONNECTION = 1024
 STOP_GRACE_SECONDS = 5.0
+# How long a stop waits for a moment without a commit under way. A commit takes seconds unless a device or a rank hangs.
+STOP_COMMIT_SECONDS = 30.0
 # The heartbeats that a client sends within the time after which its silence ends its session.
 HEARTBEATS_OF_A_TIMEOUT = 5
 # Limits of `health_listen`, where every caller is answered: some probes at once, each with a few bytes.
@@ -243,10 +245,11 @@ async def _serve(
         events.add(EventKind.DAEMON, "daemon", f"version {__version__} serves {config.state_dir.absolute()}")
         log.info("serving on %s%s", config.socket_path, f" and {config.listen}" if config.listen else "")
         await stop.wait()
-    finally:
         log.info("stopping")
         tell_manager("STOPPING=1")
         await health_service.enter_graceful_shutdown()
+        await session_service.prepare_stop(STOP_COMMIT_SECONDS)
+    finally:
         session_service.announce_stop()
         await server.stop(STOP_GRACE_SECONDS)
         config.socket_path.unlink(missing_ok=True)

@@ -117,6 +117,19 @@ class Runs(Generic[MemberT]):
         """Return the ranks that are attached to a job."""
         return self._runs[job].ranks.values() if job in self._runs else ()
 
+    async def until_no_vote(self, timeout_seconds: float) -> bool:
+        """Wait until no rank has voted for a step that is not committed yet, and return whether it came to that.
+
+        When this returns True, no vote was counted since, until the caller waits for something else.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
+        while votes := [run.committing or run.vote.done for run in self._runs.values() if run.vote is not None]:
+            remaining = deadline - asyncio.get_running_loop().time()
+            if remaining <= 0:
+                return False
+            await asyncio.wait(votes, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+        return True
+
     @contextmanager
     def closed(self, job: str) -> Iterator[None]:
         """Keep ranks from opening a job as long as the context lasts.

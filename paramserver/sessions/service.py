@@ -159,6 +159,20 @@ class SessionService:
             if session.state is SessionState.ATTACHED:
                 session.stream.post(notice.tier, pb.SessionResponse(notice=notice))
 
+    async def prepare_stop(self, timeout_seconds: float) -> None:
+        """Refuse new sessions from now on, and wait at most `timeout_seconds` until no commit is under way.
+
+        A commit may write to memory that its clients have mapped. So if the sessions end while no commit is under way,
+        trainers can go on with what they have mapped until the next daemon serves.
+        """
+        self._stopping = True
+        if not await self._sessions.until_no_vote(timeout_seconds):
+            log.warning(
+                "a commit is still under way after %g s: trainers that use the memory it writes to end with an error, "
+                "and resume from the last commit",
+                timeout_seconds,
+            )
+
     def announce_stop(self) -> None:
         """Tell every client that the daemon stops, and end its session."""
         self._stopping = self._sessions.is_stopping = True

@@ -276,6 +276,10 @@ class Sessions:
                 session.run, session.rank = None, -1
             raise
 
+    async def until_no_vote(self, timeout_seconds: float) -> bool:
+        """Wait until no commit is under way in any run; see Runs.until_no_vote."""
+        return await self._runs.until_no_vote(timeout_seconds)
+
     def closed(self, job: str) -> AbstractContextManager[None]:
         """Keep ranks from opening a job as long as the context lasts; see Runs.closed."""
         return self._runs.closed(job)

@@ -1,4 +1,4 @@
-"""Kills the daemon of a run of two ranks at random moments, starts it again, and compares the run with a quiet one.
+"""Kills or stops the daemon of a run of two ranks at random moments, starts it again, and compares with a quiet run.
 
 `python -m tests.faults.restarts --kills N --seed S`. Ten kills make a round; each round trains with another stage and
 placement. Prints a report in JSON at the end; the exit status is 1 if a rank ended, or a bit differs.
@@ -41,7 +41,7 @@ _COMMITTING = ("step", "after step")
 
 
 class Assassin:
-    """Kills the daemon once in each of the given steps.
+    """Kills or stops the daemon once in each of the given steps.
 
     Every other kill comes at a random time of the step. The others come while a rank hands gradients over or commits,
     because in small models that takes so little time that random kills would miss it.
@@ -72,7 +72,11 @@ class Assassin:
             durations = [later - earlier for earlier, later in itertools.pairwise(times)]
             self._due = now + self._rng.uniform(0.0, statistics.median(durations) if durations else 0.1)
         if self._due is not None and now >= self._due:
-            daemon.kill()
+            # Every third time an operator stops the daemon in order. Then a commit that is under way is finished.
+            if len(self.kills) % 3 == 2:
+                daemon.stop()
+            else:
+                daemon.kill()
             self.kills.append([f"step {step}: {moment}" for step, moment in places])
             self._steps.pop(0)
             self._due = None

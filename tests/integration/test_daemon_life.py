@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
 from tests.integration.support.daemon import Daemon, admin_of, run_serve
-from tests.integration.support.store_client import Rank
+from tests.integration.support.store_client import CALL_SECONDS, Clients, Rank, refused
+from tests.integration.support.waiting import wait_until
 from tests.unit.storage.builders import Layout
 
 
@@ -40,6 +44,40 @@ def test_sigterm_tells_the_clients_abandons_the_open_step_and_keeps_the_committe
         rank.assert_at(2)
         rank.close()
         assert daemon.stop() == 0
+
+
+def test_sigterm_waits_for_the_commit_that_a_rank_has_voted_for(tmp_path: Path) -> None:
+    """A commit may write to memory that clients have mapped, so no session ends while one is under way."""
+    layout = Layout(groups=("a", "b"))
+    with Daemon(tmp_path / "state") as daemon, Clients(daemon.address) as clients:
+        ranks = [clients.rank(layout, rank=rank, ranks=2) for rank in range(2)]
+        for rank in ranks:
+            rank.open()
+            rank.register()
+            rank.stage_all()
+
+        def vote(rank: Rank, step: int) -> Any:
+            request = pb.CommitStepRequest(session_id=rank.session_id, step=step, client_state=b"")
+            return rank.store.CommitStep.future(request, timeout=CALL_SECONDS)
+
+        votes = [vote(rank, 0) for rank in ranks]
+        assert [made.exception() for made in votes] == [None, None]
+        for rank in ranks:
+            rank.hand_over(1)
+        first = vote(ranks[0], 1)
+        # The daemon takes the calls of a connection in their order, so it has counted the vote when it answers these.
+        for _ in range(5):
+            ranks[0].call("ReadCounters")
+        daemon.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in daemon.log)
+        with refused(grpc.StatusCode.UNAVAILABLE, "is shutting down; connect again when it has been started anew"):
+            clients.client()
+        second = vote(ranks[1], 1)
+        assert (first.exception(), second.exception()) == (None, None)
+        assert daemon.wait() == 0
+        assert all(rank.ended.wait(CALL_SECONDS) for rank in ranks)
+    with Daemon(tmp_path / "state") as daemon, Clients(daemon.address) as clients:
+        assert clients.rank(layout, ranks=2).open()[-1].step == 1
 
 
 def test_a_second_daemon_is_refused_by_the_pid_of_the_first_which_goes_on(tmp_path: Path) -> None:
