@@ -158,7 +158,9 @@ async def serve(config: DaemonConfig, read_again: Callable[[], DaemonConfig], *,
     )
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.push_async_callback(engine.close)
-        configuration = Configuration(config, read_again, quotas)
+        configuration = Configuration(
+            config, read_again, quotas, lambda changed: engine.check_budgets(changed.host_budget, changed.nvme_budget)
+        )
         await _serve(config, configuration, engine, quotas, events, credentials, tokens, stop, cleanup)
     log.info("stopped")
 

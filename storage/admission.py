@@ -190,6 +190,28 @@ class Admission:
         }
         return sum(held.values())
 
+    def check_budgets(self, host_budget_bytes: int, nvme_budget_bytes: int) -> None:
+        """Check that an engine with these budgets could carry the jobs that there are now, and go on training them.
+
+        Raises:
+            BudgetExceededError: it could not. The text says what the budget has to be.
+        """
+        durable = self._backing.durable
+        used, more = durable.used_bytes, self._need(durable)
+        if used + more > nvme_budget_bytes:
+            raise BudgetExceededError(
+                f"nvme_budget {nvme_budget_bytes} is too small: {used} bytes are in use, and the next steps of the "
+                f"jobs that train now need {more} besides; write at least {used + more}, delete jobs or forget kept "
+                "steps"
+            )
+        need = self._host_need([job for job in self._jobs if job.spec.local_ranks])
+        needed = host_budget_for(self._host.arena.header_bytes + need.total)
+        if host_budget_bytes < needed:
+            raise BudgetExceededError(
+                f"host_budget {host_budget_bytes} is too small for the jobs that train now: {need}, and buffers of the "
+                f"optimizer; write at least {needed}, or stop jobs"
+            )
+
     def check_host_budget(self, job: Job) -> None:
         """Raise BudgetExceededError if the host budget cannot hold what all jobs need at the worst moment of a step.
 

@@ -287,6 +287,10 @@ class Engine:
         await self.backing.watch.unless_stuck(self._quiesce_all(job))
         return await self._job_registry.lay_out(job, spec, first_step)
 
+    def check_budgets(self, host_budget_bytes: int, nvme_budget_bytes: int) -> None:
+        """Raise BudgetExceededError if an engine with these budgets could not carry the jobs that there are now."""
+        self._job_registry.admission.check_budgets(host_budget_bytes, nvme_budget_bytes)
+
     async def delete_job(self, name: str) -> None:
         """Delete a job with all its layouts and kept steps, and free its bytes in all tiers.
 

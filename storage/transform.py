@@ -93,7 +93,7 @@ class _Passage:
 def host_budget_for(other_bytes: int) -> int:
     """Return the smallest host budget that has room for `other_bytes` and for the tile buffers, which grow with it."""
     share = -(-other_bytes // (TILE_BUDGET_FRACTION - 1))
-    return round_up(other_bytes + max(LEAST_TILE_BYTES, min(share, MOST_TILE_BYTES)))
+    return round_up(max(2 * LEAST_TILE_BYTES, other_bytes + max(LEAST_TILE_BYTES, min(share, MOST_TILE_BYTES))))
 
 
 class TilePool:

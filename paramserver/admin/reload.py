@@ -13,6 +13,8 @@ from paramserver.v1 import store_admin_pb2 as admin_pb
 def reload(address: Address = None, as_json: AsJson = False) -> None:
     """Have the daemon read its configuration again. Quotas count at once; other keys need a restart, and are named.
 
+    It refuses a configuration that cannot be used, or whose budgets are too small for the jobs that there are.
+
     The daemon follows its token file and its certificates by itself, without this verb.
     """
     question = Question(
@@ -23,6 +25,6 @@ def reload(address: Address = None, as_json: AsJson = False) -> None:
 
 
 def _shown(result: admin_pb.ReloadResponse) -> Text:
-    changed = f"changed: {', '.join(result.changed)}" if result.changed else "nothing has changed"
-    waiting = f"; a restart is needed for: {', '.join(result.restart_needed)}" if result.restart_needed else ""
-    return printers.text(f"{changed}{waiting}")
+    parts = [f"changed: {', '.join(result.changed)}"] if result.changed else []
+    parts += [f"a restart is needed for: {', '.join(result.restart_needed)}"] if result.restart_needed else []
+    return printers.text("; ".join(parts) or "nothing has changed")

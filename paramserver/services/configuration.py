@@ -12,33 +12,44 @@ from collections.abc import Callable, Sequence
 from paramserver.config import DaemonConfig
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import Quotas
-from storage.errors import ConflictError
+from storage.errors import BudgetExceededError, ConflictError
 
 log = logging.getLogger(__name__)
+
+_BUDGETS = ("host_budget", "nvme_budget")
 
 
 class Configuration:
     """The present configuration. Only the quotas can change while the daemon runs."""
 
-    def __init__(self, config: DaemonConfig, read_again: Callable[[], DaemonConfig], quotas: Quotas) -> None:
+    def __init__(
+        self,
+        config: DaemonConfig,
+        read_again: Callable[[], DaemonConfig],
+        quotas: Quotas,
+        check: Callable[[DaemonConfig], None],
+    ) -> None:
         """Begin with the configuration of the start.
 
         Args:
             config: the configuration of the start.
             read_again: reads it again from the same file, flags and variables; raises ConfigError.
             quotas: get the quotas of the configuration that is read.
+            check: checks that a daemon with this configuration could carry the jobs that there are now; raises
+                BudgetExceededError.
         """
         self.present = config
         self._read_again = read_again
         self._quotas = quotas
         # Held from the reading of a configuration until it counts, so that of two calls the later one reads last.
         self._reloading = asyncio.Lock()
+        self._check = check
 
     async def reload(self) -> tuple[Sequence[str], Sequence[str]]:
         """Read the configuration again, and return the keys that count from now on, and those that need a restart.
 
         Raises:
-            ConflictError: it cannot be used; nothing has changed.
+            ConflictError: it cannot be used, or its budgets are too small for the jobs here; nothing has changed.
         """
         async with self._reloading:
             try:
@@ -50,6 +61,13 @@ class Configuration:
     def _take_over(self, config: DaemonConfig) -> tuple[Sequence[str], Sequence[str]]:
         changed = [key for key in DaemonConfig.model_fields if getattr(config, key) != getattr(self.present, key)]
         waiting = [key for key in changed if key != "quotas"]
+        try:
+            # A daemon that was started with too small a budget would not serve, or would refuse the ranks that attach
+            # again, so operators learn of it before the restart.
+            if any(key in changed for key in _BUDGETS):
+                self._check(config)
+        except BudgetExceededError as error:
+            raise ConflictError(f"the configuration stays as it is: {error}") from error
         if "quotas" in changed:
             self.present = self.present.model_copy(update={"quotas": config.quotas})
             self._quotas.replace(config.quotas)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -364,6 +365,34 @@ def test_changed_quotas_count_after_a_reload_and_other_keys_are_named(tmp_path: 
         clients.client().call("OpenReader", job="job")
         assert [entry["result"][:2] for entry in audited(daemon)] == ["OK", "OK", "FA", "OK"]
         assert daemon.stop() == 0
+
+
+def test_a_reload_refuses_budgets_that_the_jobs_do_not_fit_into_with_what_they_need(tmp_path: Path) -> None:
+    file = tmp_path / "state.toml"
+
+    def told(budgets: str) -> str:
+        kept = [line for line in before.splitlines() if not line.startswith(("host_budget", "nvme_budget"))]
+        file.write_text("\n".join([*kept, budgets]))
+        result = CliRunner().invoke(app, ["reload"], env=address_of(daemon))
+        assert (result.exit_code == 0) == ("a restart is needed" in result.stdout)
+        return result.stdout + result.stderr
+
+    with Daemon(tmp_path / "state") as daemon, Clients(daemon.address) as clients:
+        before = file.read_text()
+        clients.rank(Layout(name="job")).begin().train(1, 2)
+        small = told('host_budget = "16MiB"\nnvme_budget = "1MiB"')
+        assert "the configuration stays as it is: nvme_budget 1048576 is too small" in small
+        (nvme,) = re.findall(r"write at least (\d+)", small)
+        (host,) = re.findall(r"write at least (\d+)", told(f'host_budget = "1MiB"\nnvme_budget = {nvme}'))
+        assert "needed for: host_budget, nvme_budget" in told(f"host_budget = {host}\nnvme_budget = {nvme}")
+        assert daemon.stop() == 0
+    # The figures are enough for a daemon with the job, and its next steps.
+    budgets = {"host_budget": int(host), "nvme_budget": int(nvme)}
+    with Daemon(tmp_path / "state", budgets) as daemon, Clients(daemon.address) as clients:
+        rank = clients.rank(Layout(name="job"))
+        assert rank.resume() == 2
+        rank.train(3, 3)
+        rank.assert_at(3)
 
 
 def serving(daemon: Daemon, service: str) -> Any:

@@ -13,7 +13,7 @@ from paramserver.config import DaemonConfig
 from paramserver.errors import ConfigError
 from paramserver.security.quotas import Quotas
 from paramserver.services.configuration import Configuration
-from storage.errors import ConflictError
+from storage.errors import BudgetExceededError, ConflictError
 
 
 def config(sessions: int, **keys: Any) -> DaemonConfig:
@@ -22,10 +22,14 @@ def config(sessions: int, **keys: Any) -> DaemonConfig:
     return DaemonConfig.model_validate(required | {"quotas": {"default": {"sessions": sessions}}} | keys)
 
 
+def carries_anything(_: DaemonConfig) -> None:
+    """Accept a configuration, as a daemon without jobs does."""
+
+
 async def test_quotas_count_at_once_and_other_keys_wait_for_a_restart() -> None:
     first = config(1)
     quotas = Quotas(first.quotas)
-    configuration = Configuration(first, lambda: config(2, nvme_budget="2GiB"), quotas)
+    configuration = Configuration(first, lambda: config(2, nvme_budget="2GiB"), quotas, carries_anything)
     assert await configuration.reload() == (["quotas"], ["nvme_budget"])
     assert quotas.of("job").sessions == 2 and configuration.present.quotas.default.sessions == 2
     assert configuration.present.nvme_budget == 1 << 30
@@ -39,8 +43,21 @@ async def test_a_configuration_that_cannot_be_used_changes_nothing() -> None:
     first = config(1)
     quotas = Quotas(first.quotas)
     with pytest.raises(ConflictError, match="stays as it is: bad configuration: quotas"):
-        await Configuration(first, unusable, quotas).reload()
+        await Configuration(first, unusable, quotas, carries_anything).reload()
     assert quotas.of("job").sessions == 1
+
+
+async def test_budgets_that_are_too_small_are_refused_and_others_are_not_looked_at() -> None:
+    def refuse(changed: DaemonConfig) -> None:
+        raise BudgetExceededError(f"nvme_budget {int(changed.nvme_budget)} is too small")
+
+    first = config(1)
+    quotas = Quotas(first.quotas)
+    smaller = Configuration(first, lambda: config(2, nvme_budget="1MiB"), quotas, refuse)
+    with pytest.raises(ConflictError, match="stays as it is: nvme_budget 1048576 is too small"):
+        await smaller.reload()
+    assert quotas.of("job").sessions == 1
+    assert await Configuration(first, lambda: config(2), quotas, refuse).reload() == (["quotas"], [])
 
 
 async def test_of_two_calls_at_once_the_later_one_counts() -> None:
@@ -57,7 +74,7 @@ async def test_of_two_calls_at_once_the_later_one_counts() -> None:
         return found
 
     quotas = Quotas(first.quotas)
-    configuration = Configuration(first, read_slowly_at_first, quotas)
+    configuration = Configuration(first, read_slowly_at_first, quotas, carries_anything)
     earlier = asyncio.ensure_future(configuration.reload())
     await asyncio.to_thread(is_read.wait, 30)
     written.append(config(3))
