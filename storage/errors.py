@@ -63,15 +63,18 @@ class DamagedBlockError(DataLossError):
         self.nbytes = nbytes
         self.fqns: tuple[str, ...] = ()
 
+    @property
+    def version(self) -> str:
+        """The name of the slab and version for people; its label has a line feed between job and layout."""
+        return self.label.replace("\n", ", layout ")
+
     def __str__(self) -> str:
         # A block may have parts of thousands of small parameters.
         more = f" and {len(self.fqns) - MOST_SHOWN_FQNS} more" if len(self.fqns) > MOST_SHOWN_FQNS else ""
         whose = f" ({', '.join(self.fqns[:MOST_SHOWN_FQNS])}{more})" if self.fqns else ""
-        # In a label, a line feed separates the name of the job from that of its layout.
-        version = self.label.replace("\n", ", layout ")
         return (
-            f"{version}: bytes {self.offset} to {self.offset + self.nbytes}{whose} on nvme are damaged, stale or of "
-            "another shard; resume from an older step or a copy, and check the device"
+            f"{self.version}: bytes {self.offset} to {self.offset + self.nbytes}{whose} on nvme are damaged, stale or "
+            "of another shard; resume from an older step or a copy, and check the device"
         )
 
 

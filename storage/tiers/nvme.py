@@ -155,7 +155,7 @@ class NvmeTier:
     @property
     def problems(self) -> list[str]:
         """Texts for operators that say why the tier is degraded, except by stuck devices; empty if it is not."""
-        damaged = [f"{error.label} is damaged" for error in self._damaged.values()]
+        damaged = [f"{error.version} is damaged" for error in self._damaged.values()]
         problems = damaged[:MOST_NAMED] + ([f"{len(damaged)} versions are damaged"] if damaged[MOST_NAMED:] else [])
         if doubtful := sum(region.doubtful for region in self._unsynced):
             problems.append(f"{doubtful} versions were not confirmed by the device, and will be written again")

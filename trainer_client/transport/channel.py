@@ -34,7 +34,7 @@ from trainer_client.errors import (
     StoreUnavailableError,
     UnauthenticatedError,
 )
-from trainer_client.transport.credentials import NO_CREDENTIALS, Credentials
+from trainer_client.transport.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials
 
 SERVICE_NAME = "paramserver.v1.ParameterStore"
 
@@ -165,6 +165,12 @@ def translate(error: grpc.RpcError) -> StoreError:
         reason = (
             f"the store daemon cannot be reached any more ({reason}): look at its log, then restart the job; "
             "it resumes from the last commit"
+        )
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        reason = (
+            f"{reason}: the token was not given, is not in the daemon's token_file (any more), or has expired "
+            "(`paramserver tokens list` shows); write one that counts to the file of paramserver.token_file or "
+            f"${TOKEN_FILE_VARIABLE}, and start the job again"
         )
     kind = OtherModelError if is_about_the_model(error.trailing_metadata()) else _ERRORS.get(code, StoreError)
     return kind(code, reason)
