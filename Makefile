@@ -19,8 +19,8 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts matrix peers bench-check bench-storage bench-commits bench-dataplane bench-step bench-scale \
-  bench-moe bench-small bench-inference bench-plan plots docs proto lock clean distclean
+  fuzz readers restarts matrix peers runbooks bench-check bench-storage bench-commits bench-dataplane bench-step \
+  bench-scale bench-moe bench-small bench-inference bench-plan plots docs proto lock clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -114,6 +114,9 @@ peers: venv ## Run the tests that compare this library on two ranks with DeepSpe
 	$(PYTEST) --with peers -m peers --deepspeed "$(DEEPSPEED)" tests/integration/test_accelerate.py \
 	  tests/integration/test_as_deepspeed.py tests/integration/test_deepspeed_examples.py \
 	  tests/integration/test_lightning.py
+
+runbooks: venv ## Run the commands of docs/runbooks.md under jobs that train, on up to three nodes (namespaces need root)
+	$(PYTEST) --with runbooks tests/integration/test_runbooks.py
 
 bench-check: venv ## Run all benchmarks at a small size, and check their figures
 	$(PYTEST) --with bench -m bench tests/integration/test_bench_step.py tests/integration/test_benchmarks.py
