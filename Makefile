@@ -19,11 +19,12 @@ CODE := paramserver storage trainer_client benchmarks
 TORCH := 2.13.0
 
 .PHONY: help venv test suite deepspeed-tests chosen-tests test-pythons newest-venv test-newest lint format demo faults \
-  fuzz readers restarts matrix peers runbooks bench-check bench-storage bench-commits bench-dataplane bench-step \
-  bench-scale bench-moe bench-small bench-inference bench-plan plots docs proto lock clean distclean
+  fuzz readers restarts matrix peers runbooks prometheus-check bench-check bench-storage bench-commits bench-catalog \
+  bench-dataplane bench-step bench-scale bench-moe bench-small bench-inference bench-plan plots docs proto lock clean \
+  distclean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## Set up .venv with the pinned dependencies and this package (editable)
 
@@ -118,6 +119,9 @@ peers: venv ## Run the tests that compare this library on two ranks with DeepSpe
 runbooks: venv ## Run the commands of docs/runbooks.md under jobs that train, on up to three nodes (namespaces need root)
 	$(PYTEST) --with runbooks tests/integration/test_runbooks.py
 
+prometheus-check: venv ## Have Debian's prometheus watch daemons with planted faults, and check its alerts (some 2 minutes)
+	$(PYTEST) --with prometheus tests/integration/test_prometheus.py
+
 bench-check: venv ## Run all benchmarks at a small size, and check their figures
 	$(PYTEST) --with bench -m bench tests/integration/test_bench_step.py tests/integration/test_benchmarks.py
 
@@ -127,6 +131,9 @@ bench-storage: venv ## Measure the NVMe tier against fio, and commits; updates b
 bench-commits: N ?= 10000
 bench-commits: venv ## Measure files, memory and latency over N commits (N=10000); updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.storage.commits --commits $(N) --results
+
+bench-catalog: venv ## Measure a daemon with 10,000 jobs and 1,000,000 shards; updates benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.storage.catalog --results
 
 bench-dataplane: venv ## Measure leases and streams against echo, memcpy and TCP; updates benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.dataplane.transfers --json --results

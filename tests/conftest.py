@@ -23,7 +23,12 @@ REPORTED_SECONDS = 0.5
 FAILED_SECONDS = 20.0
 
 # The groups of tests that take minutes and run only when they are asked for: the name of the marker, and the target.
-GROUPS = {"peers": "make peers", "bench": "make bench-check", "runbooks": "make runbooks"}
+GROUPS = {
+    "peers": "make peers",
+    "bench": "make bench-check",
+    "runbooks": "make runbooks",
+    "prometheus": "make prometheus-check",
+}
 
 # The key of the user property under which a blocked loop is attached to a test's report.
 BLOCKED = "blocked"
