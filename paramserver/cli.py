@@ -78,6 +78,9 @@ def serve(
     page: Annotated[
         bool | None, typer.Option("--page/--no-page", help="Serve the page for people beside /metrics. [--page]")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="http://HOST:4317 of an OpenTelemetry collector, for spans of steps. [none]")
+    ] = None,
     health_listen: Annotated[
         str | None, typer.Option(help="HOST:PORT of the health service alone, without TLS, for probes. [none]")
     ] = None,
@@ -111,6 +114,7 @@ def serve(
         "token_file": token_file,
         "metrics_listen": metrics_listen,
         "page": page,
+        "otlp_endpoint": otlp_endpoint,
         "health_listen": health_listen,
         "huge_pages": huge_pages,
         "lock_memory": lock_memory,

@@ -11,7 +11,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from paramserver.contract.address import host_and_port, is_loopback
+from paramserver.contract.address import (
+    check_collector,
+    crosses_a_network_in_the_clear,
+    host_and_port,
+    is_loopback,
+)
 from paramserver.contract.chunks import MAX_CHUNK_BYTES
 from paramserver.contract.sockets import check_path
 from paramserver.errors import ConfigError
@@ -77,6 +82,11 @@ class DaemonConfig(BaseModel):
         ge=0,
         le=10_000,
         description="most jobs with metrics of their own: those in use first, then the newest commits",
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="http://HOST:4317 or https://HOST:4317 of an OpenTelemetry collector, which gets the spans of the "
+        "steps that trainers have traced; needs the extra `telemetry`",
     )
     health_listen: str | None = Field(
         default=None,
@@ -197,6 +207,19 @@ class DaemonConfig(BaseModel):
                     "certs` makes them), listen on 127.0.0.1, or set `insecure = true` (--insecure) on a trusted "
                     "network"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_collector(self) -> DaemonConfig:
+        if self.otlp_endpoint is None:
+            return self
+        check_collector(self.otlp_endpoint)
+        if crosses_a_network_in_the_clear(self.otlp_endpoint) and not self.insecure:
+            raise ValueError(
+                f"otlp_endpoint: the names of jobs and tensors would cross a network in the clear to "
+                f"{self.otlp_endpoint}; use https://, a collector on this machine, or set `insecure = true` "
+                "(--insecure) on a trusted network"
+            )
         return self
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ from paramserver import __version__
 from paramserver.config import DaemonConfig
 from paramserver.contract.address import is_loopback
 from paramserver.contract.limits import MAX_FRAME_BYTES, UNITS_MAPPED_AT_ONCE
+from paramserver.contract.otlp import OtlpError, SpanSender
 from paramserver.contract.sockets import grpc_target
 from paramserver.dataplane.arena_socket import ArenaSocket, clear_socket
 from paramserver.dataplane.chunk_budget import ChunkBudget
@@ -52,6 +53,7 @@ from paramserver.services.configuration import Configuration
 from paramserver.services.parameter_store import ParameterStore
 from paramserver.services.store_admin import StoreAdmin
 from paramserver.services.store_view import StoreView
+from paramserver.services.telemetry import Telemetry
 from paramserver.services.tracing import Traces
 from paramserver.sessions.drain import Drain
 from paramserver.sessions.notices import describe_waits
@@ -224,7 +226,8 @@ async def _serve(
             *_connection_limits(config),
         ]
     )
-    access = Access(gate, sessions)
+    telemetry = _send_spans(config, engine, welcome.epoch, cleanup)
+    access = Access(gate, sessions) if telemetry is None else Access(gate, sessions, telemetry.note_call)
     streams = Streams(engine, chunk_budget, config.stream_window)
     health_service = health.aio.HealthServicer()
     services = (STORE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE)
@@ -255,6 +258,28 @@ async def _serve(
         session_service.announce_stop()
         await server.stop(STOP_GRACE_SECONDS)
         config.socket_path.unlink(missing_ok=True)
+
+
+def _send_spans(
+    config: DaemonConfig, engine: Engine, epoch: str, cleanup: contextlib.AsyncExitStack
+) -> Telemetry | None:
+    """Send the spans of traced steps to the collector until `cleanup`; None: the configuration names no collector.
+
+    Raises:
+        ConfigError: the packages that this needs are not installed.
+    """
+    if config.otlp_endpoint is None:
+        return None
+    attributes = {"service.name": "paramserver", "service.version": __version__, "service.instance.id": epoch}
+    try:
+        sender = SpanSender(config.otlp_endpoint, attributes)
+    except OtlpError as error:
+        raise ConfigError(f"otlp_endpoint = {config.otlp_endpoint}: {error}") from error
+    cleanup.push_async_callback(asyncio.to_thread, sender.close)
+    telemetry = Telemetry(sender)
+    engine.tracer.listen(telemetry.note_span)
+    log.info("spans of traced steps go to %s", config.otlp_endpoint)
+    return telemetry
 
 
 async def _start(

@@ -7,6 +7,7 @@ leave an engine behind after an error.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from trainer_client.access import StateAccess
@@ -16,6 +17,7 @@ from trainer_client.engine import Engine
 from trainer_client.engine_core import EngineParts
 from trainer_client.model.plain_state import PlainState
 from trainer_client.report.reporter import Reporter
+from trainer_client.report.step_export import StepExport
 from trainer_client.report.step_report import RankPlace
 from trainer_client.report.step_trace import StepTrace
 from trainer_client.run.backward_passes import BackwardPasses
@@ -91,7 +93,7 @@ def _make_parts(
         parameters=len(user.parameters),
         required=() if _may_be_unused(rank.settings) else user.parameters,
     )
-    trace = _make_trace(rank, resources)
+    traces = _make_traces(rank, resources)
     clock = Clock()
     residency = _make_residency(rank, job)
     for unit in job.units:
@@ -137,7 +139,7 @@ def _make_parts(
         run_state=_make_run_state(user, rank, made_with, micro_batches, step, scaler, clock),
         checkpoints=Checkpoints(user, rank, job.states, leads_store=job.leads_store),
         offload=StateOffload(job.states, gradients),
-        reporter=_make_reporter(user, rank, job, residency, trace),
+        reporter=_make_reporter(user, rank, job, residency, traces),
     )
 
 
@@ -159,13 +161,17 @@ def _make_gradients(rank: RankContext, job: Job, early: EarlyUpdates, clipping: 
     )
 
 
-def _make_trace(rank: RankContext, resources: ExitStack) -> StepTrace | None:
-    section = rank.settings.paramserver.trace
-    if section is None:
-        return None
-    trace = StepTrace(section, rank.recorder, rank.store, rank.collectives.rank)
-    resources.callback(trace.close)
-    return trace
+def _make_traces(rank: RankContext, resources: ExitStack) -> Sequence[StepTrace | StepExport]:
+    """Make the trace that goes to a file and the one that goes to a collector, if the config has them."""
+    section, number = rank.settings.paramserver, rank.collectives.rank
+    traces: list[StepTrace | StepExport] = []
+    if section.trace is not None:
+        traces.append(StepTrace(section.trace, rank.recorder, rank.store, number))
+    if section.telemetry is not None:
+        traces.append(StepExport(section.telemetry, rank.recorder, rank.store, job=section.job, rank=number))
+    for trace in traces:
+        resources.callback(trace.close)
+    return traces
 
 
 def _make_residency(rank: RankContext, job: Job) -> Residency:
@@ -216,7 +222,7 @@ def _make_run_state(
 
 
 def _make_reporter(
-    user: UserObjects, rank: RankContext, job: Job, residency: Residency, trace: StepTrace | None
+    user: UserObjects, rank: RankContext, job: Job, residency: Residency, traces: Sequence[StepTrace | StepExport]
 ) -> Reporter:
     place = RankPlace(
         parameters=sum(parameter.shape.numel() for parameter in user.parameters),
@@ -224,7 +230,7 @@ def _make_reporter(
         sharers=job.sharers,
         data_plane=rank.store.plane.name,
     )
-    return Reporter(rank.recorder, residency.counters, rank.store, place, trace)
+    return Reporter(rank.recorder, residency.counters, rank.store, place, traces)
 
 
 def _survive_restarts(rank: RankContext, job: Job, commits: Commits) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
+from paramserver.contract.bearer import TraceParent
 from trainer_client import comm
 from trainer_client.assembly import make_engine
 from trainer_client.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -401,7 +402,10 @@ def _connect(
     """Open a session with the operator's daemon, or with one that the first rank of this node starts. A collective."""
     address, credentials = find_store(settings, collectives, local_rank, resources)
     client = f"pid {os.getpid()} on {socket.gethostname()}, rank {collectives.rank} of {collectives.world_size}"
-    store = RankStore(address, client, credentials, prefer_streams=prefer_streams, recorder=recorder)
+    trace_parent = None if settings.paramserver.telemetry is None else TraceParent()
+    store = RankStore(
+        address, client, credentials, prefer_streams=prefer_streams, recorder=recorder, trace_parent=trace_parent
+    )
     resources.callback(store.close)
     log.info("rank %d: store daemon at %s, data plane: %s", collectives.rank, address, store.plane.name)
     return store

@@ -122,12 +122,19 @@ class Recorder:
         self._phase = "idle"
         self._phase_began = now
         self._stalled_ever = 0.0
-        self._spans: list[Span] | None = None
+        # The lists of the traces that are being taken. A tuple that is replaced as a whole, because other threads
+        # iterate over it.
+        self._traces: tuple[list[Span], ...] = ()
         self._computing: tuple[str, float] | None = None
 
     @property
     def is_tracing(self) -> bool:
-        return self._spans is not None
+        return bool(self._traces)
+
+    @property
+    def step_began(self) -> float:
+        """The begin of the step under way."""
+        return self._sums.began
 
     def enter_phase(self, name: str) -> None:
         """Begin a phase of the step, as phases.py names it; the former phase ends."""
@@ -143,7 +150,7 @@ class Recorder:
             part: "forward" or "backward"; None: no code of the model runs.
             unit: name of the unit; "" is the root.
         """
-        if self._spans is None:
+        if not self._traces:
             return
         now, name = time.monotonic(), None if part is None else f"{part} {unit or ROOT_NAME}"
         if self._computing is not None:
@@ -204,18 +211,26 @@ class Recorder:
         sums.ended = self._phase_began
         return sums
 
-    def start_trace(self) -> None:
-        """Begin to keep spans."""
-        self._spans = []
+    def start_trace(self) -> list[Span]:
+        """Begin to keep spans in a new list, at most MAX_SPANS, and return it. Several traces may be taken at once."""
+        spans: list[Span] = []
+        self._traces = (*self._traces, spans)
+        return spans
 
-    def stop_trace(self) -> list[Span]:
-        """Stop keeping spans, and return those since `start_trace`, at most MAX_SPANS."""
+    def stop_trace(self, spans: list[Span]) -> list[Span]:
+        """Stop keeping spans in the list that `start_trace` returned, and return it."""
+        # The code of the model that runs now ends for this trace, and begins anew for the others.
+        computing = self._computing
         self.compute(None)
-        spans, self._spans = self._spans or [], None
+        self._traces = tuple(kept for kept in self._traces if kept is not spans)
+        if self._traces and computing is not None:
+            self._computing = (computing[0], time.monotonic())
         return spans
 
     def _note(self, row: str, name: str, began: float, ended: float, nbytes: int = 0) -> None:
-        # The attribute is read only once, because another thread may end the trace meanwhile.
-        spans = self._spans
-        if spans is not None and len(spans) < MAX_SPANS:
-            spans.append(Span(row=row, name=name, began=began, ended=ended, nbytes=nbytes))
+        # The attribute is read only once, because another thread may end a trace meanwhile.
+        if traces := self._traces:
+            span = Span(row=row, name=name, began=began, ended=ended, nbytes=nbytes)
+            for spans in traces:
+                if len(spans) < MAX_SPANS:
+                    spans.append(span)

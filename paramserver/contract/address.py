@@ -1,9 +1,10 @@
-"""The address of a daemon, as users write it: `unix:/path` or `host:port`."""
+"""The addresses that users write: of a daemon `unix:/path` or `host:port`, of a collector `http://host:port`."""
 
 from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from paramserver.contract.sockets import check_path
 
@@ -53,3 +54,22 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_collector(endpoint: str) -> str:
+    """Return the address of a collector, after checking its form.
+
+    Raises:
+        ValueError: it is not `http://HOST:PORT` or `https://HOST:PORT`.
+    """
+    parts = urlsplit(endpoint)
+    # `port` raises ValueError for a port that is not a number, or above 65535.
+    if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port or parts.path not in ("", "/"):
+        raise ValueError(f"{endpoint!r} is no address of a collector: write http://HOST:4317 or https://HOST:4317")
+    return endpoint
+
+
+def crosses_a_network_in_the_clear(endpoint: str) -> bool:
+    """Return whether a collector is on another machine and its connection is not encrypted."""
+    parts = urlsplit(endpoint)
+    return parts.scheme == "http" and not is_loopback(f"{parts.hostname}:{parts.port}")

@@ -1,11 +1,15 @@
-"""The interceptor by which a client sends its token in the metadata of every call, as the contract demands."""
+"""The interceptors by which a client adds metadata to its calls: its token, as the contract demands, and its trace."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grpc
+
+# The name of the header of W3C Trace Context, which gRPC carries as metadata.
+TRACEPARENT = "traceparent"
 
 
 class _CallDetails(NamedTuple):
@@ -19,39 +23,66 @@ class _CallDetails(NamedTuple):
     compression: Any
 
 
-class TokenBearer(
+class _Bearer(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """An interceptor that adds the token to the metadata of every call."""
+    """An interceptor that adds metadata to every call."""
 
-    def __init__(self, token: str) -> None:
-        self._added = ("authorization", f"Bearer {token}")
+    @abstractmethod
+    def added(self) -> tuple[tuple[str, str], ...]:
+        """Return the pairs of key and value that a call gets which begins now."""
 
     def intercept_unary_unary(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_token(client_call_details), request)
+        return continuation(self._with_more(client_call_details), request)
 
     def intercept_unary_stream(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_token(client_call_details), request)
+        return continuation(self._with_more(client_call_details), request)
 
     def intercept_stream_unary(
         self, continuation: Callable[..., Any], client_call_details: Any, request_iterator: Any
     ) -> Any:
-        return continuation(self._with_token(client_call_details), request_iterator)
+        return continuation(self._with_more(client_call_details), request_iterator)
 
     def intercept_stream_stream(
         self, continuation: Callable[..., Any], client_call_details: Any, request_iterator: Any
     ) -> Any:
-        return continuation(self._with_token(client_call_details), request_iterator)
+        return continuation(self._with_more(client_call_details), request_iterator)
 
-    def _with_token(self, details: Any) -> _CallDetails:
+    def _with_more(self, details: Any) -> _CallDetails:
         return _CallDetails(
             method=details.method,
             timeout=details.timeout,
-            metadata=[*(details.metadata or ()), self._added],
+            metadata=[*(details.metadata or ()), *self.added()],
             credentials=details.credentials,
             wait_for_ready=details.wait_for_ready,
             compression=details.compression,
         )
+
+
+class TokenBearer(_Bearer):
+    """An interceptor that adds the token to the metadata of every call."""
+
+    def __init__(self, token: str) -> None:
+        self._added = (("authorization", f"Bearer {token}"),)
+
+    def added(self) -> tuple[tuple[str, str], ...]:
+        return self._added
+
+
+class TraceParent(_Bearer):
+    """An interceptor that adds W3C's `traceparent` to the metadata of every call, while there is a trace.
+
+    Attributes:
+        value: the header that names the span within which calls are made now; None: no trace is taken. Any thread may
+            read it, and one writes it.
+    """
+
+    def __init__(self) -> None:
+        self.value: str | None = None
+
+    def added(self) -> tuple[tuple[str, str], ...]:
+        value = self.value
+        return () if value is None else ((TRACEPARENT, value),)

@@ -7,12 +7,14 @@ send the calls for another node's daemon through that proxy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import grpc
 
 from paramserver.contract.address import is_socket, socket_path
-from paramserver.contract.bearer import TokenBearer
+from paramserver.contract.bearer import TokenBearer, TraceParent
 from paramserver.contract.sockets import grpc_target
 
 Options = Sequence[tuple[str, int | str]]
@@ -46,7 +48,12 @@ def target_of(address: str) -> str:
 
 
 def channel_to(
-    address: str, *, options: Options = (), tls: TlsFiles | None = None, token: str | None = None
+    address: str,
+    *,
+    options: Options = (),
+    tls: TlsFiles | None = None,
+    token: str | None = None,
+    trace: TraceParent | None = None,
 ) -> grpc.Channel:
     """Return a channel to the daemon at `unix:/path` or `host:port`. The channel connects when it is first used.
 
@@ -54,6 +61,7 @@ def channel_to(
         options: gRPC's channel arguments in addition to NO_PROXY.
         tls: used for TCP. A UNIX socket needs none, because the mode of its file says who may connect.
         token: added to the metadata of every call.
+        trace: adds the caller's span to the metadata of every call, while it has one.
 
     Raises:
         ValueError, OSError: see `target_of`.
@@ -63,4 +71,21 @@ def channel_to(
         channel = grpc.secure_channel(target, grpc.ssl_channel_credentials(*tls), options=options)
     else:
         channel = grpc.insecure_channel(target, options=options)
-    return channel if token is None else grpc.intercept_channel(channel, TokenBearer(token))
+    bearers = [*([] if token is None else [TokenBearer(token)]), *([] if trace is None else [trace])]
+    return grpc.intercept_channel(channel, *bearers) if bearers else channel
+
+
+def collector_channel(endpoint: str, authorities: Path | None = None) -> grpc.Channel:
+    """Return a channel to an OpenTelemetry collector at `http://HOST:PORT`, or encrypted at `https://HOST:PORT`.
+
+    Args:
+        authorities: PEM file of the authorities that sign the collector's certificate; None: those of gRPC.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    parts = urlsplit(endpoint)
+    if parts.scheme == "http":
+        return grpc.insecure_channel(parts.netloc, options=NO_PROXY)
+    roots = None if authorities is None else authorities.read_bytes()
+    return grpc.secure_channel(parts.netloc, grpc.ssl_channel_credentials(roots), options=NO_PROXY)

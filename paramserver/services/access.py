@@ -5,6 +5,7 @@ Owns nothing. Must never remember an answer, because tokens are withdrawn and se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from paramserver.rpc.checked_server import Admit
@@ -18,9 +19,13 @@ from paramserver.sessions.sessions import Sessions
 class Access:
     """The checks of all rights."""
 
-    def __init__(self, gate: Gate, sessions: Sessions) -> None:
+    def __init__(
+        self, gate: Gate, sessions: Sessions, on_session: Callable[[Session, Context], None] = lambda *_: None
+    ) -> None:
+        """Make the checks. `on_session` is called with each session whose call is admitted, and with that call."""
         self._gate = gate
         self._sessions = sessions
+        self._on_session = on_session
 
     def admission(self, right: Right) -> Admit:
         """Return the check of a right, which raises RefusedError or NotFoundError if the caller lacks the right."""
@@ -45,6 +50,7 @@ class Access:
         caller = self._gate.principal(context)
         session = self._sessions.get(session_id)
         check_owner(caller, session.owner)
+        self._on_session(session, context)
         return session
 
     def _admit_principal(self, _: Any, context: Context) -> Principal:

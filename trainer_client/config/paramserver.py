@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ByteSize,
     Field,
@@ -17,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from paramserver.contract.address import check_collector, crosses_a_network_in_the_clear
 from paramserver.contract.durability import DURABILITY_PATTERN
 from trainer_client.config.checkpoints import CheckpointsSection
 from trainer_client.config.home import Home
@@ -113,6 +115,25 @@ class TraceSection(Section):
         return {"file": value} if isinstance(value, str | Path) else value
 
 
+class TelemetrySection(Section):
+    """Traces of steps for an OpenTelemetry collector, to which this rank sends its spans.
+
+    The daemon sends its own, to the collector that its key `otlp_endpoint` names. A daemon that the job starts itself
+    gets this one.
+    """
+
+    endpoint: Annotated[str, AfterValidator(check_collector)] = Field(
+        description='`"telemetry": "http://HOST:4317"` for short: the collector that gets a trace of steps: '
+        "[performance](performance.md#opentelemetry)"
+    )
+    every_steps: PositiveInt = Field(default=1, description="the first of so many steps is traced; 1: all")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_address(cls, value: Any) -> Any:
+        return {"endpoint": value} if isinstance(value, str) else value
+
+
 class InferenceSection(Section):
     """An engine for inference, which `initialize` returns without an optimizer: [inference](inference.md)."""
 
@@ -144,7 +165,7 @@ class ParamserverSection(Section):
     )
     tls: Annotated[TlsSection, Agreement.NONE] = Field(default=TlsSection(), description="encryption of TCP")
     insecure: Annotated[bool, Agreement.NONE] = Field(
-        default=False, description="let the token cross a network in the clear"
+        default=False, description="let the token, and spans for a collector, cross a network in the clear"
     )
     job: Annotated[str, Field(min_length=1)] = Field(default="default", description="name of the job in the store")
     peers: tuple[str, ...] = Field(
@@ -218,3 +239,17 @@ class ParamserverSection(Section):
     inference: InferenceSection = Field(default=InferenceSection(), description="an engine without an optimizer")
     # Each rank writes its trace on its own, so ranks may differ.
     trace: Annotated[TraceSection | None, Agreement.NONE] = Field(default=None, description="a trace of some steps")
+    # Each rank sends its spans on its own, and nodes may have collectors of their own.
+    telemetry: Annotated[TelemetrySection | None, Agreement.NONE] = Field(
+        default=None, description="traces of steps for an OpenTelemetry collector"
+    )
+
+    @model_validator(mode="after")
+    def _check_collector(self) -> ParamserverSection:
+        if self.telemetry is not None and crosses_a_network_in_the_clear(self.telemetry.endpoint) and not self.insecure:
+            raise ValueError(
+                f"telemetry.endpoint {self.telemetry.endpoint} is on another machine, and names of jobs and tensors "
+                "would cross a network in the clear: use https://, a collector on this machine, or set "
+                "paramserver.insecure to true on a network that you trust"
+            )
+        return self

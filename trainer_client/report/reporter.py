@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import grpc
 
 from paramserver.v1 import parameter_store_pb2 as pb
 from trainer_client.recorder import Recorder, StepSums
+from trainer_client.report.step_export import StepExport
 from trainer_client.report.step_report import RankPlace, Roofline, StepReport, StoreWork, make_report
 from trainer_client.report.step_trace import StepTrace
 from trainer_client.step.gather_counters import GatherCounters, UnitGathers
@@ -54,7 +55,7 @@ class Reporter:
         gathers: GatherCounters,
         store: RankStore,
         place: RankPlace,
-        trace: StepTrace | None = None,
+        traces: Sequence[StepTrace | StepExport] = (),
     ) -> None:
         """Request the store's counters from before the first step. Does not wait.
 
@@ -63,13 +64,13 @@ class Reporter:
             gathers: counts this rank's gathers.
             store: gives its counters.
             place: this rank's place in the job.
-            trace: gets each step that ends; None: no trace is taken.
+            traces: get each step that ends.
         """
         self._recorder = recorder
         self._gathers = gathers
         self._store = store
         self._place = place
-        self._trace = trace
+        self._traces = traces
         self._roofline = Roofline()
         # The times and counts that were recorded before the first step belong to no report.
         recorder.end_step()
@@ -91,8 +92,8 @@ class Reporter:
         step = _Step(number=number, sums=sums, gathers=gathers, line=line, answered=threading.Event())
         self._last = step
         self._store.read_counters().add_done_callback(lambda future: self._answer(step, future))
-        if self._trace is not None:
-            self._trace.end_step(number, sums)
+        for trace in self._traces:
+            trace.end_step(number, sums)
 
     def last(self) -> StepReport | None:
         """Return the report of the newest step, after waiting for the store's quick answer; None before the first."""

@@ -111,14 +111,14 @@ class StepTrace:
             if len(self._steps) < self._section.steps:
                 self._collect(ends=False)
             else:
-                self._spans = self._recorder.stop_trace()
+                self._recorder.stop_trace(self._spans)
                 self._state = _State.DRAINING
         self._begin_if_due()
 
     def close(self) -> None:
         """End the trace because the run ends, and wait until the file with the steps traced so far is written."""
         if self._state is _State.TRACING:
-            self._spans = self._recorder.stop_trace()
+            self._recorder.stop_trace(self._spans)
         if self._state in (_State.TRACING, _State.DRAINING):
             self._finish()
         elif self._state is _State.BEFORE:
@@ -133,7 +133,7 @@ class StepTrace:
     def _begin_if_due(self) -> None:
         if self._state is _State.BEFORE and self._made == self._section.first_step - 1:
             self._state = _State.TRACING
-            self._recorder.start_trace()
+            self._spans = self._recorder.start_trace()
             self._collect(ends=False)
 
     def _collect(self, *, ends: bool) -> None:

@@ -105,6 +105,10 @@ class LocalDaemon:
             *("--host-budget", str(int(config.paramserver.host_budget))),
             *("--nvme-budget", str(int(config.paramserver.nvme_budget))),
         ]
+        if config.paramserver.telemetry is not None:
+            options += ["--otlp-endpoint", config.paramserver.telemetry.endpoint]
+            # The config allows a collector on another machine only with this, and so does the daemon.
+            options += ["--insecure"] if config.paramserver.insecure else []
         return cls(state_dir, options, restarts=config.paramserver.reattach_timeout_seconds > 0)
 
     def _start_again(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from paramserver.contract.bearer import TraceParent
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import parameter_store_pb2_grpc as pb_grpc
 from paramserver.v1.store_admin_pb2_grpc import StoreAdminStub
@@ -36,6 +37,7 @@ class Attachment:
         client: name of this client, shown to people who operate the daemon.
         credentials: token and TLS files to connect with.
         prefer_streams: use gRPC streams even if the arena can be mapped.
+        trace_parent: adds the span of the step under way to every call; None: the calls have no trace.
         on_lost: called once, on the session's thread, with the attachment and the error, if the session ends otherwise
             than by `close`.
 
@@ -51,11 +53,12 @@ class Attachment:
         credentials: Credentials,
         *,
         prefer_streams: bool,
+        trace_parent: TraceParent | None = None,
         on_lost: Callable[[Attachment, StoreError], None],
     ) -> None:
         self._failure: StoreError | None = None
         self.arena: Arena | None = None
-        self._channel = open_channel(address, credentials)
+        self._channel = open_channel(address, credentials, trace_parent)
         with ExitStack() as opened:
             opened.callback(self._channel.close)
             self.stub = pb_grpc.ParameterStoreStub(self._channel)

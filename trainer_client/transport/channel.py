@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.contract.address import ADDRESS_VARIABLE, is_socket, socket_path
 from paramserver.contract.answered import is_about_the_model, is_answer
+from paramserver.contract.bearer import TraceParent
 from paramserver.contract.limits import MAX_FRAME_BYTES
 from paramserver.contract.printable import printable
 from paramserver.contract.sockets import with_real_paths
@@ -101,15 +102,17 @@ def check_address(address: str) -> str:
     return address
 
 
-def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.Channel:
-    """Return a channel to the daemon, which connects on first use.
+def open_channel(
+    address: str, credentials: Credentials = NO_CREDENTIALS, trace: TraceParent | None = None
+) -> grpc.Channel:
+    """Return a channel to the daemon, which connects on first use. `trace` adds the caller's span to its calls.
 
     Raises:
         ConfigError: the address is malformed, a file of the credentials cannot be used, or a token would cross the
             network unencrypted.
         StoreUnavailableError: the socket's path is too long for the kernel, and its directory does not exist.
     """
-    return credentials.connect(check_address(address), _OPTIONS)
+    return credentials.connect(check_address(address), _OPTIONS, trace)
 
 
 def is_serving(channel: grpc.Channel, timeout_seconds: float) -> bool:

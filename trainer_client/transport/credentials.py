@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from paramserver.contract.address import is_loopback, is_socket
+from paramserver.contract.bearer import TraceParent
 from paramserver.contract.channel import Options, TlsFiles, channel_to
 from trainer_client.errors import ConfigError, StoreUnavailableError
 
@@ -83,7 +84,7 @@ class Credentials:
             )
         return token
 
-    def connect(self, address: str, options: Options) -> grpc.Channel:
+    def connect(self, address: str, options: Options, trace: TraceParent | None = None) -> grpc.Channel:
         """Return a channel to `address` that uses these credentials; the caller has checked the address.
 
         Raises:
@@ -99,7 +100,7 @@ class Credentials:
                 "paramserver.insecure to true on a network that you trust"
             )
         try:
-            return channel_to(address, options=options, tls=tls, token=token)
+            return channel_to(address, options=options, tls=tls, token=token, trace=trace)
         except OSError as error:
             raise StoreUnavailableError(
                 grpc.StatusCode.UNAVAILABLE, f"the directory of {address} cannot be used: {error.strerror}"

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from paramserver.contract.bearer import TraceParent
 from paramserver.contract.kinds import GRAD
 from paramserver.v1 import parameter_store_pb2 as pb
 from paramserver.v1 import store_admin_pb2 as admin_pb
@@ -59,6 +60,7 @@ class RankStore:
         credentials: token and TLS files to connect with.
         prefer_streams: use gRPC streams even if the arena can be mapped.
         recorder: records waits and moved bytes.
+        trace_parent: adds the span of the step under way to every call; None: the calls have no trace.
 
     Raises:
         ConfigError: the address or the credentials cannot be used.
@@ -73,6 +75,7 @@ class RankStore:
         *,
         prefer_streams: bool = False,
         recorder: Recorder | None = None,
+        trace_parent: TraceParent | None = None,
     ) -> None:
         self._as_of_step: int | None = None  # None: reads see the newest version, committed or not
         self.address = address
@@ -83,7 +86,10 @@ class RankStore:
         self._groups: list[pb.ShardGroup] = []
         # A thread of its own sends gradients, because that may take long.
         self._hand_overs = ThreadPoolExecutor(1, "paramserver-hand-over")
-        attach = partial(Attachment, address, client, credentials, prefer_streams=prefer_streams)
+        self.trace_parent = trace_parent
+        attach = partial(
+            Attachment, address, client, credentials, prefer_streams=prefer_streams, trace_parent=trace_parent
+        )
         self._attachments = Attachments(attach, address, credentials, self._recorder)
 
     def survive_restarts(self, survival: Survival, *, layout: str, newest: int | None) -> None:
@@ -113,6 +119,11 @@ class RankStore:
     @property
     def session_id(self) -> str:
         return self._attachments.current.session_id
+
+    @property
+    def run_id(self) -> str:
+        """The random name of this run of the job, the same on all ranks; "" before `open_job`."""
+        return self._job.run_id
 
     @property
     def epoch(self) -> str:

@@ -182,6 +182,7 @@ EVERY_KEY = {
     "page": ("false", "false"),
     "audit_log": ('"/d/audit"', "/d/audit"),
     "audit_log_bytes": ('"1MiB"', "1MiB"),
+    "otlp_endpoint": ('"http://127.0.0.1:4317"', "http://127.0.0.1:4317"),
     "health_listen": ('"0.0.0.0:7412"', "0.0.0.0:7412"),
     "log_level": ('"debug"', "debug"),
     "log_format": ('"json"', "json"),

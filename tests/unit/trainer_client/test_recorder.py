@@ -64,13 +64,13 @@ def test_spans_are_kept_only_while_a_trace_is_taken(monkeypatch: pytest.MonkeyPa
     recorder = Recorder()
     recorder.compute("forward", "blocks.0")
     recorder.stalled(Cause.FETCH, "blocks.0", 1.0, 2.0)
-    recorder.start_trace()
+    trace = recorder.start_trace()
     assert recorder.is_tracing
     recorder.compute("forward", "")
     recorder.compute("backward", "blocks.0")
     recorder.stalled(Cause.COMMIT, "step 1", 3.0, 4.0)
     recorder.fetched("blocks.1", 5.0)
-    spans = recorder.stop_trace()
+    spans = recorder.stop_trace(trace)
 
     assert [(span.row, span.name) for span in spans] == [
         ("compute", "forward (root)"),
@@ -79,10 +79,26 @@ def test_spans_are_kept_only_while_a_trace_is_taken(monkeypatch: pytest.MonkeyPa
         ("compute", "backward blocks.0"),
     ]
     assert not recorder.is_tracing
-    assert recorder.stop_trace() == []
+    recorder.fetched("blocks.2", 5.0)
+    assert len(spans) == 4
 
     monkeypatch.setattr(recorder_module, "MAX_SPANS", 1)
-    recorder.start_trace()
+    trace = recorder.start_trace()
     for _ in range(3):
         recorder.fetched("blocks.1", 5.0)
-    assert len(recorder.stop_trace()) == 1
+    assert len(recorder.stop_trace(trace)) == 1
+
+
+def test_two_traces_at_once_have_each_their_own_spans() -> None:
+    recorder = Recorder()
+    first = recorder.start_trace()
+    recorder.compute("forward", "blocks.0")
+    second = recorder.start_trace()
+    recorder.fetched("blocks.1", 5.0)
+    recorder.stop_trace(first)
+    recorder.compute("forward", "blocks.1")
+    recorder.stop_trace(second)
+
+    assert [span.name for span in first] == ["blocks.1", "forward blocks.0"]
+    assert [span.name for span in second] == ["blocks.1", "forward blocks.0", "forward blocks.0", "forward blocks.1"]
+    assert second[1].ended <= second[2].began, "what runs when the first trace ends is cut in two for the second"

@@ -1,0 +1,89 @@
+"""The store's part of the traces that trainers take for an OpenTelemetry collector.
+
+A trainer names the span of its step in the metadata of its calls (W3C's `traceparent`). The spans of the engine that
+belong to its job, and that begin while that step is under way, become children of it. Owns the sender of the spans, and
+which step of which job is traced. Must never send spans of a job whose trainer takes no trace.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from paramserver.contract.bearer import TRACEPARENT
+from paramserver.contract.otlp import Parent, SpanSender
+from paramserver.security.gate import Context
+from paramserver.sessions.session import Session
+from storage.shard import LAYOUT_SEPARATOR
+from storage.tracing import Activity, Span
+
+# The jobs that are remembered, and the steps of each. An operation may end some steps after the one in which it began.
+_MOST_JOBS = 256
+_MOST_STEPS = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Traced:
+    """The steps of one job, oldest first: since when (of time.monotonic()) which step was under way.
+
+    A parent of None stands for steps without a trace. `header` is the newest one that was seen, "" for none.
+    """
+
+    header: str = ""
+    steps: deque[tuple[float, Parent | None]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+
+    def at(self, began: float) -> Parent | None:
+        """Return the span of the step that was under way at a time; None if it is not known, or had no trace."""
+        return next((parent for since, parent in reversed(self.steps) if since <= began), None)
+
+
+class Telemetry:
+    """The sender of the engine's spans. `note_call` is called on the event loop, `note_span` on any thread."""
+
+    def __init__(self, sender: SpanSender) -> None:
+        self._sender = sender
+        self._lock = threading.Lock()
+        self._jobs: OrderedDict[str, _Traced] = OrderedDict()
+
+    def note_call(self, session: Session, context: Context) -> None:
+        """Note which step a call of a rank belongs to, if it belongs to one that is traced."""
+        if session.run is None:
+            return
+        header = next((value for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
+        name, now = session.run.spec.name, time.monotonic()
+        with self._lock:
+            traced = self._jobs.get(name)
+            if traced is None:
+                if not header:
+                    return
+                traced = self._jobs[name] = _Traced()
+                if len(self._jobs) > _MOST_JOBS:
+                    self._jobs.popitem(last=False)
+            # The ranks of a step share its trace, so the spans are put below the rank whose call came first.
+            if _trace_id(header) != _trace_id(traced.header):
+                parent = self._sender.parent_of(str(header)) if header else None
+                traced.steps.append((now, parent))
+                self._jobs.move_to_end(name)
+            traced.header = str(header)
+
+    def note_span(self, span: Span) -> None:
+        """Send an operation that has ended, if the step in which it began is traced."""
+        # Background verification reads bytes of a job at any time, for no step.
+        if span.activity is Activity.SCRUB:
+            return
+        name = span.job.partition(LAYOUT_SEPARATOR)[0]
+        with self._lock:
+            traced = self._jobs.get(name)
+            parent = None if traced is None else traced.at(span.began_seconds)
+        if parent is not None:
+            attributes: dict[str, str | int] = {"paramserver.job": name, "paramserver.subject": span.subject}
+            if span.nbytes:
+                attributes["paramserver.bytes"] = span.nbytes
+            self._sender.add(parent, span.activity.value, span.began_seconds, span.ended_seconds, attributes)
+
+
+def _trace_id(header: str | bytes) -> str:
+    """Return the part of a `traceparent` that names the trace; "" for an empty header."""
+    return str(header)[3:35]
